@@ -1,0 +1,3 @@
+//! The `oncegate` program.
+
+fn main() {}

@@ -1,0 +1,539 @@
+//! What is remembered of a request: its scope, its fingerprint, who works on it and how it ended.
+//!
+//! A record lives in the store under its scope `(tenant, operation, key)`. Everything that changes it
+//! names its [`Fence`], so that a late or woken process changes nothing that is no longer its own.
+//!
+//! ```text
+//!                    released (attempt 1): the row is gone
+//!                  ^
+//!   reserved ->  in_progress --completed--> completed --expired, or released by an operator--> gone
+//!                  |     ^  \                  ^
+//!                  | lost|   released          | late outcome of the same attempt,
+//!                  v     |   (attempt > 1)     | or an operator's completion
+//!                unknown <--/ -----------------+
+//!                  |  retried: attempt + 1, back to in_progress
+//!                  +--released by an operator--> gone
+//! ```
+//!
+//! This module and its children are pure: no clock, no runtime, no SQL and no log.
+
+pub mod event;
+pub mod outcome;
+
+use std::fmt;
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::{Duration, Instant, SystemTime};
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
+use uuid::Uuid;
+
+/// Longest key, in characters (all ASCII, so bytes too).
+pub const KEY_MAX: usize = 255;
+/// Longest tenant, in bytes of UTF-8.
+pub const TENANT_MAX: usize = 255;
+
+/// The id of a record, made by the gateway that reserves it. A row that is taken over after expiry gets a new one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RecordId(Uuid);
+
+impl RecordId {
+    /// A new id. Version 7, only so that neighbours in time are neighbours in the index; nothing reads the time in it.
+    #[must_use]
+    pub fn fresh() -> Self {
+        Self(Uuid::now_v7())
+    }
+}
+
+/// A random id that a process takes at its start, and anew whenever its lease has run out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct OwnerId(Uuid);
+
+impl OwnerId {
+    /// A new random owner.
+    #[must_use]
+    pub fn fresh() -> Self {
+        Self(Uuid::new_v4())
+    }
+}
+
+macro_rules! uuid_newtype {
+    ($name:ident) => {
+        impl From<Uuid> for $name {
+            fn from(id: Uuid) -> Self {
+                Self(id)
+            }
+        }
+        impl From<$name> for Uuid {
+            fn from(id: $name) -> Self {
+                id.0
+            }
+        }
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.0.fmt(f)
+            }
+        }
+        impl std::str::FromStr for $name {
+            type Err = uuid::Error;
+            fn from_str(text: &str) -> Result<Self, uuid::Error> {
+                text.parse().map(Self)
+            }
+        }
+    };
+}
+uuid_newtype!(RecordId);
+uuid_newtype!(OwnerId);
+
+/// Which execution of a record: counts from 1 within one id and never goes back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Attempt(u32);
+
+impl Attempt {
+    /// The attempt that makes the record.
+    pub const FIRST: Self = Self(1);
+
+    /// The attempt after this one.
+    #[must_use]
+    pub fn next(self) -> Self {
+        Self(self.0.saturating_add(1))
+    }
+
+    /// The number as stored.
+    #[must_use]
+    pub fn number(self) -> u32 {
+        self.0
+    }
+
+    /// From the number as stored.
+    #[must_use]
+    pub fn from_number(number: u32) -> Self {
+        Self(number)
+    }
+}
+
+/// What every change of a record must name: an id and an attempt that are still the current ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Fence {
+    /// The record.
+    pub id: RecordId,
+    /// The attempt within it.
+    pub attempt: Attempt,
+}
+
+macro_rules! text_newtype {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub struct $name(Arc<str>);
+
+        impl $name {
+            /// The text.
+            #[must_use]
+            pub fn as_str(&self) -> &str {
+                &self.0
+            }
+
+            /// From a store's row, which holds only what was checked before it was written.
+            #[must_use]
+            pub fn stored(text: &str) -> Self {
+                Self(text.into())
+            }
+        }
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(&self.0)
+            }
+        }
+    };
+}
+text_newtype!(
+    /// Whose key it is: 1 to 255 bytes of visible UTF-8.
+    Tenant
+);
+text_newtype!(
+    /// The route's operation name, or `METHOD path-template`.
+    Operation
+);
+text_newtype!(
+    /// The idempotency key: 1 to 255 characters of visible ASCII and space.
+    Key
+);
+
+impl Tenant {
+    /// Checks a tenant that comes from outside. `None`: empty, longer than 255 bytes, or with characters that cannot be seen.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        let visible = |c: char| !c.is_control() && (!c.is_whitespace() || c == ' ');
+        let fits = (1..=TENANT_MAX).contains(&text.len());
+        let blank = text.trim().is_empty();
+        (fits && !blank && text.chars().all(visible)).then(|| Self(text.into()))
+    }
+}
+
+impl Operation {
+    /// Checks an operation name of the configuration, by the same rule as a tenant.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        Tenant::parse(text).map(|checked| Self(checked.0))
+    }
+}
+
+impl Key {
+    /// Checks a key that comes from outside. `None`: empty or blank, longer than 255 characters, or other than visible ASCII and space.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        let visible = |b: u8| b == b' ' || b.is_ascii_graphic();
+        let fits = (1..=KEY_MAX).contains(&text.len());
+        let blank = text.trim().is_empty();
+        (fits && !blank && text.bytes().all(visible)).then(|| Self(text.into()))
+    }
+}
+
+/// Where a record is looked up, replayed, listed and swept: never by the key alone.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Scope {
+    /// Whose key.
+    pub tenant: Tenant,
+    /// For which operation.
+    pub operation: Operation,
+    /// The key itself.
+    pub key: Key,
+}
+
+/// A SHA-256.
+pub type Digest = [u8; 32];
+
+/// Names the way in which a canonical hash was made: format version and the route's settings.
+pub type RecipeId = [u8; 8];
+
+/// What makes two requests the same request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fingerprint {
+    /// Hash of the canonical request, by the recipe.
+    pub canonical: Digest,
+    /// Hash of the request as received: decides where the recipes differ.
+    pub raw: Digest,
+    /// Which recipe made `canonical`.
+    pub recipe: RecipeId,
+}
+
+impl Fingerprint {
+    /// Whether both are the same request. Under one recipe the canonical hash decides; across a change of recipe the raw hash.
+    #[must_use]
+    pub fn same_request(&self, other: &Self) -> bool {
+        if self.recipe == other.recipe {
+            self.canonical == other.canonical
+        } else {
+            self.raw == other.raw
+        }
+    }
+}
+
+/// The column `status`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Status {
+    /// Reserved by an owner that has not settled it yet.
+    InProgress,
+    /// Executed, or not: nobody knows.
+    Unknown,
+    /// Executed; the answer is kept until it expires.
+    Completed,
+}
+
+impl Status {
+    /// All of them, for lists and filters.
+    pub const ALL: [Self; 3] = [Self::InProgress, Self::Unknown, Self::Completed];
+
+    /// The value of the column.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::InProgress => "in_progress",
+            Self::Unknown => "unknown",
+            Self::Completed => "completed",
+        }
+    }
+
+    /// From the value of the column.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|status| status.as_str() == text)
+    }
+}
+
+/// What can happen to a record that exists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Change {
+    /// The attempt's answer is kept.
+    Complete,
+    /// The attempt is known not to have executed.
+    Release,
+    /// Nobody can know any more what the attempt did: its owner lost it, or died.
+    Lose,
+    /// The route's policy allows another attempt.
+    Retry,
+    /// An operator says what happened.
+    OperatorComplete,
+    /// An operator says that nothing happened (for a completed record: that it shall be forgotten).
+    OperatorRelease,
+    /// The retention is over.
+    Expire,
+}
+
+impl Change {
+    /// All of them.
+    pub const ALL: [Self; 7] = [
+        Self::Complete,
+        Self::Release,
+        Self::Lose,
+        Self::Retry,
+        Self::OperatorComplete,
+        Self::OperatorRelease,
+        Self::Expire,
+    ];
+}
+
+/// Where a change leads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Next {
+    /// To this status.
+    Status(Status),
+    /// The row is deleted, or taken over under a new id.
+    Gone,
+}
+
+/// The one transition function: where `change`, made under the current fence, leads from `status`; `None` where it must change nothing.
+///
+/// An operator acts on `in_progress` only through `unknown`, once the owner's lease has run out.
+#[must_use]
+pub fn transition(status: Status, attempt: Attempt, change: Change) -> Option<Next> {
+    let released =
+        if attempt == Attempt::FIRST { Next::Gone } else { Next::Status(Status::Unknown) };
+    match (status, change) {
+        (Status::InProgress | Status::Unknown, Change::Complete) => {
+            Some(Next::Status(Status::Completed))
+        }
+        (Status::InProgress | Status::Unknown, Change::Release) => Some(released),
+        (Status::InProgress, Change::Lose) => Some(Next::Status(Status::Unknown)),
+        (Status::Unknown, Change::Retry) => Some(Next::Status(Status::InProgress)),
+        (Status::Unknown, Change::OperatorComplete) => Some(Next::Status(Status::Completed)),
+        (Status::Unknown | Status::Completed, Change::OperatorRelease) => Some(Next::Gone),
+        (Status::Completed, Change::Expire) => Some(Next::Gone),
+        (
+            Status::InProgress,
+            Change::Retry | Change::OperatorComplete | Change::OperatorRelease | Change::Expire,
+        )
+        | (Status::Unknown, Change::Lose | Change::Expire)
+        | (
+            Status::Completed,
+            Change::Complete
+            | Change::Release
+            | Change::Lose
+            | Change::Retry
+            | Change::OperatorComplete,
+        ) => None,
+    }
+}
+
+/// A response's body as far as it is kept.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KeptBody {
+    /// All of its bytes.
+    Whole(Bytes),
+    /// It was larger than the route keeps, or a stream: the execution is remembered, the body is not.
+    NotRetained,
+}
+
+/// A response as kept for replay: end-to-end headers only, in their order among equal names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Answer {
+    /// The upstream's status.
+    pub status: StatusCode,
+    /// The headers that are kept.
+    pub headers: HeaderMap,
+    /// The body, byte for byte.
+    pub body: KeptBody,
+}
+
+/// The column `response_headers` holds something that is not a header block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the stored response headers are not a header block")]
+pub struct NotHeaders;
+
+/// Headers as the column `response_headers` holds them: `name: value` lines ended by CRLF, values as raw bytes.
+#[must_use]
+pub fn encode_headers(headers: &HeaderMap) -> Vec<u8> {
+    let mut block = Vec::with_capacity(headers.len() * 32);
+    for (name, value) in headers {
+        block.extend_from_slice(name.as_str().as_bytes());
+        block.extend_from_slice(b": ");
+        block.extend_from_slice(value.as_bytes());
+        block.extend_from_slice(b"\r\n");
+    }
+    block
+}
+
+/// The inverse of [`encode_headers`].
+///
+/// # Errors
+/// [`NotHeaders`] where a line has no colon, or a name or value that no header can have.
+pub fn decode_headers(block: &[u8]) -> Result<HeaderMap, NotHeaders> {
+    let mut headers = HeaderMap::new();
+    for line in block.split(|b| *b == b'\n').filter(|line| !line.is_empty()) {
+        let line = line.strip_suffix(b"\r").ok_or(NotHeaders)?;
+        let colon = line.iter().position(|b| *b == b':').ok_or(NotHeaders)?;
+        let (name, value) = line.split_at(colon);
+        let name = HeaderName::from_bytes(name).map_err(|_| NotHeaders)?;
+        let value = value.strip_prefix(b": ").ok_or(NotHeaders)?;
+        headers.append(name, HeaderValue::from_bytes(value).map_err(|_| NotHeaders)?);
+    }
+    Ok(headers)
+}
+
+/// A completed record's answer with the end of its retention.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Completed {
+    /// What is replayed.
+    pub answer: Answer,
+    /// When the retention ends, by the database's clock; told to callers.
+    pub expires_at: SystemTime,
+    /// What was left of the retention when the row was read, by the database's clock; zero: it has expired.
+    pub time_left: Duration,
+}
+
+/// How a record stands, as the gateway reads it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum State {
+    /// Somebody works on it.
+    InProgress {
+        /// Who.
+        owner: OwnerId,
+        /// Whether the owner's lease had not run out when the row was read, by the database's clock.
+        owner_lives: bool,
+    },
+    /// Nobody knows what the attempt did.
+    Unknown,
+    /// It ended.
+    Completed(Box<Completed>),
+}
+
+/// A record as the gateway reads it when it meets a duplicate.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// Its id and current attempt.
+    pub fence: Fence,
+    /// The request that made it.
+    pub fingerprint: Fingerprint,
+    /// How it stands.
+    pub state: State,
+}
+
+/// This process's lease as it may be relied on without asking the database.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lease {
+    /// Under which owner id records are reserved now.
+    pub owner: OwnerId,
+    /// Until when the database certainly counts the owner as alive: the moment before the heartbeat was sent,
+    /// plus the lease, less a margin. On the process's monotonic clock.
+    pub sure_until: Instant,
+}
+
+/// The lease as `lease` keeps it up to date and as the sending side checks it. Cheap to clone; all clones see one lease.
+#[derive(Clone, Debug)]
+pub struct LeaseView(Arc<RwLock<Lease>>);
+
+impl LeaseView {
+    /// A view that starts with this lease.
+    #[must_use]
+    pub fn new(lease: Lease) -> Self {
+        Self(Arc::new(RwLock::new(lease)))
+    }
+
+    /// The lease as last renewed.
+    #[must_use]
+    pub fn current(&self) -> Lease {
+        *self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes over a renewed lease, or one of a new owner.
+    pub fn renew(&self, lease: Lease) {
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = lease;
+    }
+
+    /// Whether `owner` is still this process's owner and certainly counted as alive at `now`.
+    #[must_use]
+    pub fn holds(&self, owner: OwnerId, now: Instant) -> bool {
+        let lease = self.current();
+        lease.owner == owner && now < lease.sure_until
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn header_blocks_round_trip_with_order_repetition_and_raw_bytes() {
+        let mut headers = HeaderMap::new();
+        headers.append(
+            "set-cookie",
+            HeaderValue::from_static("a=1; Expires=Wed, 01 Jan 2031 00:00:00 GMT"),
+        );
+        headers.append("x-empty", HeaderValue::from_static(""));
+        headers.append("set-cookie", HeaderValue::from_static("b=2"));
+        headers.append("x-raw", HeaderValue::from_bytes(b"caf\xe9: x").unwrap());
+        assert_eq!(decode_headers(&encode_headers(&headers)).unwrap(), headers);
+    }
+
+    #[test]
+    fn a_completed_record_leaves_its_state_only_by_expiry_or_an_operators_release() {
+        for change in Change::ALL {
+            let next = transition(Status::Completed, Attempt::FIRST, change);
+            let may_leave = matches!(change, Change::Expire | Change::OperatorRelease);
+            assert_eq!(next, may_leave.then_some(Next::Gone), "{change:?}");
+        }
+    }
+
+    #[test]
+    fn a_later_attempt_that_is_released_stays_remembered() {
+        let second = Attempt::FIRST.next();
+        assert_eq!(
+            transition(Status::InProgress, Attempt::FIRST, Change::Release),
+            Some(Next::Gone)
+        );
+        assert_eq!(
+            transition(Status::InProgress, second, Change::Release),
+            Some(Next::Status(Status::Unknown))
+        );
+    }
+
+    #[test]
+    fn keys_and_tenants_are_visible_text_of_bounded_length() {
+        for (text, key, tenant) in [
+            ("k", true, true),
+            ("a b", true, true),
+            (" ", false, false),
+            ("", false, false),
+            ("é", false, true),
+            ("a\tb", false, false),
+            ("a\u{0}b", false, false),
+            ("a\u{2028}b", false, false),
+        ] {
+            assert_eq!(Key::parse(text).is_some(), key, "{text:?}");
+            assert_eq!(Tenant::parse(text).is_some(), tenant, "{text:?}");
+        }
+        assert!(Key::parse(&"x".repeat(255)).is_some());
+        assert!(Key::parse(&"x".repeat(256)).is_none());
+    }
+
+    #[test]
+    fn a_lease_holds_for_its_owner_until_its_deadline() {
+        let now = Instant::now();
+        let owner = OwnerId::fresh();
+        let view = LeaseView::new(Lease { owner, sure_until: now + Duration::from_secs(1) });
+        assert!(view.holds(owner, now));
+        assert!(!view.holds(owner, now + Duration::from_secs(1)));
+        assert!(!view.holds(OwnerId::fresh(), now));
+    }
+}

@@ -1,0 +1,534 @@
+//! What the gateway, the relay and the operator ask of a database, in our verbs.
+//!
+//! Two implementations, one suite of tests: `postgres` for any number of replicas, `sqlite` for one. What must
+//! stay true in both:
+//!
+//! - A change names its [`Fence`] (or claim number) and the states it may leave; its row count is read, and "none"
+//!   is an answer of its own ([`Changed::No`]), never an error and never ignored.
+//! - Times are the database's own clock; callers pass durations.
+//! - A reservation is durable when [`Store::reserve`] says `Held`; a completion and its events are one transaction.
+//! - An [`Error`] says what may be concluded: nothing happened, or nobody knows.
+
+pub mod batch;
+pub mod postgres;
+pub mod sqlite;
+
+use std::time::{Duration, Instant, SystemTime};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use uuid::Uuid;
+
+use crate::record::event::Event;
+use crate::record::{
+    Answer, Attempt, Fence, Fingerprint, OwnerId, Record, RecordId, Scope, Status,
+};
+
+/// Why the store did not do it, by what the caller may conclude.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The database cannot be reached, or did not take the statement. Nothing was changed.
+    #[error("the database is not available")]
+    Unavailable(#[source] Cause),
+    /// The statement was sent, and its end is not known: it may have been committed, or may still be.
+    #[error("the database did not say whether it committed")]
+    InDoubt(#[source] Cause),
+    /// The database refused what was written (a value it cannot hold, say). Nothing was changed; again is no use.
+    #[error("the database refused the data")]
+    Refused(#[source] Cause),
+    /// The caller's deadline passed before the statement was begun. Nothing was changed.
+    #[error("the database did not get to it in time")]
+    Late,
+}
+
+/// The error beneath, for the log only: it is never shown to callers.
+pub type Cause = Box<dyn std::error::Error + Send + Sync>;
+
+/// A reservation to be made: all that the row says before the upstream is asked.
+#[derive(Clone, Debug)]
+pub struct Proposal {
+    /// The new record's id.
+    pub id: RecordId,
+    /// Its scope.
+    pub scope: Scope,
+    /// Of the request.
+    pub fingerprint: Fingerprint,
+    /// This process, which must hold a live lease in the database.
+    pub owner: OwnerId,
+    /// Who asked: the verified subject, or a keyed digest of the credential.
+    pub caller: Option<String>,
+    /// What events and look-ups will need of the request; kept until completion.
+    pub context: Option<Bytes>,
+}
+
+/// What became of a [`Proposal`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Reserved {
+    /// The row is this proposal's, committed.
+    Held,
+    /// Another record stands under the scope.
+    Exists(Box<Record>),
+    /// Another record stood there and is gone by now: propose again.
+    Vanished,
+    /// The owner has no live lease: nothing was written.
+    LeaseEnded,
+}
+
+/// From which state a scope is taken over, with the fence that was read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Takeover {
+    /// A completed record whose retention is over, swept or not: the row gets the proposal's id and attempt 1.
+    Expired(Fence),
+    /// An unknown record whose policy allows another attempt: same id, attempt + 1, the fingerprint stays.
+    Unknown(Fence),
+}
+
+/// Whether a fenced change found its row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Changed {
+    /// It is done.
+    Yes,
+    /// Somebody else has the record: nothing was changed.
+    No,
+}
+
+/// An outcome to be kept: the answer and its events, written in one transaction.
+#[derive(Clone, Debug)]
+pub struct Completion {
+    /// The record's scope.
+    pub scope: Scope,
+    /// The attempt that got the answer.
+    pub fence: Fence,
+    /// What will be replayed.
+    pub answer: Answer,
+    /// How long, counted from the completion.
+    pub retention: Duration,
+    /// What is announced.
+    pub events: Vec<Event>,
+}
+
+/// What became of a [`Completion`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Settled {
+    /// It is durable.
+    Done {
+        /// When the answer's retention ends, by the database's clock.
+        expires_at: SystemTime,
+    },
+    /// The record is no longer at this fence, or is completed already: nothing was written, no event either.
+    Fenced,
+}
+
+/// What a heartbeat found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Beat {
+    /// The lease runs anew from now.
+    Renewed,
+    /// The lease had run out and is never renewed: take a new owner id.
+    Ended,
+}
+
+/// Which events a claim takes.
+#[derive(Clone, Debug)]
+pub struct Claim {
+    /// Of this sink.
+    pub sink: String,
+    /// Fresh ones, or those that failed before.
+    pub lane: Lane,
+    /// At most as many as the sink has free slots.
+    pub limit: u32,
+    /// For how long they belong to this claim.
+    pub lease: Duration,
+    /// Also look at events that have been due for long (the slow, complete look).
+    pub sweep: bool,
+}
+
+/// The two queues of a sink, so that a backlog of retries never starves fresh events.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Lane {
+    /// Never tried.
+    Fresh,
+    /// Tried and failed, or redelivered on request.
+    Retry,
+}
+
+/// An event that is claimed, with all that a delivery needs.
+#[derive(Clone, Debug)]
+pub struct Claimed {
+    /// The event's id: the same in all attempts.
+    pub event_id: Uuid,
+    /// The fence of this claim: every verdict names it.
+    pub claim_no: i32,
+    /// Attempts that finished and failed.
+    pub attempts: u32,
+    /// How long ago the event was written, by the database's clock.
+    pub age: Duration,
+    /// The event's type.
+    pub kind: String,
+    /// Whose.
+    pub tenant: String,
+    /// The operation.
+    pub operation: String,
+    /// The idempotency key.
+    pub key: String,
+    /// The message, exactly as it is sent and signed.
+    pub payload: Bytes,
+}
+
+/// How a claimed delivery ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// The sink took it.
+    Sent {
+        /// The sink's status.
+        status: u16,
+    },
+    /// It failed and is tried again.
+    Retry {
+        /// After this long.
+        delay: Duration,
+        /// The sink's status, where there was one.
+        status: Option<u16>,
+        /// What went wrong, at most 1 KiB of text without NUL.
+        error: String,
+    },
+    /// It failed for good: kept, listed, redelivered on request.
+    Dead {
+        /// The sink's status, where there was one.
+        status: Option<u16>,
+        /// What went wrong.
+        error: String,
+    },
+    /// It was not sent: free at once, no attempt used.
+    GivenBack,
+}
+
+/// A verdict under the claim it belongs to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Acknowledgement {
+    /// Which event.
+    pub event_id: Uuid,
+    /// Under which claim.
+    pub claim_no: i32,
+    /// How it ended.
+    pub verdict: Verdict,
+}
+
+/// Which records a list shows; newest first.
+#[derive(Clone, Debug, Default)]
+pub struct RecordFilter {
+    /// Only of this tenant.
+    pub tenant: Option<String>,
+    /// Only of this operation.
+    pub operation: Option<String>,
+    /// Only under this key.
+    pub key: Option<String>,
+    /// Only in this status.
+    pub status: Option<Status>,
+    /// Only those made within this long, by the database's clock.
+    pub since: Option<Duration>,
+    /// Only those after this one in the list's order: the last row of the page before.
+    pub after: Option<(SystemTime, Uuid)>,
+    /// At most this many.
+    pub limit: u32,
+}
+
+/// A record as operators see it.
+#[derive(Clone, Debug)]
+pub struct RecordRow {
+    /// Its id.
+    pub id: RecordId,
+    /// Its scope.
+    pub scope: Scope,
+    /// Of the request that made it.
+    pub fingerprint: Fingerprint,
+    /// Its status as stored.
+    pub status: Status,
+    /// The current attempt.
+    pub attempt: Attempt,
+    /// Who works, or worked, on it.
+    pub owner: OwnerId,
+    /// Whether that owner's lease is live now.
+    pub owner_lives: bool,
+    /// Who asked.
+    pub caller: Option<String>,
+    /// What events will need of the request; gone once completed.
+    pub context: Option<Bytes>,
+    /// When it was reserved.
+    pub created_at: SystemTime,
+    /// When it was completed.
+    pub completed_at: Option<SystemTime>,
+    /// When its retention ends.
+    pub expires_at: Option<SystemTime>,
+    /// The kept answer; lists leave its body out (`NotRetained`).
+    pub answer: Option<Answer>,
+}
+
+/// The status of an event towards one sink.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum EventStatus {
+    /// Owed.
+    Pending,
+    /// Delivered.
+    Sent,
+    /// Given up, kept.
+    Dead,
+    /// No sink wanted it.
+    Discarded,
+}
+
+impl EventStatus {
+    /// All of them, for filters.
+    pub const ALL: [Self; 4] = [Self::Pending, Self::Sent, Self::Dead, Self::Discarded];
+
+    /// The value of the column.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Pending => "pending",
+            Self::Sent => "sent",
+            Self::Dead => "dead",
+            Self::Discarded => "discarded",
+        }
+    }
+
+    /// From the value of the column.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|status| status.as_str() == text)
+    }
+}
+
+/// Which events a list shows; newest first.
+#[derive(Clone, Debug, Default)]
+pub struct EventFilter {
+    /// Only this event (one row per sink).
+    pub id: Option<Uuid>,
+    /// Only of this record.
+    pub record: Option<RecordId>,
+    /// Only of this tenant.
+    pub tenant: Option<String>,
+    /// Only of this operation.
+    pub operation: Option<String>,
+    /// Only under this idempotency key.
+    pub key: Option<String>,
+    /// Only towards this sink.
+    pub sink: Option<String>,
+    /// Only in this status.
+    pub status: Option<EventStatus>,
+    /// Only those made within this long.
+    pub since: Option<Duration>,
+    /// Only those after this one in the list's order: time, event and sink of the last row of the page before.
+    pub after: Option<(SystemTime, Uuid, String)>,
+    /// At most this many.
+    pub limit: u32,
+}
+
+/// A row of `outbox_events`: an event towards one sink.
+#[derive(Clone, Debug)]
+pub struct EventRow {
+    /// The event's id.
+    pub id: Uuid,
+    /// Its key.
+    pub event_key: String,
+    /// Its type.
+    pub kind: String,
+    /// Its record's scope.
+    pub scope: Scope,
+    /// Its record.
+    pub record: RecordId,
+    /// Towards which sink; empty: none wanted it.
+    pub sink: String,
+    /// Its ordering key.
+    pub ordering_key: Option<String>,
+    /// The message.
+    pub payload: Bytes,
+    /// How it stands.
+    pub status: EventStatus,
+    /// Attempts that finished and failed, and the one that succeeded.
+    pub attempts: u32,
+    /// When it is due.
+    pub next_attempt_at: Option<SystemTime>,
+    /// What went wrong last.
+    pub last_error: Option<String>,
+    /// When it was written.
+    pub created_at: SystemTime,
+    /// When it was delivered.
+    pub sent_at: Option<SystemTime>,
+}
+
+/// Who does something to the store's content by hand, and why.
+#[derive(Clone, Debug)]
+pub struct Operator {
+    /// The login name, or whatever names the person.
+    pub who: String,
+    /// In the person's words.
+    pub why: Option<String>,
+}
+
+/// Why an operator's action was not done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Objection {
+    /// There is no such record or event.
+    NotFound,
+    /// A live owner works on the record.
+    Running {
+        /// Who.
+        owner: OwnerId,
+        /// Since when.
+        since: SystemTime,
+    },
+    /// The record is completed, and the action did not say that it means completed ones.
+    IsCompleted,
+    /// The record, or the event, moved on between the look and the action: look again.
+    Moved,
+}
+
+/// What an operator did: `Ok`, or why not.
+pub type Acted = Result<(), Objection>;
+
+/// Which events are redelivered.
+#[derive(Clone, Debug)]
+pub enum Redeliver {
+    /// One event (towards one sink, or all): sent, dead, discarded by name of a sink, or pending. One that is being delivered right now is left alone.
+    One {
+        /// The event.
+        id: Uuid,
+        /// Towards which sink; `None`: all.
+        sink: Option<String>,
+    },
+    /// All dead ones (of one sink, or all).
+    Dead {
+        /// Of which sink; `None`: all.
+        sink: Option<String>,
+    },
+}
+
+/// A row of `audit_log`.
+#[derive(Clone, Debug)]
+pub struct AuditRow {
+    /// Its id.
+    pub id: Uuid,
+    /// When, by the database's clock.
+    pub at: SystemTime,
+    /// Who.
+    pub who: String,
+    /// What was done: `record.release`, `record.complete`, `event.redeliver`, `late_outcome`.
+    pub action: String,
+    /// To which record.
+    pub record: Option<RecordId>,
+    /// To which event.
+    pub event: Option<Uuid>,
+    /// Why.
+    pub why: Option<String>,
+    /// More, as JSON.
+    pub detail: Option<String>,
+}
+
+/// How much stands in the store, for metrics and pages.
+#[derive(Clone, Debug, Default)]
+pub struct Gauges {
+    /// Pending events by sink: how many, and how old the oldest is.
+    pub pending: Vec<(String, u64, Duration)>,
+    /// Dead events by sink.
+    pub dead: Vec<(String, u64)>,
+    /// Records whose outcome is unknown.
+    pub unknown_records: u64,
+}
+
+/// A database that keeps records and the outbox.
+#[async_trait]
+pub trait Store: Send + Sync + 'static {
+    /// Renews `owner`'s lease for `lease` from now, or makes it where there is none yet. A lease that has run out is never renewed.
+    async fn heartbeat(&self, owner: OwnerId, lease: Duration) -> Result<Beat, Error>;
+
+    /// Ends `owner`'s lease at once (a clean exit).
+    async fn retire(&self, owner: OwnerId) -> Result<(), Error>;
+
+    /// Makes the reservation, or says what stands in its place. Grouped with what else is waiting into one commit.
+    ///
+    /// Running it again with the same id after [`Error::InDoubt`] is safe: an own row that is found is `Held`.
+    async fn reserve(&self, proposal: Proposal, deadline: Instant) -> Result<Reserved, Error>;
+
+    /// Takes a row over for the proposal's owner, fenced. `Changed::No` where it moved on, or the owner has no live lease.
+    async fn take_over(&self, proposal: Proposal, from: Takeover) -> Result<Changed, Error>;
+
+    /// The record under a scope.
+    async fn find(&self, scope: &Scope) -> Result<Option<Record>, Error>;
+
+    /// Keeps an outcome and its events: one transaction, grouped with what else is waiting.
+    /// Leaves `in_progress`, and `unknown` of the same attempt.
+    async fn complete(&self, completion: Completion, deadline: Instant) -> Result<Settled, Error>;
+
+    /// Frees an attempt that is known not to have executed: attempt 1 deletes the row, a later one goes back to `unknown`.
+    async fn release(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error>;
+
+    /// Marks an attempt of this process `unknown`. `Changed::No` also where it is `unknown` already.
+    async fn mark_unknown(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error>;
+
+    /// Marks records in progress `unknown` whose owner's lease has run out, up to `limit`; with a fence only that record.
+    async fn mark_dead(&self, only: Option<(&Scope, Fence)>, limit: u32) -> Result<u64, Error>;
+
+    /// Claims events that are due; see [`Claim`]. Committed before it returns.
+    async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error>;
+
+    /// Writes verdicts, each under its claim number. The ids of those that found their claim still current.
+    async fn acknowledge(
+        &self,
+        sink: &str,
+        verdicts: &[Acknowledgement],
+    ) -> Result<Vec<Uuid>, Error>;
+
+    /// How long until the next event of this sink that is not claimable now could be (a retry's time or a claim's end); `None`: nothing waits.
+    async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error>;
+
+    /// Deletes expired completed records, up to `limit`. How many.
+    async fn sweep_records(&self, limit: u32) -> Result<u64, Error>;
+
+    /// Deletes events all of whose rows are sent or discarded for longer than `retention`, up to `limit`. How many.
+    async fn sweep_events(&self, retention: Duration, limit: u32) -> Result<u64, Error>;
+
+    /// Deletes leases that have run out long ago and that no record in progress names.
+    async fn sweep_leases(&self) -> Result<u64, Error>;
+
+    /// Records for operators.
+    async fn list_records(&self, filter: &RecordFilter) -> Result<Vec<RecordRow>, Error>;
+
+    /// One record with its body.
+    async fn show_record(&self, id: RecordId) -> Result<Option<RecordRow>, Error>;
+
+    /// Events for operators.
+    async fn list_events(&self, filter: &EventFilter) -> Result<Vec<EventRow>, Error>;
+
+    /// An operator says that the record did not execute (or, with `completed`, that it shall be forgotten): the row goes. Audited.
+    ///
+    /// Acts on `unknown`, and on `in_progress` whose owner's lease has run out. Fenced by the attempt: `Moved` where it is not current.
+    async fn operator_release(
+        &self,
+        fence: Fence,
+        completed: bool,
+        by: &Operator,
+    ) -> Result<Acted, Error>;
+
+    /// An operator says what happened: the record is completed under attempt + 1, with its events. Audited.
+    async fn operator_complete(
+        &self,
+        completion: &Completion,
+        by: &Operator,
+    ) -> Result<Acted, Error>;
+
+    /// Makes events due again, through the retry lane, under their id and with growing claim numbers. Audited. How many.
+    async fn redeliver(&self, which: &Redeliver, by: &Operator) -> Result<u64, Error>;
+
+    /// What was done to a record by hand, oldest first.
+    async fn audit_of(&self, record: RecordId) -> Result<Vec<AuditRow>, Error>;
+
+    /// Records that operators acted on within the last `window`.
+    async fn acted_on(&self, window: Duration) -> Result<Vec<RecordId>, Error>;
+
+    /// Whether the database answers.
+    async fn ping(&self) -> Result<(), Error>;
+
+    /// How much stands in the store.
+    async fn gauges(&self) -> Result<Gauges, Error>;
+}

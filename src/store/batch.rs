@@ -1,0 +1,266 @@
+//! Group commit without a timer: what queued while the last commit ran is the next commit.
+//!
+//! A [`Batcher`] has one worker. It takes whatever waits, at most [`BATCH_MAX`] items and each scope once, and runs
+//! them as one statement and one commit; so a lone item waits for nobody and a crowd shares its fsync. What must
+//! stay true:
+//!
+//! - An item that was withdrawn before its batch began is never written, and its caller is told so ([`Error::Late`]).
+//! - A batch whose end is not known is run again with the same ids until it is known, or until its callers'
+//!   deadlines have passed; once in doubt, an item never becomes "not done" by a later failure to connect.
+//! - A batch that the database refuses is halved until the bad item stands alone; it alone fails.
+
+use std::collections::{HashSet, VecDeque};
+use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use tokio::sync::{mpsc, oneshot};
+
+use super::Error;
+use crate::record::Scope;
+
+/// Most items in one statement. More did not help in measurements, and makes a halving dearer.
+pub const BATCH_MAX: usize = 64;
+
+/// Most items that may wait for one worker; beyond it the database counts as unavailable.
+const QUEUE_MAX: usize = 8192;
+
+/// First pause before a batch whose end is in doubt is run again.
+const RETRY_FIRST: Duration = Duration::from_millis(10);
+const RETRY_MAX: Duration = Duration::from_millis(250);
+
+/// What a batch is made of, and how it is run.
+#[async_trait]
+pub trait Work: Send + Sync + 'static {
+    /// One item.
+    type Item: Send + Sync + 'static;
+    /// Its result.
+    type Reply: Send + 'static;
+
+    /// The scope that may stand in a batch only once.
+    fn scope(item: &Self::Item) -> &Scope;
+
+    /// Runs all items in one commit; one reply each, in their order. Running it again must be safe.
+    async fn run(&self, items: &[Arc<Self::Item>]) -> Result<Vec<Self::Reply>, RunError>;
+}
+
+/// Why a run failed, by what the worker does about it.
+#[derive(Debug)]
+pub enum RunError {
+    /// A deadlock or a serialization failure: nothing was changed, again at once.
+    Again(Error),
+    /// Anything else, as the callers will see it.
+    Failed(Error),
+}
+
+impl From<Error> for RunError {
+    fn from(error: Error) -> Self {
+        Self::Failed(error)
+    }
+}
+
+const QUEUED: u8 = 0;
+const BEGUN: u8 = 1;
+const WITHDRAWN: u8 = 2;
+
+struct Job<W: Work> {
+    item: Arc<W::Item>,
+    deadline: Instant,
+    stage: Arc<AtomicU8>,
+    reply: oneshot::Sender<Result<W::Reply, Error>>,
+}
+
+/// The queue of one kind of work, in front of its one worker.
+pub struct Batcher<W: Work> {
+    queue: mpsc::Sender<Job<W>>,
+}
+
+impl<W: Work> Batcher<W> {
+    /// A queue, and its worker as a future for the caller to spawn. The worker ends when the queue is dropped and drained.
+    pub fn new(work: W) -> (Self, impl Future<Output = ()> + Send) {
+        let (queue, jobs) = mpsc::channel(QUEUE_MAX);
+        (Self { queue }, work_off(work, jobs))
+    }
+
+    /// Queues an item and waits for its batch, until `deadline`.
+    ///
+    /// # Errors
+    /// [`Error::Late`] where the deadline passed before the item's batch began, [`Error::InDoubt`] where it passed
+    /// after; whatever the batch itself failed with.
+    pub async fn submit(&self, item: W::Item, deadline: Instant) -> Result<W::Reply, Error> {
+        let (reply, answer) = oneshot::channel();
+        let stage = Arc::new(AtomicU8::new(QUEUED));
+        let job = Job { item: Arc::new(item), deadline, stage: Arc::clone(&stage), reply };
+        self.queue
+            .try_send(job)
+            .map_err(|_| Error::Unavailable("the store's queue is full".into()))?;
+        let withdraw = Withdraw(&stage);
+        match tokio::time::timeout_at(deadline.into(), answer).await {
+            Ok(Ok(result)) => result,
+            Ok(Err(_)) => Err(Error::InDoubt("the store's worker ended".into())),
+            Err(_) if withdraw.withdraw() => Err(Error::Late),
+            Err(_) => Err(Error::InDoubt("the deadline passed while the statement ran".into())),
+        }
+    }
+}
+
+/// Withdraws an item that is still queued when its caller stops waiting, also by being dropped.
+struct Withdraw<'a>(&'a AtomicU8);
+
+impl Withdraw<'_> {
+    fn withdraw(&self) -> bool {
+        let swap = self.0.compare_exchange(QUEUED, WITHDRAWN, Ordering::AcqRel, Ordering::Acquire);
+        swap.is_ok() || swap == Err(WITHDRAWN)
+    }
+}
+
+impl Drop for Withdraw<'_> {
+    fn drop(&mut self) {
+        self.withdraw();
+    }
+}
+
+async fn work_off<W: Work>(work: W, mut jobs: mpsc::Receiver<Job<W>>) {
+    let mut waiting: VecDeque<Job<W>> = VecDeque::new();
+    loop {
+        if waiting.is_empty() {
+            match jobs.recv().await {
+                Some(job) => waiting.push_back(job),
+                None => return,
+            }
+        }
+        while waiting.len() < QUEUE_MAX {
+            match jobs.try_recv() {
+                Ok(job) => waiting.push_back(job),
+                Err(_) => break,
+            }
+        }
+        let batch = next_batch(&mut waiting);
+        if !batch.is_empty() {
+            run_batch(&work, batch).await;
+        }
+    }
+}
+
+/// Takes the next batch off the front: each scope once (a second item of one scope waits for the next batch), and
+/// nothing that was withdrawn.
+fn next_batch<W: Work>(waiting: &mut VecDeque<Job<W>>) -> Vec<Job<W>> {
+    let mut batch: Vec<Job<W>> = Vec::new();
+    let mut scopes = HashSet::new();
+    let mut later = VecDeque::new();
+    while batch.len() < BATCH_MAX {
+        let Some(job) = waiting.pop_front() else { break };
+        if scopes.contains(W::scope(&job.item)) {
+            later.push_back(job);
+            continue;
+        }
+        let begun = job.stage.compare_exchange(QUEUED, BEGUN, Ordering::AcqRel, Ordering::Acquire);
+        if begun.is_ok() {
+            scopes.insert(W::scope(&job.item).clone());
+            batch.push(job);
+        }
+    }
+    while let Some(job) = later.pop_back() {
+        waiting.push_front(job);
+    }
+    batch
+}
+
+/// Runs a batch to its end. Halves it on refused data; runs it again while its end is in doubt.
+async fn run_batch<W: Work>(work: &W, batch: Vec<Job<W>>) {
+    let mut pieces = vec![batch];
+    while let Some(mut piece) = pieces.pop() {
+        let Some(result) = run_until_known(work, &mut piece).await else { continue };
+        match result {
+            Ok(replies) => {
+                for (job, reply) in piece.into_iter().zip(replies) {
+                    answer(job, Ok(reply));
+                }
+            }
+            Err(Error::Refused(_)) if piece.len() > 1 => {
+                let half = piece.split_off(piece.len() / 2);
+                pieces.extend([piece, half]);
+            }
+            Err(error) => fail_all(piece, &error),
+        }
+    }
+}
+
+/// Runs a piece until its end is known. Jobs whose deadline passes meanwhile are answered and leave the piece;
+/// `None` where none is left.
+async fn run_until_known<W: Work>(
+    work: &W,
+    piece: &mut Vec<Job<W>>,
+) -> Option<Result<Vec<W::Reply>, Error>> {
+    let mut doubt = false;
+    let mut pause = RETRY_FIRST;
+    loop {
+        let items: Vec<_> = piece.iter().map(|job| Arc::clone(&job.item)).collect();
+        let error = match work.run(&items).await {
+            Ok(replies) => return Some(Ok(replies)),
+            Err(RunError::Again(error)) => error,
+            Err(RunError::Failed(error @ Error::InDoubt(_))) => {
+                doubt = true;
+                error
+            }
+            Err(RunError::Failed(error)) if doubt && !matches!(error, Error::Refused(_)) => error,
+            Err(RunError::Failed(error)) => return Some(Err(error)),
+        };
+        tokio::time::sleep(jitter(pause)).await;
+        pause = (pause * 2).min(RETRY_MAX);
+        let now = Instant::now();
+        for job in piece.extract_if(.., |job| job.deadline <= now) {
+            let result = if doubt { in_doubt(&error) } else { unavailable(&error) };
+            answer(job, Err(result));
+        }
+        if piece.is_empty() {
+            return None;
+        }
+    }
+}
+
+fn jitter(pause: Duration) -> Duration {
+    pause.mul_f64(0.5 + fastrand::f64() / 2.0)
+}
+
+fn answer<W: Work>(job: Job<W>, result: Result<W::Reply, Error>) {
+    // A caller that stopped waiting has been told that its item is in doubt, and finds out by asking again.
+    drop(job.reply.send(result));
+}
+
+fn fail_all<W: Work>(jobs: Vec<Job<W>>, error: &Error) {
+    for job in jobs {
+        answer(job, Err(copy(error)));
+    }
+}
+
+fn in_doubt(error: &Error) -> Error {
+    Error::InDoubt(chain(error).into())
+}
+
+fn unavailable(error: &Error) -> Error {
+    Error::Unavailable(chain(error).into())
+}
+
+/// One error for each caller of a batch: causes are not `Clone`, so their text is carried on.
+fn copy(error: &Error) -> Error {
+    match error {
+        Error::Unavailable(_) => unavailable(error),
+        Error::InDoubt(_) => in_doubt(error),
+        Error::Refused(_) => Error::Refused(chain(error).into()),
+        Error::Late => Error::Late,
+    }
+}
+
+/// The texts of an error's causes, joined.
+fn chain(error: &Error) -> String {
+    let mut texts = Vec::new();
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        texts.push(error.to_string());
+        cause = error.source();
+    }
+    texts.join(": ")
+}

@@ -1,0 +1,330 @@
+//! Every metric by name, as typed handles. Nobody else names a metric.
+//!
+//! Labels come from the configuration (operations, sinks) or from enums here, never from callers: cardinality is bounded.
+
+use std::fmt::Write as _;
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+
+macro_rules! label_enum {
+    ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident = $text:literal,)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum $name {
+            $($(#[$vdoc])* $variant,)*
+        }
+
+        impl $name {
+            /// The label's value.
+            #[must_use]
+            pub fn as_str(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $text,)*
+                }
+            }
+        }
+
+        impl EncodeLabelValue for $name {
+            fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> Result<(), std::fmt::Error> {
+                encoder.write_str(self.as_str())
+            }
+        }
+    };
+}
+
+label_enum!(
+    /// How a request was answered.
+    Reply {
+        /// Forwarded, and its answer kept.
+        Executed = "executed",
+        /// Answered from the store.
+        Replayed = "replayed",
+        /// Waited for another's execution and got its answer.
+        Waited = "waited",
+        /// Forwarded, and known not to have executed: the key is free again.
+        Released = "released",
+        /// Forwarded, and nobody knows whether it executed.
+        Unknown = "unknown",
+        /// Refused: another request under a used key.
+        Mismatch = "mismatch",
+        /// Refused: still running after the wait.
+        InProgress = "in_progress",
+        /// Refused: a record whose outcome is unknown.
+        Held = "held",
+        /// Refused: executed, its answer was too large to keep.
+        NotRetained = "not_retained",
+        /// Refused: key, tenant or request not valid.
+        Invalid = "invalid",
+        /// Refused: a limit is reached.
+        Overloaded = "overloaded",
+        /// Refused: no reservation could be made.
+        StoreUnavailable = "store_unavailable",
+        /// Passed through unprotected.
+        Passed = "passed",
+    }
+);
+
+label_enum!(
+    /// The timed steps of a request.
+    Step {
+        /// Canonical form and hashes.
+        Fingerprint = "fingerprint",
+        /// The reservation's commit.
+        Reserve = "reserve",
+        /// The upstream.
+        Forward = "forward",
+        /// The completion's commit.
+        Complete = "complete",
+    }
+);
+
+label_enum!(
+    /// How a delivery ended.
+    Delivery {
+        /// Taken by the sink.
+        Sent = "sent",
+        /// Failed, tried again later.
+        Failed = "failed",
+        /// Failed for good.
+        Dead = "dead",
+        /// Its claim had ended when the verdict came.
+        LostClaim = "lost_claim",
+    }
+);
+
+label_enum!(
+    /// What the sweeper deletes.
+    Swept {
+        /// Expired records.
+        Records = "records",
+        /// Delivered events past their retention.
+        Events = "events",
+    }
+);
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ByOperation {
+    operation: String,
+    reply: Reply,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ByStep {
+    step: Step,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct BySink {
+    sink: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ByDelivery {
+    sink: String,
+    result: Delivery,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct BySwept {
+    what: Swept,
+}
+
+type Seconds = Gauge<f64, AtomicU64>;
+
+/// The process's metrics. One value, shared by reference.
+pub struct Metrics {
+    registry: Registry,
+    requests: Family<ByOperation, Counter>,
+    steps: Family<ByStep, Histogram>,
+    in_flight: Gauge,
+    waiting: Gauge,
+    settling: Gauge,
+    event_errors: Counter,
+    deliveries: Family<ByDelivery, Counter>,
+    pending: Family<BySink, Gauge>,
+    oldest: Family<BySink, Seconds>,
+    dead: Family<BySink, Gauge>,
+    unknown_records: Gauge,
+    swept: Family<BySwept, Counter>,
+    cached_bytes: Gauge,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let mut metrics = Self {
+            registry: Registry::with_prefix("oncegate"),
+            requests: Family::default(),
+            steps: Family::new_with_constructor(step_histogram),
+            in_flight: Gauge::default(),
+            waiting: Gauge::default(),
+            settling: Gauge::default(),
+            event_errors: Counter::default(),
+            deliveries: Family::default(),
+            pending: Family::default(),
+            oldest: Family::default(),
+            dead: Family::default(),
+            unknown_records: Gauge::default(),
+            swept: Family::default(),
+            cached_bytes: Gauge::default(),
+        };
+        metrics.register();
+        metrics
+    }
+}
+
+/// From half a millisecond to half a minute.
+fn step_histogram() -> Histogram {
+    Histogram::new([
+        0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
+    ])
+}
+
+impl Metrics {
+    fn register(&mut self) {
+        let r = &mut self.registry;
+        r.register(
+            "requests",
+            "Requests by operation and by how they were answered",
+            self.requests.clone(),
+        );
+        r.register("step_seconds", "Time taken by each step of a request", self.steps.clone());
+        r.register(
+            "in_flight",
+            "Reserved requests that are being worked on",
+            self.in_flight.clone(),
+        );
+        r.register("waiting", "Duplicates that wait for an execution", self.waiting.clone());
+        r.register(
+            "settling",
+            "Outcomes that the database has not taken yet",
+            self.settling.clone(),
+        );
+        r.register("event_errors", "Events whose template failed", self.event_errors.clone());
+        r.register("deliveries", "Delivery attempts by sink and result", self.deliveries.clone());
+        r.register("outbox_pending", "Events owed to a sink", self.pending.clone());
+        r.register(
+            "outbox_oldest_age_seconds",
+            "Age of the oldest event owed to a sink",
+            self.oldest.clone(),
+        );
+        r.register("outbox_dead", "Events given up for a sink", self.dead.clone());
+        r.register(
+            "unknown_records",
+            "Records whose outcome is unknown",
+            self.unknown_records.clone(),
+        );
+        r.register("swept", "Rows deleted after their retention", self.swept.clone());
+        r.register(
+            "replay_cache_bytes",
+            "Size of the answers held in memory for replay",
+            self.cached_bytes.clone(),
+        );
+    }
+
+    /// One more request was answered.
+    pub fn replied(&self, operation: &str, reply: Reply) {
+        self.requests.get_or_create(&ByOperation { operation: operation.to_owned(), reply }).inc();
+    }
+
+    /// A step took this long.
+    pub fn took(&self, step: Step, time: Duration) {
+        self.steps.get_or_create(&ByStep { step }).observe(time.as_secs_f64());
+    }
+
+    /// Counts a reserved request as in flight until the guard is dropped.
+    #[must_use]
+    pub fn in_flight(&self) -> GaugeGuard {
+        GaugeGuard::raise(&self.in_flight)
+    }
+
+    /// How many reserved requests are in flight.
+    #[must_use]
+    pub fn in_flight_now(&self) -> i64 {
+        self.in_flight.get()
+    }
+
+    /// Counts a waiting duplicate until the guard is dropped.
+    #[must_use]
+    pub fn waiting(&self) -> GaugeGuard {
+        GaugeGuard::raise(&self.waiting)
+    }
+
+    /// Counts an outcome that the settler holds until the guard is dropped.
+    #[must_use]
+    pub fn settling(&self) -> GaugeGuard {
+        GaugeGuard::raise(&self.settling)
+    }
+
+    /// Templates of events failed.
+    pub fn event_errors(&self, count: u64) {
+        self.event_errors.inc_by(count);
+    }
+
+    /// A delivery ended.
+    pub fn delivered(&self, sink: &str, result: Delivery) {
+        self.deliveries.get_or_create(&ByDelivery { sink: sink.to_owned(), result }).inc();
+    }
+
+    /// What the outbox owes to a sink now.
+    pub fn outbox(&self, sink: &str, pending: u64, oldest: Duration, dead: u64) {
+        let by = BySink { sink: sink.to_owned() };
+        self.pending.get_or_create(&by).set(clamp(pending));
+        self.oldest.get_or_create(&by).set(oldest.as_secs_f64());
+        self.dead.get_or_create(&by).set(clamp(dead));
+    }
+
+    /// How many records are unknown now.
+    pub fn unknown_records(&self, count: u64) {
+        self.unknown_records.set(clamp(count));
+    }
+
+    /// Rows were swept.
+    pub fn swept(&self, what: Swept, rows: u64) {
+        self.swept.get_or_create(&BySwept { what }).inc_by(rows);
+    }
+
+    /// The replay cache's size now.
+    pub fn cached_bytes(&self, bytes: u64) {
+        self.cached_bytes.set(clamp(bytes));
+    }
+
+    /// All metrics in the OpenMetrics text format.
+    #[must_use]
+    pub fn render(&self) -> String {
+        let mut text = String::new();
+        // Writing to a String does not fail; were it to, the page would be cut, which a scraper notices.
+        if encode(&mut text, &self.registry).is_err() {
+            text.clear();
+        }
+        text
+    }
+}
+
+fn clamp(count: u64) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}
+
+/// Keeps a gauge raised by one.
+#[derive(Debug)]
+pub struct GaugeGuard(Gauge);
+
+impl GaugeGuard {
+    fn raise(gauge: &Gauge) -> Self {
+        gauge.inc();
+        Self(gauge.clone())
+    }
+}
+
+impl Drop for GaugeGuard {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}
