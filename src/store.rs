@@ -41,6 +41,60 @@ pub enum Error {
     Late,
 }
 
+/// Why a store could not be opened or migrated: what was wrong, where, and what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// `store.url` is not understood.
+    #[error("store.url is not valid: {0}")]
+    Url(String),
+    /// The database cannot be reached or opened.
+    #[error("cannot open the store at {place}")]
+    Connect {
+        /// Where, without secrets.
+        place: String,
+        /// Why.
+        #[source]
+        cause: Cause,
+    },
+    /// A migration failed; the schema is as it was before it.
+    #[error("migration {version} of the store failed")]
+    Migration {
+        /// Which.
+        version: u32,
+        /// Why.
+        #[source]
+        cause: Cause,
+    },
+    /// The schema is newer than this program.
+    #[error(
+        "the store's schema is version {found}, this program knows versions up to {known}: use a newer oncegate"
+    )]
+    NewerSchema {
+        /// In the database.
+        found: u32,
+        /// In this program.
+        known: u32,
+    },
+    /// The schema is older than this program and may not be migrated here.
+    #[error(
+        "the store's schema is version {found}, this program needs version {known}: run `oncegate migrate`, or set store.migrate = true"
+    )]
+    OlderSchema {
+        /// In the database; 0: none.
+        found: u32,
+        /// In this program.
+        known: u32,
+    },
+    /// Another `serve` works on the same SQLite file.
+    #[error(
+        "{place} is in use by another `oncegate serve`: stop it, or give this one a file of its own"
+    )]
+    Locked {
+        /// The database file.
+        place: String,
+    },
+}
+
 /// The error beneath, for the log only: it is never shown to callers.
 pub type Cause = Box<dyn std::error::Error + Send + Sync>;
 
