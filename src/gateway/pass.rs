@@ -1,6 +1,5 @@
 //! (signatures)
 use http::{Request, Response};
-use hyper::body::Incoming;
 
 use crate::gateway::headers::Forwarding;
 pub use crate::gateway::upstream::PassError;
@@ -10,7 +9,7 @@ use crate::gateway::upstream::{Body, Upstream};
 pub async fn pass(
     _upstream: &Upstream,
     _forwarding: &Forwarding,
-    _request: Request<Incoming>,
+    _request: Request<Body>,
 ) -> Result<Response<Body>, PassError> {
     unimplemented!()
 }
