@@ -10,7 +10,7 @@
 //! - Keys, tenants and bodies are shown, escaped, and never logged.
 //!
 //! Actions on records and events are commands for now. Were they added here as POST routes, they would stand behind
-//! the same [`guard`], which must then also refuse a foreign `Origin`, since a browser sends those without reading.
+//! the same `guard`, which must then also refuse a foreign `Origin`, since a browser sends those without reading.
 //! When the process dies here, nothing is lost: no state is kept.
 
 pub(crate) mod query;

@@ -469,9 +469,17 @@ fn print_events(out: &mut dyn Write, life: &Life) -> std::io::Result<()> {
 }
 
 /// Events as `records show` and `events list` print them.
-pub(super) fn events_table(events: &[EventView]) -> Table<7> {
-    let mut table =
-        Table::new(["EVENT", "TYPE", "SINK", "STATUS", "ATTEMPTS", "SENT", "LAST ERROR"]);
+pub(super) fn events_table(events: &[EventView]) -> Table<8> {
+    let mut table = Table::new([
+        "EVENT",
+        "TYPE",
+        "SINK",
+        "STATUS",
+        "ATTEMPTS",
+        "CREATED",
+        "SENT",
+        "LAST ERROR",
+    ]);
     for event in events {
         let sent = event.sent_at.as_deref().map(seconds);
         table.row([
@@ -480,6 +488,7 @@ pub(super) fn events_table(events: &[EventView]) -> Table<7> {
             if event.sink.is_empty() { "-" } else { &event.sink },
             event.status,
             &event.attempts.to_string(),
+            &seconds(&event.created_at),
             sent.as_deref().unwrap_or("-"),
             event.last_error.as_deref().unwrap_or("-"),
         ]);
