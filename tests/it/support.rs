@@ -1,0 +1,3 @@
+//! The vocabulary of the tests.
+
+pub(crate) mod shelf;
