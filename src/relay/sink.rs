@@ -21,7 +21,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use bytes::{Bytes, BytesMut};
-use http::header::{CONTENT_TYPE, USER_AGENT};
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE, USER_AGENT};
 use http::{HeaderMap, HeaderValue, Method, Request, Uri};
 use http_body_util::{BodyExt as _, Full};
 use hyper::body::Incoming;
@@ -115,9 +115,10 @@ impl Settings {
         if let Some(objection) = literal.parse().ok().and_then(|ip: IpAddr| rule.objection(ip)) {
             return Err(objection);
         }
-        if self.timeout.is_zero() || !(1..=CONCURRENCY_MAX).contains(&self.concurrency) {
+        let timely = !self.timeout.is_zero() && self.timeout <= TIMEOUT_MAX;
+        if !timely || !(1..=CONCURRENCY_MAX).contains(&self.concurrency) {
             return Err(format!(
-                "timeout must be above 0, concurrency from 1 to {CONCURRENCY_MAX}"
+                "timeout must be above 0 and at most {TIMEOUT_MAX:?}, concurrency from 1 to {CONCURRENCY_MAX}"
             ));
         }
         self.signers().map(drop)
@@ -272,6 +273,8 @@ impl Sink {
         };
         let mut headers = HeaderMap::new();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        // Named also where it is 0: some servers refuse a POST without it.
+        headers.insert(CONTENT_LENGTH, payload.len().into());
         headers.insert(USER_AGENT, HeaderValue::from_static(AGENT));
         headers.insert(HEADER_WEBHOOK_ID, value(id)?);
         headers.insert(HEADER_WEBHOOK_TIMESTAMP, stamp.into());

@@ -158,10 +158,9 @@ mod tests {
     }
 
     fn delay(status: u16, hint: Option<Duration>, share: f64) -> Duration {
-        match verdict(&answered(status), 0, Duration::ZERO, &PATIENCE, hint, share) {
-            Verdict::Retry { delay, .. } => delay,
-            other => panic!("{other:?}"),
-        }
+        let verdict = verdict(&answered(status), 0, Duration::ZERO, &PATIENCE, hint, share);
+        let Verdict::Retry { delay, .. } = verdict else { panic!("{verdict:?}") };
+        delay
     }
 
     #[test]
