@@ -1,1 +1,5 @@
-//! (stub)
+//! The commands: what a person types, and what is wired from it.
+
+pub mod events;
+pub mod print;
+pub mod records;

@@ -1,15 +1,33 @@
-//! What makes two requests the same request.
+//! What makes two requests the same request: a SHA-256 over what counts, in one form for each meaning.
+//!
+//! Hashed, each with its length before it: a version, the method, the path as received, the query's pairs, the essence of
+//! Content-Type, the headers that the route names, and the body in its canonical form. The body's tag says which form that is,
+//! so that bytes that happen to look like a canonical form never equal it. A body that cannot be read in the form its type
+//! asks for is hashed as it came: never an error, and never equal to another body.
+//!
+//! Beside the canonical hash stands one of the request as received. The recipe's id names version and settings: where it
+//! differs between two requests, a deploy lies between them and the raw hash decides.
+//!
+//! A new form (multipart, XML, a decoded content coding) is a new variant of [`Form`], and a new [`VERSION`].
+
 pub mod form;
 pub mod json;
 
-use http::{HeaderMap, Method};
+use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
+use http::{HeaderMap, HeaderName, Method};
+use serde_json_path::JsonPath;
+use sha2::{Digest as _, Sha256};
 
-use crate::record::{Fingerprint, RecipeId};
+use crate::record::{Digest, Fingerprint, RecipeId};
+
+/// Goes up whenever the canonical hash of any request changes.
+const VERSION: &[u8] = b"oncegate-fingerprint-1";
+const RAW_VERSION: &[u8] = b"oncegate-request-1";
 
 /// A route's `fingerprint` settings as configured.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Settings {
-    /// What of the body does not count.
+    /// What of the body does not count: a JSONPath (`$...`), else the name of a form field.
     pub ignore: Vec<String>,
     /// Names of request headers that count too.
     pub headers: Vec<String>,
@@ -21,6 +39,10 @@ pub struct Settings {
 #[derive(Clone, Debug)]
 pub struct Recipe {
     id: RecipeId,
+    ignore_json: Vec<JsonPath>,
+    ignore_form: Vec<String>,
+    ignore_query: Vec<String>,
+    headers: Vec<HeaderName>,
 }
 
 impl Recipe {
@@ -28,15 +50,65 @@ impl Recipe {
     ///
     /// # Errors
     /// One sentence for each entry that cannot be used.
-    pub fn compile(_settings: &Settings) -> Result<Self, Vec<String>> {
-        Ok(Self { id: [0; 8] })
+    pub fn compile(settings: &Settings) -> Result<Self, Vec<String>> {
+        let mut errors = Vec::new();
+        let (mut ignore_json, mut ignore_form, mut headers) = (Vec::new(), Vec::new(), Vec::new());
+        for entry in &settings.ignore {
+            match entry.chars().next() {
+                Some('$') => match JsonPath::parse(entry) {
+                    Ok(path) => ignore_json.push(path),
+                    Err(error) => errors.push(format!("ignore: {entry:?} is no JSONPath: {error}")),
+                },
+                Some('/') => errors
+                    .push(format!("ignore: {entry:?} is an XML path, which is not supported yet")),
+                Some(_) => ignore_form.push(entry.clone()),
+                None => errors.push("ignore: an entry is empty".to_owned()),
+            }
+        }
+        for name in &settings.headers {
+            match HeaderName::from_bytes(name.as_bytes()) {
+                Ok(name) => headers.push(name),
+                Err(_) => errors.push(format!("headers: {name:?} is no header name")),
+            }
+        }
+        if !errors.is_empty() {
+            return Err(errors);
+        }
+        headers.sort_by(|a, b| a.as_str().cmp(b.as_str()));
+        headers.dedup();
+        let ignore_query = settings.ignore_query.clone();
+        let id = recipe_id(&settings.ignore, &headers, &ignore_query);
+        Ok(Self { id, ignore_json, ignore_form, ignore_query, headers })
     }
 
-    /// Names version and settings.
+    /// Names version and settings: the order of entries does not matter.
     #[must_use]
     pub fn id(&self) -> RecipeId {
         self.id
     }
+}
+
+fn recipe_id(ignore: &[String], headers: &[HeaderName], ignore_query: &[String]) -> RecipeId {
+    let mut hash = Hash::new(VERSION);
+    let headers = headers.iter().map(HeaderName::as_str).collect();
+    for list in [texts(ignore), headers, texts(ignore_query)] {
+        hash.part(list.len().to_string().as_bytes());
+        for entry in list {
+            hash.part(entry.as_bytes());
+        }
+    }
+    let mut id = RecipeId::default();
+    for (to, from) in id.iter_mut().zip(hash.finish()) {
+        *to = from;
+    }
+    id
+}
+
+fn texts(list: &[String]) -> Vec<&str> {
+    let mut texts = list.iter().map(String::as_str).collect::<Vec<_>>();
+    texts.sort_unstable();
+    texts.dedup();
+    texts
 }
 
 /// A request as received.
@@ -52,8 +124,133 @@ pub struct Parts<'a> {
     pub body: &'a [u8],
 }
 
+/// In which form a body is hashed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    Json,
+    UrlEncoded,
+    Raw,
+}
+
+impl Form {
+    fn of(essence: &[u8], headers: &HeaderMap) -> Self {
+        let one_type = headers.get_all(CONTENT_TYPE).iter().count() == 1;
+        if !one_type || headers.contains_key(CONTENT_ENCODING) {
+            return Self::Raw;
+        }
+        if essence == b"application/json" || essence.ends_with(b"+json") {
+            Self::Json
+        } else if essence == b"application/x-www-form-urlencoded" {
+            Self::UrlEncoded
+        } else {
+            Self::Raw
+        }
+    }
+}
+
 /// The fingerprint of a request.
 #[must_use]
-pub fn fingerprint(recipe: &Recipe, _parts: &Parts<'_>) -> Fingerprint {
-    Fingerprint { canonical: [0; 32], raw: [0; 32], recipe: recipe.id }
+pub fn fingerprint(recipe: &Recipe, parts: &Parts<'_>) -> Fingerprint {
+    let essence = essence(parts.headers);
+    let (path, query) = parts.target.split_once('?').unwrap_or((parts.target, ""));
+    let mut hash = Hash::new(VERSION);
+    hash.part(parts.method.as_str().as_bytes());
+    hash.part(path.as_bytes());
+    let mut buffer = Vec::with_capacity(parts.body.len() + 64);
+    if form::write(query.as_bytes(), &recipe.ignore_query, &mut buffer) {
+        hash.tagged(b"pairs", &buffer);
+    } else {
+        hash.tagged(b"raw", query.as_bytes());
+    }
+    hash.part(&essence);
+    for name in &recipe.headers {
+        let values = parts.headers.get_all(name);
+        hash.part(name.as_str().as_bytes());
+        hash.part(values.iter().count().to_string().as_bytes());
+        for value in values {
+            hash.part(value.as_bytes());
+        }
+    }
+    buffer.clear();
+    canonical_body(recipe, parts, &essence, &mut buffer, &mut hash);
+    Fingerprint { canonical: hash.finish(), raw: raw(parts, &essence), recipe: recipe.id }
+}
+
+fn canonical_body(
+    recipe: &Recipe,
+    parts: &Parts<'_>,
+    essence: &[u8],
+    buffer: &mut Vec<u8>,
+    hash: &mut Hash,
+) {
+    match Form::of(essence, parts.headers) {
+        Form::Json => {
+            if let Some(tree) = json::Tree::parse(parts.body) {
+                tree.write(&recipe.ignore_json, buffer);
+                return hash.tagged(b"json", buffer);
+            }
+        }
+        Form::UrlEncoded => {
+            if form::write(parts.body, &recipe.ignore_form, buffer) {
+                return hash.tagged(b"form", buffer);
+            }
+        }
+        Form::Raw => {}
+    }
+    for coding in parts.headers.get_all(CONTENT_ENCODING) {
+        hash.tagged(b"coding", coding.as_bytes());
+    }
+    hash.tagged(b"raw", parts.body);
+}
+
+/// The hash of the request as received.
+fn raw(parts: &Parts<'_>, essence: &[u8]) -> Digest {
+    let mut hash = Hash::new(RAW_VERSION);
+    hash.part(parts.method.as_str().as_bytes());
+    hash.part(parts.target.as_bytes());
+    hash.part(essence);
+    hash.part(parts.body);
+    hash.finish()
+}
+
+/// The media type without its parameters, lower-case; of several header lines all, so that none is overlooked.
+fn essence(headers: &HeaderMap) -> Vec<u8> {
+    let mut essence = Vec::with_capacity(32);
+    for (index, value) in headers.get_all(CONTENT_TYPE).iter().enumerate() {
+        if index > 0 {
+            essence.push(b'\n');
+        }
+        let kind = value.as_bytes().split(|b| *b == b';').next().unwrap_or_default();
+        essence.extend(kind.trim_ascii().iter().map(u8::to_ascii_lowercase));
+    }
+    essence
+}
+
+/// A SHA-256 of parts that cannot run together.
+struct Hash(Sha256);
+
+impl Hash {
+    fn new(version: &[u8]) -> Self {
+        let mut hash = Self(Sha256::new());
+        hash.part(version);
+        hash
+    }
+
+    fn part(&mut self, part: &[u8]) {
+        let mut length = [0; 8];
+        for (to, from) in length.iter_mut().rev().zip(part.len().to_le_bytes()) {
+            *to = from;
+        }
+        self.0.update(length);
+        self.0.update(part);
+    }
+
+    fn tagged(&mut self, tag: &[u8], part: &[u8]) {
+        self.part(tag);
+        self.part(part);
+    }
+
+    fn finish(self) -> Digest {
+        self.0.finalize().into()
+    }
 }

@@ -1,1 +1,238 @@
-//! (stub)
+//! This process's lease: others take its records for lost when it runs out.
+//!
+//! What must stay true:
+//!
+//! - Nothing is served before the first heartbeat is committed.
+//! - `sure_until` is on the safe side: it counts from before the heartbeat was sent, on the monotonic clock, less a
+//!   margin (a fifth of the lease, at least 100 ms) for what lies between the last check and the byte on the wire.
+//!   A heartbeat that is lost, late or in doubt moves it nowhere.
+//! - A lease that has run out is never renewed: the process takes a new owner id. Work that is running goes on, by
+//!   record id and attempt.
+//! - Others are judged by their leases only after this process has reached the database for one whole lease without
+//!   a longer gap ([`Contact`]): an outage that kept it away has kept the others from renewing, too.
+//!
+//! A process that dies here, or whose clock stands still, leaves a lease that runs out by the database's clock.
+
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use tokio_util::sync::CancellationToken;
+
+use crate::record::{Lease, LeaseView, OwnerId};
+use crate::store::{Beat, Error, Store};
+
+const MARGIN_MIN: Duration = Duration::from_millis(100);
+
+/// First pause after a heartbeat that failed; it doubles up to a sixth of the lease.
+const RETRY_FIRST: Duration = Duration::from_millis(50);
+
+/// How long a clean exit waits for its last word.
+const RETIRE_MAX: Duration = Duration::from_secs(2);
+
+/// New owner ids that are tried in a row before the database's answer counts as nonsense.
+const FRESH_MAX: usize = 3;
+
+/// What is taken off a lease before it is relied on.
+#[must_use]
+pub fn margin(ttl: Duration) -> Duration {
+    (ttl / 5).max(MARGIN_MIN)
+}
+
+/// Takes an owner id and makes its lease live. To be called before anything is served.
+///
+/// # Errors
+/// As the store says: without a first heartbeat there is no lease.
+pub async fn start(store: &Arc<dyn Store>, ttl: Duration) -> Result<LeaseView, Error> {
+    fresh(store.as_ref(), ttl).await.map(LeaseView::new)
+}
+
+async fn fresh(store: &dyn Store, ttl: Duration) -> Result<Lease, Error> {
+    for _ in 0..FRESH_MAX {
+        if let Some(lease) = beat(store, OwnerId::fresh(), ttl).await? {
+            return Ok(lease);
+        }
+    }
+    Err(Error::Unavailable("leases of new owners run out at once".into()))
+}
+
+/// One heartbeat. `None`: the lease had run out.
+async fn beat(store: &dyn Store, owner: OwnerId, ttl: Duration) -> Result<Option<Lease>, Error> {
+    let sent = now();
+    match store.heartbeat(owner, ttl).await? {
+        Beat::Renewed => {
+            let sure_until = sent + ttl.saturating_sub(margin(ttl));
+            Ok(Some(Lease { owner, sure_until }))
+        }
+        Beat::Ended => Ok(None),
+    }
+}
+
+/// Renews the lease every third of it until `stop`, then ends it. `stop` comes last: when nothing is running any more.
+pub async fn keep(store: Arc<dyn Store>, view: LeaseView, ttl: Duration, stop: CancellationToken) {
+    let pace = ttl / 3;
+    let mut failing = false;
+    let mut retry = RETRY_FIRST.min(pace);
+    let mut wait = pace;
+    loop {
+        tokio::select! {
+            biased;
+            () = stop.cancelled() => break,
+            () = tokio::time::sleep(wait) => {}
+        }
+        let sent = now();
+        // A heartbeat that hangs must not use up the lease: it is dropped and sent again, which is safe.
+        let renewed = match tokio::time::timeout(pace, renew(store.as_ref(), &view, ttl)).await {
+            Ok(renewed) => renewed,
+            Err(_) => Err(Error::Late),
+        };
+        match renewed {
+            Ok(()) => {
+                if failing {
+                    tracing::info!("the lease is renewed again");
+                }
+                failing = false;
+                retry = RETRY_FIRST.min(pace);
+                wait = pace.saturating_sub(now().saturating_duration_since(sent));
+            }
+            Err(error) => {
+                if !failing {
+                    let cause = std::error::Error::source(&error).map(ToString::to_string);
+                    tracing::warn!(%error, cause, "the lease was not renewed");
+                }
+                failing = true;
+                wait = retry.mul_f64(0.5 + fastrand::f64() / 2.0);
+                retry = (retry * 2).min(ttl / 6);
+            }
+        }
+    }
+    retire(store.as_ref(), &view).await;
+}
+
+async fn renew(store: &dyn Store, view: &LeaseView, ttl: Duration) -> Result<(), Error> {
+    let owner = view.current().owner;
+    let lease = if let Some(lease) = beat(store, owner, ttl).await? {
+        lease
+    } else {
+        let lease = fresh(store, ttl).await?;
+        tracing::warn!(%owner, new = %lease.owner, "the lease had run out: a new owner goes on");
+        lease
+    };
+    view.renew(lease);
+    Ok(())
+}
+
+/// Ends the lease: first here, so that nothing more is sent under it, then in the database.
+async fn retire(store: &dyn Store, view: &LeaseView) {
+    let owner = view.current().owner;
+    view.renew(Lease { owner, sure_until: now() });
+    match tokio::time::timeout(RETIRE_MAX, store.retire(owner)).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => tracing::warn!(%error, "the lease was not ended: it runs out by itself"),
+        Err(_) => tracing::warn!("the lease was not ended in time: it runs out by itself"),
+    }
+}
+
+/// The runtime's clock as the standard library's: the same in production, and tests can move it.
+fn now() -> Instant {
+    tokio::time::Instant::now().into_std()
+}
+
+/// Since when the database has been reached without a gap; decides whether others may be judged. Cheap to clone; all
+/// clones see one contact.
+#[derive(Clone, Debug)]
+pub struct Contact(Arc<RwLock<Reach>>);
+
+#[derive(Debug)]
+struct Reach {
+    /// `None`: one process owns the database, and whoever else held a lease is gone.
+    lease: Option<Duration>,
+    since: Option<Instant>,
+    last: Instant,
+}
+
+impl Contact {
+    /// Contact that begins at `now`: others are judged after one `lease` of it at the earliest.
+    #[must_use]
+    pub fn begin(lease: Duration, now: Instant) -> Self {
+        let reach = Reach { lease: Some(lease), since: Some(now), last: now };
+        Self(Arc::new(RwLock::new(reach)))
+    }
+
+    /// For a database that one process owns (SQLite under its lock): it may always judge.
+    #[must_use]
+    pub fn sole(now: Instant) -> Self {
+        Self(Arc::new(RwLock::new(Reach { lease: None, since: None, last: now })))
+    }
+
+    /// How often the database must be asked at least to keep contact; `None`: never.
+    #[must_use]
+    pub fn pace(&self) -> Option<Duration> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).lease.map(|lease| lease / 4)
+    }
+
+    /// The database answered at `now`. After a gap of more than half a lease contact begins anew: the others renew
+    /// every third, so a shorter gap alone ends nobody's lease.
+    pub fn reached(&self, now: Instant) {
+        let mut reach = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        if reach.since.is_none() || reach.gap(now) {
+            reach.since = Some(now);
+        }
+        reach.last = reach.last.max(now);
+    }
+
+    /// The database was asked and did not answer.
+    pub fn lost(&self) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).since = None;
+    }
+
+    /// Whether other owners may be judged by their leases at `now`.
+    #[must_use]
+    pub fn may_judge(&self, now: Instant) -> bool {
+        let reach = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let Some(lease) = reach.lease else { return true };
+        let long = |since| now.saturating_duration_since(since) >= lease;
+        reach.since.is_some_and(long) && !reach.gap(now)
+    }
+}
+
+impl Reach {
+    fn gap(&self, now: Instant) -> bool {
+        self.lease.is_some_and(|lease| now.saturating_duration_since(self.last) > lease / 2)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LEASE: Duration = Duration::from_secs(16);
+
+    #[test]
+    fn others_are_judged_only_after_one_lease_of_contact_without_a_gap() {
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let contact = Contact::begin(LEASE, start);
+        for second in (4..16).step_by(4) {
+            contact.reached(at(second));
+            assert!(!contact.may_judge(at(second)), "{second}");
+        }
+        contact.reached(at(16));
+        assert!(contact.may_judge(at(16)));
+        assert!(!contact.may_judge(at(30)), "nothing was heard since");
+        contact.reached(at(30));
+        assert!(!contact.may_judge(at(30)), "a gap begins anew");
+        for second in (34..=46).step_by(4) {
+            contact.reached(at(second));
+        }
+        assert!(contact.may_judge(at(46)));
+        contact.lost();
+        contact.reached(at(47));
+        assert!(!contact.may_judge(at(47)), "a failure begins anew");
+    }
+
+    #[test]
+    fn the_only_process_on_a_database_judges_at_once() {
+        let now = Instant::now();
+        assert!(Contact::sole(now).may_judge(now));
+    }
+}

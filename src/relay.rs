@@ -1,2 +1,511 @@
-//! (stub)
+//! Delivers the outbox: for each sink a loop that claims what is due, sends it, and writes how it ended.
+//!
+//! ```text
+//! nudge, timer -> claim (never more than free slots) -> deliver, concurrently -> verdict -> acknowledge, in batches
+//! ```
+//!
+//! What must stay true:
+//!
+//! - A slot is taken by the claim and given back when its verdict is written (or its claim is over), so that the
+//!   events this process holds never outnumber the sink's concurrency, and no event waits under a running lease.
+//! - Nothing is sent so late that its claim could end before its verdict is written; that is measured on the
+//!   monotonic clock from before the claim was asked for. Too late: given back unsent.
+//! - A verdict that the database does not take is repeated until its claim is over, then forgotten: the event is
+//!   delivered again under its id by whoever claims it next. It is never sent again from here.
+//! - The table says what is owed; a nudge only makes the look come sooner.
+//! - Sinks share nothing: one that is slow or down, or a loop that panics, does not hold up another.
+//!
+//! A process that dies here leaves claims that run out. Fresh events that were claimed often and never ended are set
+//! apart as dead, since they may be what it dies of.
+
+pub mod address;
 pub mod sink;
+pub mod verdict;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use self::sink::{Delivered, Sink};
+use self::verdict::{Evidence, verdict};
+use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Store, Verdict};
+use crate::telemetry::{Delivery, Metrics};
+
+/// How often a look also takes what has been due for long; at once again while it finds something.
+const SWEEP_EVERY: Duration = Duration::from_secs(5);
+
+/// Most verdicts in one acknowledgement.
+const BATCH_MAX: usize = 256;
+
+/// What a claim is kept beyond two time-outs of its sink.
+const LEASE_EXTRA: Duration = Duration::from_secs(5);
+
+/// What is left of a claim for writing its verdict when a delivery takes its whole time-out.
+const ACKNOWLEDGE_TIME: Duration = Duration::from_secs(2);
+
+/// So many claims of an event that never failed and never ended make it suspect of killing its process. Only fresh
+/// events are judged: a redelivered one counts its attempts anew while its claim numbers go on.
+const UNFINISHED_MAX: u32 = 5;
+
+/// Pauses while the database does not answer.
+const OUTAGE_FIRST: Duration = Duration::from_millis(100);
+const OUTAGE_MAX: Duration = Duration::from_secs(5);
+
+/// Pauses before a loop that panicked is started again.
+const RESTART_FIRST: Duration = Duration::from_millis(500);
+const RESTART_MAX: Duration = Duration::from_secs(30);
+
+/// Bounds of the pause between two looks.
+const POLL_MIN: Duration = Duration::from_millis(10);
+const POLL_MAX: Duration = Duration::from_secs(60);
+
+/// An idle loop looks this many times less often than a busy one.
+const IDLE_FACTOR: u32 = 8;
+
+/// What the relay delivers to, and how often it looks.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// The sinks, each with a name of its own.
+    pub sinks: Vec<sink::Settings>,
+    /// Pause between two looks while events come in (100 ms, say); grows to 8 times as much while none do.
+    pub poll: Duration,
+}
+
+/// Delivers until `stop`, then gives back what is not sent, waits for what is in flight (each bounded by its sink's
+/// time-out), writes the verdicts and ends. Dropping the future cuts that short: claims run out by themselves.
+///
+/// `wake` says that events were written; each notification reaches all sinks. A sink whose settings are not valid
+/// is logged and left out; `sink::Settings::check` tells before.
+pub async fn run(
+    store: Arc<dyn Store>,
+    settings: Settings,
+    metrics: Arc<Metrics>,
+    wake: Arc<Notify>,
+    stop: CancellationToken,
+) {
+    let mut loops = JoinSet::new();
+    let mut nudges = Vec::new();
+    for sink in settings.sinks {
+        let name = sink.name.clone();
+        let sink = match Sink::new(sink) {
+            Ok(sink) => sink,
+            Err(why) => {
+                tracing::error!(sink = name, why, "the sink is not valid: its events wait");
+                continue;
+            }
+        };
+        let nudge = Arc::new(Notify::new());
+        nudges.push(Arc::clone(&nudge));
+        let desk = Desk {
+            store: Arc::clone(&store),
+            slots: Arc::new(Semaphore::new(sink.concurrency())),
+            sink: Arc::new(sink),
+            metrics: Arc::clone(&metrics),
+            nudge,
+            poll: settings.poll.clamp(POLL_MIN, POLL_MAX),
+            stop: stop.clone(),
+            failing: AtomicBool::new(false),
+        };
+        loops.spawn(supervise(desk));
+    }
+    let ended = async {
+        stop.cancelled().await;
+        while loops.join_next().await.is_some() {}
+    };
+    tokio::select! {
+        () = ended => {}
+        () = pass_on(&wake, &nudges) => {}
+    }
+}
+
+/// Hands each nudge to every sink, whether it was meant for one waiter or for all. Never returns.
+async fn pass_on(wake: &Notify, nudges: &[Arc<Notify>]) {
+    let mut notified = std::pin::pin!(wake.notified());
+    loop {
+        notified.as_mut().enable();
+        notified.as_mut().await;
+        // Registered again before the sinks are told, so that no nudge falls in between.
+        notified.set(wake.notified());
+        notified.as_mut().enable();
+        for nudge in nudges {
+            nudge.notify_one();
+        }
+    }
+}
+
+/// Runs a sink's loop, and runs it again after a pause should it panic.
+async fn supervise(mut desk: Desk) {
+    let mut pause = RESTART_FIRST;
+    loop {
+        let slots = Arc::new(Semaphore::new(desk.sink.concurrency()));
+        desk.slots = slots;
+        let running = Arc::new(desk.share());
+        let mut task = JoinSet::new();
+        task.spawn(running.work());
+        let Some(Err(error)) = task.join_next().await else { return };
+        tracing::error!(sink = desk.sink.name(), %error, "a relay loop ended, and is started again");
+        tokio::select! {
+            () = desk.stop.cancelled() => return,
+            () = tokio::time::sleep(jitter(pause)) => {}
+        }
+        pause = (pause * 2).min(RESTART_MAX);
+    }
+}
+
+/// What the loop of one sink works with.
+struct Desk {
+    store: Arc<dyn Store>,
+    sink: Arc<Sink>,
+    slots: Arc<Semaphore>,
+    metrics: Arc<Metrics>,
+    nudge: Arc<Notify>,
+    poll: Duration,
+    stop: CancellationToken,
+    failing: AtomicBool,
+}
+
+/// A verdict on its way to the store.
+struct Done {
+    acknowledgement: Acknowledgement,
+    /// When the claim is over, on the safe side.
+    until: Instant,
+    /// Whether an acknowledgement that names it may have been written without saying so.
+    doubt: bool,
+    /// Held until the verdict is written.
+    _slot: Option<OwnedSemaphorePermit>,
+}
+
+/// Where a loop stands between two looks.
+struct Round {
+    turn: usize,
+    sweep_at: Instant,
+    flights: JoinSet<()>,
+    done: mpsc::Sender<Done>,
+}
+
+impl Desk {
+    fn share(&self) -> Self {
+        Self {
+            store: Arc::clone(&self.store),
+            sink: Arc::clone(&self.sink),
+            slots: Arc::clone(&self.slots),
+            metrics: Arc::clone(&self.metrics),
+            nudge: Arc::clone(&self.nudge),
+            poll: self.poll,
+            stop: self.stop.clone(),
+            failing: AtomicBool::new(false),
+        }
+    }
+
+    async fn work(self: Arc<Self>) {
+        let (done, verdicts) = mpsc::channel(self.sink.concurrency());
+        tokio::join!(self.claim_on(done), self.acknowledge_on(verdicts));
+    }
+
+    /// Looks again and again until `stop`; then waits for what is in flight.
+    async fn claim_on(self: &Arc<Self>, done: mpsc::Sender<Done>) {
+        let mut round = Round { turn: 0, sweep_at: Instant::now(), flights: JoinSet::new(), done };
+        let mut idle = self.poll;
+        let mut outage = OUTAGE_FIRST;
+        while self.slot_free().await {
+            while let Some(ended) = round.flights.try_join_next() {
+                self.report(ended);
+            }
+            let free = self.slots.available_permits();
+            let pause = match self.look(free, &mut round).await {
+                Ok(found) => {
+                    self.note_answer();
+                    outage = OUTAGE_FIRST;
+                    idle =
+                        if found > 0 { self.poll } else { (idle * 2).min(self.poll * IDLE_FACTOR) };
+                    if found >= free { Duration::ZERO } else { self.until_due(idle).await }
+                }
+                Err(error) => {
+                    self.note_failure("claim", &error);
+                    let pause = jitter(outage);
+                    outage = (outage * 2).min(OUTAGE_MAX);
+                    self.pause(pause, false).await;
+                    continue;
+                }
+            };
+            if !pause.is_zero() {
+                self.pause(pause, true).await;
+            }
+        }
+        while let Some(ended) = round.flights.join_next().await {
+            self.report(ended);
+        }
+    }
+
+    /// Waits until there is a free slot; false: until `stop`.
+    async fn slot_free(&self) -> bool {
+        tokio::select! {
+            biased;
+            () = self.stop.cancelled() => false,
+            slot = self.slots.acquire() => slot.is_ok(),
+        }
+    }
+
+    async fn pause(&self, pause: Duration, nudged: bool) {
+        tokio::select! {
+            () = self.stop.cancelled() => {}
+            () = self.nudge.notified(), if nudged => {}
+            () = tokio::time::sleep(pause) => {}
+        }
+    }
+
+    /// The pause before the next look: until the next retry is due, or for about as long as `idle`.
+    async fn until_due(&self, idle: Duration) -> Duration {
+        let idle = jitter(idle);
+        match self.store.next_due(self.sink.name()).await {
+            // Not below a part of the pause: what is due and is not found waits for a sweep.
+            Ok(Some(due)) => idle.min(due.max(self.poll / 4)),
+            Ok(None) => idle,
+            Err(error) => {
+                self.note_failure("next_due", &error);
+                idle.max(OUTAGE_FIRST)
+            }
+        }
+    }
+
+    /// Claims for the free slots, three of four for fresh events; each lane gets what the other leaves.
+    async fn look(self: &Arc<Self>, free: usize, round: &mut Round) -> Result<usize, Error> {
+        let sweep = Instant::now() >= round.sweep_at;
+        let (fresh, retry) = split(free, &mut round.turn);
+        let got_fresh = self.claim(Lane::Fresh, fresh, sweep, round).await?;
+        let spare = fresh.saturating_sub(got_fresh);
+        let got_retry = self.claim(Lane::Retry, retry + spare, sweep, round).await?;
+        let mut found = got_fresh + got_retry;
+        if spare == 0 && got_retry < retry {
+            found += self.claim(Lane::Fresh, retry - got_retry, sweep, round).await?;
+        }
+        // A full look means a backlog: the next one sweeps, too.
+        if sweep && found < free {
+            round.sweep_at = Instant::now() + jitter(SWEEP_EVERY);
+        }
+        Ok(found)
+    }
+
+    /// Claims up to `limit` events of a lane and starts their deliveries.
+    async fn claim(
+        self: &Arc<Self>,
+        lane: Lane,
+        limit: usize,
+        sweep: bool,
+        round: &mut Round,
+    ) -> Result<usize, Error> {
+        if limit == 0 {
+            return Ok(0);
+        }
+        let lease = self.sink.timeout().saturating_mul(2).saturating_add(LEASE_EXTRA);
+        let claim = Claim {
+            sink: self.sink.name().to_owned(),
+            lane,
+            limit: u32::try_from(limit).unwrap_or(u32::MAX),
+            lease,
+            sweep,
+        };
+        let until = Instant::now() + lease;
+        let events = self.store.claim(&claim).await?;
+        let found = events.len();
+        for event in events {
+            let slot = Arc::clone(&self.slots).try_acquire_owned().ok();
+            let desk = Arc::clone(self);
+            let done = round.done.clone();
+            round.flights.spawn(async move {
+                let verdict = if slot.is_some() {
+                    desk.deliver(&event, lane, until).await
+                } else {
+                    // The store gave more than it was asked for.
+                    Verdict::GivenBack
+                };
+                let acknowledgement =
+                    Acknowledgement { event_id: event.event_id, claim_no: event.claim_no, verdict };
+                let verdict = Done { acknowledgement, until, doubt: false, _slot: slot };
+                // Nobody listens only where the loop has ended: the claim runs out.
+                drop(done.send(verdict).await);
+            });
+        }
+        Ok(found)
+    }
+
+    /// Sends an event, unless it is suspect, too late, or the relay is stopping.
+    async fn deliver(&self, event: &Claimed, lane: Lane, until: Instant) -> Verdict {
+        if lane == Lane::Fresh && unfinished(event) >= UNFINISHED_MAX {
+            let error = format!("set apart: {UNFINISHED_MAX} attempts began and never ended");
+            return Verdict::Dead { status: None, error };
+        }
+        let needed = self.sink.timeout() + ACKNOWLEDGE_TIME;
+        if self.stop.is_cancelled() || Instant::now() + needed > until {
+            return Verdict::GivenBack;
+        }
+        let delivered = self.deliver_guarded(event).await;
+        verdict(
+            &delivered.evidence,
+            event.attempts,
+            event.age,
+            &self.sink.patience(),
+            delivered.retry_after,
+            fastrand::f64(),
+        )
+    }
+
+    /// In a task of its own, so that a panic is a failed attempt of this event and nothing else.
+    async fn deliver_guarded(&self, event: &Claimed) -> Delivered {
+        let (sink, event) = (Arc::clone(&self.sink), event.clone());
+        let mut task = JoinSet::new();
+        task.spawn(async move { sink.deliver(&event).await });
+        match task.join_next().await {
+            Some(Ok(delivered)) => delivered,
+            Some(Err(_)) | None => Delivered {
+                evidence: Evidence::Failed { what: "the delivery failed inside oncegate".into() },
+                retry_after: None,
+            },
+        }
+    }
+
+    /// Writes verdicts: what queued while the last batch was written is the next. Ends when nobody sends any more.
+    async fn acknowledge_on(&self, mut verdicts: mpsc::Receiver<Done>) {
+        let mut batch = Vec::new();
+        while verdicts.recv_many(&mut batch, BATCH_MAX).await > 0 {
+            let mut pause = OUTAGE_FIRST;
+            while let Err(error) = self.acknowledge(&mut batch).await {
+                if matches!(error, Error::Refused(_)) {
+                    self.acknowledge_singly(&mut batch).await;
+                    break;
+                }
+                self.note_failure("acknowledge", &error);
+                tokio::time::sleep(jitter(pause)).await;
+                pause = (pause * 2).min(OUTAGE_MAX);
+                self.drop_ended(&mut batch);
+                top_up(&mut batch, &mut verdicts);
+            }
+            batch.clear();
+        }
+    }
+
+    /// Writes a batch once. On an error that leaves its end open, its verdicts are marked.
+    async fn acknowledge(&self, batch: &mut [Done]) -> Result<(), Error> {
+        if batch.is_empty() {
+            return Ok(());
+        }
+        batch.sort_by_key(|done| done.acknowledgement.event_id);
+        let verdicts: Vec<_> = batch.iter().map(|done| done.acknowledgement.clone()).collect();
+        match self.store.acknowledge(self.sink.name(), &verdicts).await {
+            Ok(current) => {
+                for done in batch {
+                    let found = current.contains(&done.acknowledgement.event_id);
+                    self.count(&done.acknowledgement, found || done.doubt);
+                }
+                Ok(())
+            }
+            Err(error) => {
+                let doubt = matches!(error, Error::InDoubt(_));
+                batch.iter_mut().for_each(|done| done.doubt |= doubt);
+                Err(error)
+            }
+        }
+    }
+
+    /// After a refused batch: each verdict alone, so that one bad text stops no other.
+    async fn acknowledge_singly(&self, batch: &mut [Done]) {
+        for done in batch.chunks_mut(1) {
+            let Err(error) = self.acknowledge(done).await else { continue };
+            for done in done {
+                let id = done.acknowledgement.event_id;
+                tracing::error!(sink = self.sink.name(), event = %id, %error, "a verdict cannot be stored");
+            }
+        }
+    }
+
+    /// Forgets verdicts whose claim is over: somebody else may have the event by now.
+    fn drop_ended(&self, batch: &mut Vec<Done>) {
+        let now = Instant::now();
+        for done in batch.extract_if(.., |done| done.until <= now) {
+            self.count(&done.acknowledgement, false);
+        }
+    }
+
+    fn count(&self, acknowledgement: &Acknowledgement, current: bool) {
+        let sink = self.sink.name();
+        let event = acknowledgement.event_id;
+        let result = match &acknowledgement.verdict {
+            _ if !current => Delivery::LostClaim,
+            Verdict::Sent { .. } => Delivery::Sent,
+            Verdict::Retry { error, .. } => {
+                tracing::debug!(sink, %event, error, "a delivery failed");
+                Delivery::Failed
+            }
+            Verdict::Dead { error, .. } => {
+                tracing::warn!(sink, %event, error, "an event is dead: it is kept for redelivery");
+                Delivery::Dead
+            }
+            Verdict::GivenBack => return,
+        };
+        self.metrics.delivered(sink, result);
+    }
+
+    fn report(&self, ended: Result<(), tokio::task::JoinError>) {
+        if let Err(error) = ended {
+            tracing::error!(sink = self.sink.name(), %error, "a delivery ended without a verdict");
+        }
+    }
+
+    fn note_failure(&self, verb: &str, error: &Error) {
+        if !self.failing.swap(true, Ordering::Relaxed) {
+            let cause = std::error::Error::source(error).map(ToString::to_string);
+            tracing::warn!(sink = self.sink.name(), verb, %error, cause, "deliveries wait for the database");
+        }
+    }
+
+    fn note_answer(&self) {
+        if self.failing.swap(false, Ordering::Relaxed) {
+            tracing::info!(sink = self.sink.name(), "the database answers again");
+        }
+    }
+}
+
+/// Adds what has queued meanwhile.
+fn top_up(batch: &mut Vec<Done>, verdicts: &mut mpsc::Receiver<Done>) {
+    while batch.len() < BATCH_MAX {
+        let Ok(done) = verdicts.try_recv() else { return };
+        batch.push(done);
+    }
+}
+
+/// How many claims before this one ended neither in a failure nor in a success.
+fn unfinished(event: &Claimed) -> u32 {
+    let before = u32::try_from(event.claim_no).unwrap_or(0).saturating_sub(1);
+    before.saturating_sub(event.attempts)
+}
+
+/// Slots for fresh events and for retries: of four slots in a row one is for a retry, also over several looks.
+fn split(free: usize, turn: &mut usize) -> (usize, usize) {
+    let retry = (*turn + free) / 4;
+    *turn = (*turn + free) % 4;
+    (free - retry, retry)
+}
+
+/// Half to whole of a pause, so that replicas do not move in step.
+fn jitter(pause: Duration) -> Duration {
+    pause.mul_f64(0.5 + fastrand::f64() / 2.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_slot_of_four_is_for_retries_also_when_one_is_free_at_a_time() {
+        let mut turn = 0;
+        assert_eq!(split(16, &mut turn), (12, 4));
+        let retries: usize = (0..8).map(|_| split(1, &mut turn).1).sum();
+        assert_eq!(retries, 2);
+        assert_eq!(split(0, &mut turn), (0, 0));
+    }
+}

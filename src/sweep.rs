@@ -1,1 +1,217 @@
-//! (stub)
+//! Clears away what is over: expired records, delivered events past their retention, leases of the long dead; marks
+//! what dead owners left as `unknown`; and counts what stands in the store.
+//!
+//! It takes no input: a timer, then a look at the tables. Each job is a statement over a small batch that repeats
+//! its conditions, so it is idempotent and several replicas may run it at once. What must stay true:
+//!
+//! - Only what is over goes; that rule stands in the statements, not here.
+//! - No cap below the inflow: when a time slice ends with work left, the next round follows at once.
+//! - Other owners are judged only while [`Contact`] says so. This loop keeps the contact, by asking the database
+//!   often enough also between its rounds.
+//!
+//! Dying here loses nothing: whoever sweeps next goes on.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use crate::lease::Contact;
+use crate::store::{Error, Gauges, Store};
+use crate::telemetry::{Metrics, Swept};
+
+/// Longest time for one job of a round, so that a backlog of one kind does not hold up the others.
+const SLICE: Duration = Duration::from_secs(2);
+
+/// Shortest pause between two rounds that found nothing more to do, or failed.
+const PAUSE_MIN: Duration = Duration::from_millis(100);
+
+/// Longest pause between two rounds.
+const PAUSE_MAX: Duration = Duration::from_secs(24 * 3600);
+
+/// How the sweeper works.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// How long delivered events are kept, counted from their delivery.
+    pub outbox_retention: Duration,
+    /// Pause between two rounds.
+    pub every: Duration,
+    /// Most rows in one statement.
+    pub batch: u32,
+}
+
+/// Sweeps until `stop`.
+pub async fn run(
+    store: Arc<dyn Store>,
+    settings: Settings,
+    contact: Contact,
+    metrics: Arc<Metrics>,
+    stop: CancellationToken,
+) {
+    let batch = settings.batch.max(1);
+    let mut sweeper = Sweeper {
+        store,
+        settings: Settings { batch, ..settings },
+        contact,
+        metrics,
+        stop,
+        failing: false,
+        sinks: BTreeSet::new(),
+    };
+    while !sweeper.stop.is_cancelled() {
+        let more = sweeper.round().await;
+        if !more {
+            sweeper.rest().await;
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Job {
+    Records,
+    Events,
+    DeadOwners,
+    Leases,
+}
+
+struct Sweeper {
+    store: Arc<dyn Store>,
+    settings: Settings,
+    contact: Contact,
+    metrics: Arc<Metrics>,
+    stop: CancellationToken,
+    failing: bool,
+    /// Whose gauges are set: those of a sink that has nothing left go back to zero.
+    sinks: BTreeSet<String>,
+}
+
+impl Sweeper {
+    /// Every job once, each for a slice of time at most. Whether there is more to do at once.
+    async fn round(&mut self) -> bool {
+        let mut more = false;
+        let mut well = true;
+        for job in [Job::DeadOwners, Job::Records, Job::Events, Job::Leases] {
+            match self.work_off(job).await {
+                Ok(left) => more |= left,
+                Err(error) => {
+                    self.note_failure(job, &error);
+                    well = false;
+                }
+            }
+        }
+        match self.store.gauges().await {
+            Ok(gauges) => {
+                self.contact.reached(now());
+                self.publish(gauges);
+            }
+            Err(error) => {
+                self.contact.lost();
+                tracing::debug!(%error, "the store could not be counted");
+                well = false;
+            }
+        }
+        if well && std::mem::replace(&mut self.failing, false) {
+            tracing::info!("the sweeper works again");
+        }
+        more
+    }
+
+    /// Batches of one job until one is not full. Whether the slice ended before.
+    async fn work_off(&self, job: Job) -> Result<bool, Error> {
+        let end = Instant::now() + SLICE;
+        loop {
+            let result = self.batch(job).await;
+            match &result {
+                Err(Error::Unavailable(_) | Error::InDoubt(_) | Error::Late) => self.contact.lost(),
+                Ok(_) | Err(Error::Refused(_)) => self.contact.reached(now()),
+            }
+            if result? < u64::from(self.settings.batch) {
+                return Ok(false);
+            }
+            if Instant::now() >= end || self.stop.is_cancelled() {
+                return Ok(true);
+            }
+            tokio::task::yield_now().await;
+        }
+    }
+
+    /// One batch; how many rows it found.
+    async fn batch(&self, job: Job) -> Result<u64, Error> {
+        let limit = self.settings.batch;
+        match job {
+            Job::Records => {
+                let rows = self.store.sweep_records(limit).await?;
+                self.metrics.swept(Swept::Records, rows);
+                Ok(rows)
+            }
+            Job::Events => {
+                let retention = self.settings.outbox_retention;
+                let rows = self.store.sweep_events(retention, limit).await?;
+                self.metrics.swept(Swept::Events, rows);
+                Ok(rows)
+            }
+            Job::DeadOwners if self.contact.may_judge(now()) => {
+                let rows = self.store.mark_dead(None, limit).await?;
+                if rows > 0 {
+                    tracing::warn!(rows, "records of dead owners are unknown now");
+                }
+                Ok(rows)
+            }
+            Job::DeadOwners => self.store.ping().await.map(|()| 0),
+            // Not in batches: old leases are few.
+            Job::Leases => self.store.sweep_leases().await.map(|_| 0),
+        }
+    }
+
+    fn publish(&mut self, gauges: Gauges) {
+        let mut by_sink: BTreeMap<String, (u64, Duration, u64)> = BTreeMap::new();
+        for sink in std::mem::take(&mut self.sinks) {
+            by_sink.insert(sink, (0, Duration::ZERO, 0));
+        }
+        for (sink, pending, oldest) in gauges.pending {
+            let row = by_sink.entry(sink.clone()).or_default();
+            (row.0, row.1) = (pending, oldest);
+            self.sinks.insert(sink);
+        }
+        for (sink, dead) in gauges.dead {
+            by_sink.entry(sink.clone()).or_default().2 = dead;
+            self.sinks.insert(sink);
+        }
+        for (sink, (pending, oldest, dead)) in by_sink {
+            self.metrics.outbox(&sink, pending, oldest, dead);
+        }
+        self.metrics.unknown_records(gauges.unknown_records);
+    }
+
+    /// The pause between two rounds, with as many questions to the database as the contact needs.
+    async fn rest(&self) {
+        let end = Instant::now() + self.settings.every.clamp(PAUSE_MIN, PAUSE_MAX);
+        let pace = self.contact.pace().map(|pace| pace.max(PAUSE_MIN));
+        while Instant::now() < end {
+            let next = pace.map_or(end, |pace| end.min(Instant::now() + pace));
+            tokio::select! {
+                () = self.stop.cancelled() => return,
+                () = tokio::time::sleep_until(next) => {}
+            }
+            if pace.is_some() && next < end {
+                match self.store.ping().await {
+                    Ok(()) => self.contact.reached(now()),
+                    Err(_) => self.contact.lost(),
+                }
+            }
+        }
+    }
+
+    fn note_failure(&mut self, job: Job, error: &Error) {
+        if !std::mem::replace(&mut self.failing, true) {
+            let cause = std::error::Error::source(error).map(ToString::to_string);
+            tracing::warn!(?job, %error, cause, "the sweeper waits for the database");
+        }
+    }
+}
+
+fn now() -> std::time::Instant {
+    Instant::now().into_std()
+}

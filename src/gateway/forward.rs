@@ -1,1 +1,143 @@
-//! (stub)
+//! Sends a reservation once, and says what was seen.
+//!
+//! The request goes out on a connection of its own. Nothing is ever sent again from here: whatever goes wrong
+//! becomes [`Evidence`], and whether a byte was written is what the connection counted, not what an error looks like.
+
+use std::time::{Duration, Instant};
+
+use bytes::{Bytes, BytesMut};
+use http::header::CONTENT_TYPE;
+use http::{HeaderMap, Request, Response, StatusCode, response};
+use http_body::Body as _;
+use http_body_util::{BodyExt, Full};
+
+use super::reserve::{Reservation, Underway, causes};
+use super::upstream::{self, SendError, Upstream};
+use crate::record::outcome::Failure;
+
+/// What was seen of one forward.
+pub(super) enum Evidence {
+    /// A complete answer, its body within the bound.
+    Answered { head: response::Parts, body: Bytes },
+    /// A complete head whose body is larger than is kept, or a stream: what was read of it, and the rest.
+    Large { head: response::Parts, begun: Vec<Bytes>, rest: upstream::Answer },
+    /// No complete answer.
+    Failed(Failure),
+}
+
+/// How an exchange is bounded.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Bounds {
+    /// How long the upstream may take before the outcome is unknown.
+    pub(super) timeout: Duration,
+    /// Most bytes of the answer's body that are kept.
+    pub(super) body_max: usize,
+}
+
+/// An exchange that was given up, its connection still open: dropped only once the record says `unknown`.
+pub(super) type GivenUp = std::pin::Pin<Box<dyn Future<Output = Evidence> + Send>>;
+
+/// Sends the reservation's request, once.
+pub(super) async fn forward(
+    reservation: Reservation,
+    upstream: std::sync::Arc<Upstream>,
+    request: Request<Full<Bytes>>,
+    bounds: Bounds,
+) -> (Box<Underway>, Evidence, Option<GivenUp>) {
+    let underway = reservation.begin();
+    let may_write = underway.may_write();
+    let deadline = Instant::now() + bounds.timeout;
+    let mut exchange: GivenUp =
+        Box::pin(async move { exchange(&upstream, request, may_write, bounds.body_max).await });
+    match tokio::time::timeout_at(deadline.into(), &mut exchange).await {
+        Ok(evidence) => (underway, evidence, None),
+        Err(_) if underway.sent() => {
+            (underway, Evidence::Failed(Failure::TimedOut), Some(exchange))
+        }
+        // Dropped at once: from here on it cannot send any more.
+        Err(_) => {
+            drop(exchange);
+            let failure = if underway.sent() { Failure::TimedOut } else { Failure::NothingSent };
+            (underway, Evidence::Failed(failure), None)
+        }
+    }
+}
+
+async fn exchange(
+    upstream: &Upstream,
+    request: Request<Full<Bytes>>,
+    may_write: impl Fn() -> bool + Send + Sync + 'static,
+    body_max: usize,
+) -> Evidence {
+    let connection = match upstream.dial().await {
+        Ok(connection) => connection,
+        Err(error) => {
+            tracing::info!(error = %causes(&error), "the upstream cannot be reached");
+            return Evidence::Failed(Failure::NothingSent);
+        }
+    };
+    match connection.send(request, may_write).await {
+        Ok(answer) => receive(answer, body_max).await,
+        Err(SendError::NothingSent(cause)) => {
+            tracing::info!(%cause, "the connection to the upstream ended before anything was sent");
+            Evidence::Failed(Failure::NothingSent)
+        }
+        Err(SendError::Held) => Evidence::Failed(Failure::LeaseEnded),
+        Err(SendError::Broken(cause)) => {
+            tracing::warn!(%cause, "the upstream's answer is lost");
+            Evidence::Failed(Failure::Broken)
+        }
+    }
+}
+
+/// Reads an answer's body up to the bound. A body that breaks off is no answer.
+async fn receive(answer: Response<upstream::Answer>, body_max: usize) -> Evidence {
+    let (head, mut body) = answer.into_parts();
+    if head.status == StatusCode::SWITCHING_PROTOCOLS {
+        return Evidence::Failed(Failure::Broken);
+    }
+    let bound = u64::try_from(body_max).unwrap_or(u64::MAX);
+    if body.size_hint().lower() > bound || is_stream(&head.headers) {
+        return Evidence::Large { head, begun: Vec::new(), rest: body };
+    }
+    let mut read: Vec<Bytes> = Vec::new();
+    let mut total = 0_usize;
+    while let Some(frame) = body.frame().await {
+        let data = match frame.map(http_body::Frame::into_data) {
+            Ok(Ok(data)) => data,
+            // Trailers are not kept.
+            Ok(Err(_)) => continue,
+            Err(error) => {
+                tracing::warn!(%error, "the upstream's answer broke off");
+                return Evidence::Failed(Failure::Broken);
+            }
+        };
+        total = total.saturating_add(data.len());
+        read.push(data);
+        if total > body_max {
+            return Evidence::Large { head, begun: read, rest: body };
+        }
+    }
+    Evidence::Answered { head, body: join(read, total) }
+}
+
+/// A stream of events has no end that could be waited for.
+fn is_stream(headers: &HeaderMap) -> bool {
+    let Some(Ok(value)) = headers.get(CONTENT_TYPE).map(http::HeaderValue::to_str) else {
+        return false;
+    };
+    let essence = value.split(';').next().unwrap_or_default().trim();
+    essence.eq_ignore_ascii_case("text/event-stream")
+}
+
+/// One buffer of the pieces; the usual single piece is not copied.
+fn join(mut pieces: Vec<Bytes>, total: usize) -> Bytes {
+    if pieces.len() <= 1 {
+        return pieces.pop().unwrap_or_default();
+    }
+    let mut whole = BytesMut::with_capacity(total);
+    for piece in pieces {
+        whole.extend_from_slice(&piece);
+    }
+    whole.freeze()
+}

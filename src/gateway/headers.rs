@@ -1,10 +1,55 @@
-//! (signatures)
+//! What may cross the gateway in a message's head, and what may not.
+//!
+//! A request is checked once, by [`check_framing`], before anything reads it: where two parsers could disagree on where
+//! it ends or whom it is for, it is refused. Then [`strip_hop_by_hop`], and only then are key and tenant read: a caller
+//! that names the tenant header in `Connection` has taken it away from the upstream, so it must be gone for us too.
+//!
+//! What must stay true: a header that decides on scope is seen by the gateway if and only if the upstream sees it; a
+//! name that belongs to the gateway (`Oncegate-*`, `Idempotent-Replayed`, and the forwarding headers of an untrusted
+//! caller) never carries somebody else's value; all lines of a repeated header are treated alike.
+//!
+//! Everything here is a function of its arguments: no state, no clock, nothing to lose when the process dies.
 
 use std::net::IpAddr;
+use std::str::FromStr;
 
-use http::{HeaderMap, HeaderName, HeaderValue, Request, StatusCode};
+use http::header::{self, Entry};
+use http::uri::{PathAndQuery, Scheme};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, StatusCode, Uri, Version};
 
-/// A request that is refused before anything else looks at it. Answer with it and close the connection.
+const FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
+const FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
+const FORWARDED_PORT: HeaderName = HeaderName::from_static("x-forwarded-port");
+const FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
+const REAL_IP: HeaderName = HeaderName::from_static("x-real-ip");
+
+/// The forwarding headers: ours to say, whatever an untrusted caller claims.
+const FORWARDING: [HeaderName; 6] =
+    [FORWARDED_FOR, FORWARDED_HOST, FORWARDED_PORT, FORWARDED_PROTO, REAL_IP, header::FORWARDED];
+
+/// Meant for one hop only, named by `Connection` or not (RFC 9110, 7.6.1, and what older senders expect).
+const HOP_BY_HOP: [HeaderName; 9] = [
+    header::CONNECTION,
+    HeaderName::from_static("keep-alive"),
+    HeaderName::from_static("proxy-connection"),
+    header::PROXY_AUTHENTICATE,
+    header::PROXY_AUTHORIZATION,
+    header::TE,
+    header::TRANSFER_ENCODING,
+    header::UPGRADE,
+    HeaderName::from_static("http2-settings"),
+];
+
+/// Headers that hand out or ask for credentials: never part of a stored answer.
+const CREDENTIALS: [HeaderName; 3] = [
+    header::AUTHORIZATION,
+    header::WWW_AUTHENTICATE,
+    HeaderName::from_static("proxy-authentication-info"),
+];
+
+const VIA_US: HeaderValue = HeaderValue::from_static("1.1 oncegate");
+
+/// A request that is refused before anything else looks at it. Answer so, and close the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refused {
     /// 400, 417 or 501.
@@ -13,79 +58,646 @@ pub struct Refused {
     pub detail: &'static str,
 }
 
-/// Networks whose word about the caller counts: `10.0.0.0/8`, `::1`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Network {
-    address: IpAddr,
-    prefix: u8,
+const fn bad(detail: &'static str) -> Refused {
+    Refused { status: StatusCode::BAD_REQUEST, detail }
 }
 
-impl std::str::FromStr for Network {
+const fn unsupported(detail: &'static str) -> Refused {
+    Refused { status: StatusCode::NOT_IMPLEMENTED, detail }
+}
+
+/// Refuses what two parsers could read in two ways: framing, Host, target form, CONNECT and unknown expectations.
+///
+/// `Content-Length` beside `Transfer-Encoding` is not seen here: the server has dropped the length, reads by chunks and
+/// closes the connection after the answer, which RFC 9112, 6.3 allows.
+pub fn check_framing<B>(request: &Request<B>) -> Result<(), Refused> {
+    if request.method() == Method::CONNECT {
+        return Err(unsupported("CONNECT is not served here"));
+    }
+    let old = request.version() < Version::HTTP_11;
+    check_transfer_encoding(request.headers(), old)?;
+    check_target(request.method(), request.uri())?;
+    check_host(request.headers(), old)?;
+    let expectations = request.headers().get_all(header::EXPECT);
+    if expectations.iter().any(|value| !value.as_bytes().eq_ignore_ascii_case(b"100-continue")) {
+        let detail = "the only expectation that can be met is 100-continue";
+        return Err(Refused { status: StatusCode::EXPECTATION_FAILED, detail });
+    }
+    Ok(())
+}
+
+fn check_transfer_encoding(headers: &HeaderMap, old: bool) -> Result<(), Refused> {
+    let mut lines = headers.get_all(header::TRANSFER_ENCODING).iter();
+    let Some(first) = lines.next() else { return Ok(()) };
+    if old {
+        return Err(bad("HTTP/1.0 has no Transfer-Encoding"));
+    }
+    if lines.next().is_some() || !is_chunked(first) {
+        return Err(unsupported("the only transfer coding that is understood is chunked, once"));
+    }
+    Ok(())
+}
+
+fn is_chunked(value: &HeaderValue) -> bool {
+    trim_blanks(value.as_bytes()).eq_ignore_ascii_case(b"chunked")
+}
+
+/// Without the blanks and tabs around; nothing else counts as white space in a header.
+fn trim_blanks(text: &[u8]) -> &[u8] {
+    let blank = |byte: &u8| *byte == b' ' || *byte == b'\t';
+    let Some(start) = text.iter().position(|byte| !blank(byte)) else { return &[] };
+    let end = text.iter().rposition(|byte| !blank(byte)).map_or(start, |last| last + 1);
+    text.get(start..end).unwrap_or_default()
+}
+
+fn check_target(method: &Method, uri: &Uri) -> Result<(), Refused> {
+    match (uri.scheme(), uri.authority()) {
+        (None, None) => {}
+        (Some(scheme), Some(authority)) => {
+            if *scheme != Scheme::HTTP && *scheme != Scheme::HTTPS {
+                return Err(bad("the scheme of the target must be http or https"));
+            }
+            if !is_host(authority.as_str().as_bytes()) {
+                return Err(bad("the authority of the target must be a host and a port"));
+            }
+        }
+        (None, Some(_)) | (Some(_), None) => {
+            return Err(bad("the target must be a path, an http URL, or * with OPTIONS"));
+        }
+    }
+    let path = uri.path();
+    if path.starts_with('/') || (path == "*" && method == Method::OPTIONS) {
+        return Ok(());
+    }
+    Err(bad("the target must be a path, an http URL, or * with OPTIONS"))
+}
+
+fn check_host(headers: &HeaderMap, old: bool) -> Result<(), Refused> {
+    let mut lines = headers.get_all(header::HOST).iter();
+    match (lines.next(), lines.next()) {
+        (None, _) if old => Ok(()),
+        (None, _) => Err(bad("the request has no Host")),
+        (Some(_), Some(_)) => Err(bad("the request has several Host lines")),
+        (Some(host), None) if is_host(host.as_bytes()) => Ok(()),
+        (Some(_), None) => Err(bad("Host is not a host name and a port")),
+    }
+}
+
+/// `uri-host [":" port]` of RFC 9110, 7.2, and not empty.
+fn is_host(text: &[u8]) -> bool {
+    let (host, port) = match text.strip_prefix(b"[") {
+        Some(rest) => {
+            let mut halves = rest.splitn(2, |byte| *byte == b']');
+            let literal = halves.next().unwrap_or_default();
+            let Some(after) = halves.next() else { return false };
+            let address = std::str::from_utf8(literal).ok().and_then(|t| t.parse().ok());
+            let Some(IpAddr::V6(_)) = address else { return false };
+            match (after.is_empty(), after.strip_prefix(b":")) {
+                (true, _) => (literal, None),
+                (false, Some(port)) => (literal, Some(port)),
+                (false, None) => return false,
+            }
+        }
+        None => {
+            let mut halves = text.splitn(2, |byte| *byte == b':');
+            let host = halves.next().unwrap_or_default();
+            if !host.iter().all(|byte| is_name_byte(*byte)) {
+                return false;
+            }
+            (host, halves.next())
+        }
+    };
+    let port_is_fine = port.is_none_or(|p| p.len() <= 5 && p.iter().all(u8::is_ascii_digit));
+    !host.is_empty() && port_is_fine
+}
+
+/// `reg-name`: unreserved, percent-encoded and sub-delimiters.
+fn is_name_byte(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || b"-._~%!$&'()*+,;=".contains(&byte)
+}
+
+/// Turns an absolute-form target into origin-form; its authority replaces Host (RFC 9112, 3.2.2).
+///
+/// After [`check_framing`] only. The bytes of path and query stay as they came.
+pub fn to_origin_form<B>(request: &mut Request<B>) {
+    let Some(authority) = request.uri().authority() else { return };
+    let host = HeaderValue::from_str(authority.as_str());
+    let target = match (request.uri().path(), request.uri().query()) {
+        (path, Some(query)) => format!("{path}?{query}"),
+        (path, None) => path.to_owned(),
+    };
+    // Both were parsed out of a valid URI, so neither can fail; if one did, the request would go on as it came.
+    if let (Ok(host), Ok(target)) = (host, PathAndQuery::try_from(target)) {
+        request.headers_mut().insert(header::HOST, host);
+        *request.uri_mut() = Uri::from(target);
+    }
+}
+
+/// Removes what is meant for this hop only: all that any `Connection` line names, then the fixed list.
+///
+/// For requests, answers and trailers. What says where a message ends, whom it is for, or through whom it came cannot
+/// be taken away by naming it in `Connection`.
+pub fn strip_hop_by_hop(headers: &mut HeaderMap) {
+    for name in named_by_connection(headers) {
+        let protected = name == header::HOST
+            || name == header::CONTENT_LENGTH
+            || name == header::VIA
+            || FORWARDING.contains(&name);
+        if !protected {
+            headers.remove(name);
+        }
+    }
+    for name in HOP_BY_HOP {
+        headers.remove(name);
+    }
+}
+
+/// The options of all `Connection` lines: reading only the first one lets the rest through.
+fn named_by_connection(headers: &HeaderMap) -> Vec<HeaderName> {
+    headers
+        .get_all(header::CONNECTION)
+        .iter()
+        .flat_map(|line| line.as_bytes().split(|byte| *byte == b','))
+        .filter_map(|option| HeaderName::from_bytes(trim_blanks(option)).ok())
+        .collect()
+}
+
+/// Removes the names that only the gateway may use, in any spelling that an upstream may take for them.
+pub fn drop_own(headers: &mut HeaderMap) {
+    remove_where(headers, |name| {
+        let name = name.replace('_', "-");
+        name.starts_with("oncegate-") || name == "idempotent-replayed"
+    });
+}
+
+/// Removes look-alikes: `X_Tenant_Id` where `X-Tenant-Id` is one of `names`.
+///
+/// CGI and WSGI upstreams take both for the same header, so a twin would say something else to them than to us.
+pub fn drop_twins(headers: &mut HeaderMap, names: &[&HeaderName]) {
+    remove_where(headers, |name| {
+        name.contains('_') && names.iter().any(|ours| is_twin(name, ours.as_str()))
+    });
+}
+
+fn is_twin(name: &str, ours: &str) -> bool {
+    let plain = |byte: u8| if byte == b'_' { b'-' } else { byte };
+    name != ours && name.bytes().map(plain).eq(ours.bytes().map(plain))
+}
+
+fn remove_where(headers: &mut HeaderMap, unwanted: impl Fn(&str) -> bool) {
+    let names: Vec<_> = headers.keys().filter(|name| unwanted(name.as_str())).cloned().collect();
+    for name in names {
+        headers.remove(name);
+    }
+}
+
+/// Addresses whose word about the caller counts: `10.0.0.0/8`, `::1`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Network {
+    address: IpAddr,
+    prefix: u32,
+}
+
+impl Network {
+    /// Whether an address belongs to it. A mapped IPv4 address counts as IPv4.
+    #[must_use]
+    pub fn contains(&self, address: IpAddr) -> bool {
+        match (self.address, address.to_canonical()) {
+            (IpAddr::V4(ours), IpAddr::V4(theirs)) => {
+                let differing = ours.to_bits() ^ theirs.to_bits();
+                differing.checked_shr(32 - self.prefix).unwrap_or(0) == 0
+            }
+            (IpAddr::V6(ours), IpAddr::V6(theirs)) => {
+                let differing = ours.to_bits() ^ theirs.to_bits();
+                differing.checked_shr(128 - self.prefix).unwrap_or(0) == 0
+            }
+            (IpAddr::V4(_), IpAddr::V6(_)) | (IpAddr::V6(_), IpAddr::V4(_)) => false,
+        }
+    }
+}
+
+impl FromStr for Network {
     type Err = String;
-    fn from_str(_text: &str) -> Result<Self, String> {
-        unimplemented!()
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (address, prefix) = match text.split_once('/') {
+            Some((address, prefix)) => (address, Some(prefix)),
+            None => (text, None),
+        };
+        let wrong = || format!("{text:?} is not an address or a network such as 10.0.0.0/8");
+        let address: IpAddr = address.parse().map_err(|_| wrong())?;
+        let widest = if address.is_ipv4() { 32 } else { 128 };
+        let prefix = match prefix {
+            Some(digits) => digits.parse().map_err(|_| wrong())?,
+            None => widest,
+        };
+        if prefix > widest {
+            return Err(wrong());
+        }
+        Ok(Self { address, prefix })
     }
 }
 
 /// What the upstream gets as Host.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HostPolicy {
-    /// The caller's.
+    /// What the caller sent.
     #[default]
     Keep,
     /// The upstream's own authority.
     Upstream,
 }
 
-/// How forwarding headers are made.
+/// How the upstream learns who asked.
 #[derive(Clone, Debug, Default)]
 pub struct Forwarding {
-    /// Trusted peers.
+    /// Proxies in front of us: what they say of the caller is kept and extended. A unix socket is trusted always.
     pub trusted: Vec<Network>,
-    /// Host.
+    /// What the upstream gets as Host.
     pub host: HostPolicy,
 }
 
-/// Where a request came from.
+/// The hop that a request came over.
 #[derive(Clone, Debug)]
 pub struct Hop {
-    /// None: a unix socket.
+    /// The other end of the connection; none on a unix socket.
     pub peer: Option<IpAddr>,
-    /// The caller's Host.
+    /// Host as the caller sent it.
     pub host: Option<HeaderValue>,
-    /// Over TLS.
+    /// Whether the caller spoke TLS to us.
     pub https: bool,
 }
 
-/// The framing gate.
-pub fn check_framing<B>(_request: &Request<B>) -> Result<(), Refused> {
-    unimplemented!()
+/// Writes `X-Forwarded-For`, `-Proto` and `-Host`, `Forwarded` and `Via` on a request.
+///
+/// From a trusted peer the lists are extended and the rest is kept; a list that does not parse is dropped whole. From
+/// anybody else all of it is replaced.
+pub fn forward(forwarding: &Forwarding, hop: &Hop, headers: &mut HeaderMap) {
+    let trusted = match hop.peer {
+        Some(peer) => forwarding.trusted.iter().any(|network| network.contains(peer)),
+        None => true,
+    };
+    drop_twins(headers, &FORWARDING.each_ref());
+    if trusted {
+        drop_malformed(headers);
+    } else {
+        for name in FORWARDING {
+            headers.remove(name);
+        }
+    }
+    if let Some(peer) = hop.peer {
+        extend_list(headers, FORWARDED_FOR, &peer.to_canonical().to_string());
+    }
+    let proto = if hop.https { "https" } else { "http" };
+    set_if_absent(headers, FORWARDED_PROTO, &HeaderValue::from_static(proto));
+    if let Some(host) = &hop.host {
+        set_if_absent(headers, FORWARDED_HOST, host);
+    }
+    extend_list(headers, header::FORWARDED, &forwarded_element(hop, proto));
+    add_via(headers);
 }
-/// Absolute-form: the authority replaces Host, and origin-form stays.
-pub fn to_origin_form<B>(_request: &mut Request<B>) {
-    unimplemented!()
+
+/// Notes on a message that it passed here (RFC 9110, 7.6.3).
+pub fn add_via(headers: &mut HeaderMap) {
+    headers.append(header::VIA, VIA_US);
 }
-/// Hop-by-hop headers.
-pub fn strip_hop_by_hop(_headers: &mut HeaderMap) {
-    unimplemented!()
+
+fn drop_malformed(headers: &mut HeaderMap) {
+    remove_unless(headers, &FORWARDED_FOR, is_address_list);
+    remove_unless(headers, &header::FORWARDED, is_forwarded);
 }
-/// `Oncegate-*`, `Idempotent-Replayed` and their twins with `_`.
-pub fn drop_own(_headers: &mut HeaderMap) {
-    unimplemented!()
+
+fn remove_unless(headers: &mut HeaderMap, name: &HeaderName, is_fine: fn(&str) -> bool) {
+    if !headers.get_all(name).iter().all(|line| line.to_str().is_ok_and(is_fine)) {
+        headers.remove(name);
+    }
 }
-/// Drops `X_Tenant_Id` where `X-Tenant-Id` is one of `names`.
-pub fn drop_twins(_headers: &mut HeaderMap, _names: &[&HeaderName]) {
-    unimplemented!()
+
+fn is_address_list(line: &str) -> bool {
+    line.split(',').all(|item| is_node(item.trim()))
 }
-/// X-Forwarded-*, Forwarded, Via on a request.
-pub fn forward(_forwarding: &Forwarding, _hop: &Hop, _headers: &mut HeaderMap) {
-    unimplemented!()
+
+/// An address, with or without port, `unknown`, or an obfuscated name (RFC 7239, 6).
+fn is_node(node: &str) -> bool {
+    let obfuscated = |name: &str| {
+        !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b))
+    };
+    let bracketed = node.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
+    node.eq_ignore_ascii_case("unknown")
+        || node.strip_prefix('_').is_some_and(obfuscated)
+        || node.parse::<IpAddr>().is_ok()
+        || node.parse::<std::net::SocketAddr>().is_ok()
+        || bracketed.is_some_and(|inner| inner.parse::<std::net::Ipv6Addr>().is_ok())
 }
-/// Via on an answer.
-pub fn add_via(_headers: &mut HeaderMap) {
-    unimplemented!()
+
+/// Whether a `Forwarded` line parses: elements of `token=value` pairs, where `for` and `by` name nodes.
+fn is_forwarded(line: &str) -> bool {
+    let Some(elements) = split_outside_quotes(line, ',') else { return false };
+    elements.iter().all(|element| {
+        split_outside_quotes(element, ';').is_some_and(|pairs| pairs.iter().all(|p| is_pair(p)))
+    })
 }
-/// What of an answer is stored for replay.
-pub fn kept(_headers: &HeaderMap, _drop: &[HeaderName]) -> HeaderMap {
-    unimplemented!()
+
+fn is_pair(pair: &str) -> bool {
+    let Some((name, value)) = pair.trim().split_once('=') else { return false };
+    let bare = match value.strip_prefix('"') {
+        Some(rest) => match rest.strip_suffix('"') {
+            Some(inner) => inner,
+            None => return false,
+        },
+        None if value.is_empty() || value.contains([':', '[', ' ', '"']) => return false,
+        None => value,
+    };
+    let names_a_node = name.eq_ignore_ascii_case("for") || name.eq_ignore_ascii_case("by");
+    HeaderName::from_bytes(name.as_bytes()).is_ok() && (!names_a_node || is_node(bare))
+}
+
+/// The pieces between separators that stand outside quotes; none if a quote stays open.
+fn split_outside_quotes(text: &str, separator: char) -> Option<Vec<&str>> {
+    let (mut quoted, mut escaped) = (false, false);
+    let pieces = text
+        .split(|c: char| {
+            let splits = c == separator && !quoted;
+            let toggles = c == '"' && !escaped;
+            escaped = quoted && c == '\\' && !escaped;
+            quoted ^= toggles;
+            splits
+        })
+        .collect();
+    (!quoted).then_some(pieces)
+}
+
+fn forwarded_element(hop: &Hop, proto: &str) -> String {
+    let node = match hop.peer.map(|peer| peer.to_canonical()) {
+        Some(IpAddr::V4(peer)) => peer.to_string(),
+        Some(IpAddr::V6(peer)) => format!("\"[{peer}]\""),
+        None => "unknown".to_owned(),
+    };
+    // Host has passed `check_framing`: it cannot hold a quote or a backslash.
+    match hop.host.as_ref().and_then(|host| host.to_str().ok()) {
+        Some(host) => format!("for={node};host=\"{host}\";proto={proto}"),
+        None => format!("for={node};proto={proto}"),
+    }
+}
+
+/// Adds an item at the end of a comma list, and joins the list's lines into one.
+fn extend_list(headers: &mut HeaderMap, name: HeaderName, item: &str) {
+    let lines = headers.get_all(&name);
+    let mut items: Vec<&str> = lines.iter().filter_map(|line| line.to_str().ok()).collect();
+    items.push(item);
+    if let Ok(list) = HeaderValue::from_str(&items.join(", ")) {
+        headers.insert(name, list);
+    }
+}
+
+fn set_if_absent(headers: &mut HeaderMap, name: HeaderName, value: &HeaderValue) {
+    if let Entry::Vacant(entry) = headers.entry(name) {
+        entry.insert(value.clone());
+    }
+}
+
+/// What of an answer's head is stored for replay: end-to-end headers only, in their order and repetition.
+///
+/// Left out are hop-by-hop headers, the gateway's own, those that frame the message (a replay frames its own body anew,
+/// and a 204, 304 or an answer to HEAD has no length to repeat), those that hand out credentials, and `drop`. `Date`
+/// stays: it says when the upstream made the answer.
+#[must_use]
+pub fn kept(headers: &HeaderMap, drop: &[HeaderName]) -> HeaderMap {
+    let mut kept = headers.clone();
+    strip_hop_by_hop(&mut kept);
+    drop_own(&mut kept);
+    let framing = [header::CONTENT_LENGTH, header::TRAILER];
+    for name in framing.iter().chain(&CREDENTIALS).chain(drop) {
+        kept.remove(name);
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn map(lines: &[(&str, &str)]) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        for (name, value) in lines {
+            let name = HeaderName::from_bytes(name.as_bytes()).unwrap();
+            headers.append(name, HeaderValue::from_str(value).unwrap());
+        }
+        headers
+    }
+
+    fn names(headers: &HeaderMap) -> Vec<&str> {
+        let mut names: Vec<_> = headers.keys().map(HeaderName::as_str).collect();
+        names.sort_unstable();
+        names
+    }
+
+    fn gate(method: &str, uri: &str, version: Version, lines: &[(&str, &str)]) -> u16 {
+        let mut request = Request::builder().method(method).uri(uri).version(version);
+        *request.headers_mut().unwrap() = map(lines);
+        check_framing(&request.body(()).unwrap()).map_or_else(|r| r.status.as_u16(), |()| 200)
+    }
+
+    #[test]
+    fn ambiguous_requests_are_refused() {
+        let v11 = Version::HTTP_11;
+        for (wanted, value) in [
+            (200, "chunked"),
+            (200, "CHUNKED"),
+            (200, "chunked\t"),
+            (501, ",chunked"),
+            (501, "chunked,"),
+            (501, "chunked, chunked"),
+            (501, "gzip, chunked"),
+            (501, "xchunked"),
+            (501, "\"chunked\""),
+            (501, "chunked;q=1"),
+            (501, "identity"),
+            (501, ""),
+        ] {
+            let lines = [("host", "a"), ("transfer-encoding", value)];
+            assert_eq!(gate("POST", "/x", v11, &lines), wanted, "{value:?}");
+        }
+        let twice =
+            [("host", "a"), ("transfer-encoding", "chunked"), ("transfer-encoding", "chunked")];
+        assert_eq!(gate("POST", "/x", v11, &twice), 501);
+        let old = [("transfer-encoding", "chunked")];
+        assert_eq!(gate("POST", "/x", Version::HTTP_10, &old), 400);
+    }
+
+    #[test]
+    fn host_is_one_host_and_port() {
+        for good in ["a", "a.example:80", "[::1]", "[::1]:8080", "10.0.0.1:1", "a_b~c", "a:"] {
+            assert_eq!(gate("GET", "/", Version::HTTP_11, &[("host", good)]), 200, "{good}");
+        }
+        for bad in ["", "a b", "a@b", "a/b", "a,b", "[::1", "[x]", "[::1]x", "a:b", "a:1:2", "é"] {
+            let wanted = if bad == "a,b" { 200 } else { 400 }; // a comma is lawful in a reg-name
+            assert_eq!(gate("GET", "/", Version::HTTP_11, &[("host", bad)]), wanted, "{bad}");
+        }
+        assert_eq!(gate("GET", "/", Version::HTTP_11, &[]), 400);
+        assert_eq!(gate("GET", "/", Version::HTTP_10, &[]), 200);
+        assert_eq!(gate("GET", "/", Version::HTTP_11, &[("host", "a"), ("host", "a")]), 400);
+    }
+
+    #[test]
+    fn targets_have_one_of_three_forms() {
+        let host = [("host", "a")];
+        for (wanted, method, uri) in [
+            (200, "GET", "http://evil.example/x?y"),
+            (200, "GET", "HTTP://A/x"),
+            (200, "OPTIONS", "*"),
+            (400, "GET", "*"),
+            (400, "GET", "http://u:p@a/x"),
+            (400, "GET", "ftp://a/x"),
+            (400, "GET", "a:80"),
+            (501, "CONNECT", "a:80"),
+        ] {
+            assert_eq!(gate(method, uri, Version::HTTP_11, &host), wanted, "{method} {uri}");
+        }
+        let expect = [("host", "a"), ("expect", "foo")];
+        assert_eq!(gate("POST", "/", Version::HTTP_11, &expect), 417);
+        let expect = [("host", "a"), ("expect", "100-Continue")];
+        assert_eq!(gate("POST", "/", Version::HTTP_11, &expect), 200);
+    }
+
+    #[test]
+    fn the_authority_of_the_target_wins_over_host() {
+        for (uri, target) in [
+            ("http://evil.example:81/x?y=%2f", "/x?y=%2f"),
+            ("http://evil.example:81?y", "/?y"),
+            ("http://evil.example:81//a?", "//a?"),
+        ] {
+            let mut request = Request::builder().uri(uri).header("host", "a").body(()).unwrap();
+            to_origin_form(&mut request);
+            assert_eq!(request.headers().get("host").unwrap(), "evil.example:81");
+            assert_eq!(request.uri().to_string(), target);
+        }
+    }
+
+    #[test]
+    fn every_connection_line_counts() {
+        let mut headers = map(&[
+            ("connection", "close, X-A"),
+            ("connection", "x-b"),
+            ("connection", ""),
+            ("connection", "host,content-length"),
+            ("x-a", "1"),
+            ("x-b", "1"),
+            ("x-c", "1"),
+            ("host", "a"),
+            ("content-length", "1"),
+            ("keep-alive", "5"),
+            ("te", "trailers"),
+            ("upgrade", "h2c"),
+            ("http2-settings", "AA"),
+            ("proxy-authorization", "x"),
+        ]);
+        strip_hop_by_hop(&mut headers);
+        assert_eq!(names(&headers), ["content-length", "host", "x-c"]);
+    }
+
+    #[test]
+    fn names_of_ours_and_their_twins_are_dropped() {
+        let mut headers = map(&[
+            ("Oncegate-Record", "1"),
+            ("oncegate_record", "1"),
+            ("Idempotent_Replayed", "true"),
+            ("X-Tenant-Id", "a"),
+            ("X_Tenant-Id", "b"),
+            ("x_other", "c"),
+        ]);
+        drop_own(&mut headers);
+        drop_twins(&mut headers, &[&HeaderName::from_static("x-tenant-id")]);
+        assert_eq!(names(&headers), ["x-tenant-id", "x_other"]);
+    }
+
+    fn hop() -> Hop {
+        let host = Some(HeaderValue::from_static("pub.example"));
+        Hop { peer: Some([127, 0, 0, 1].into()), host, https: false }
+    }
+
+    #[test]
+    fn an_untrusted_peer_says_nothing_of_the_caller() {
+        let mut headers = map(&[
+            ("x-forwarded-for", "1.2.3.4"),
+            ("x-forwarded-host", "evil"),
+            ("x-forwarded-proto", "https"),
+            ("x-forwarded-port", "1"),
+            ("x_forwarded_for", "1.2.3.4"),
+            ("forwarded", "for=1.2.3.4"),
+            ("x-real-ip", "1.2.3.4"),
+        ]);
+        forward(&Forwarding::default(), &hop(), &mut headers);
+        let wanted = map(&[
+            ("x-forwarded-for", "127.0.0.1"),
+            ("x-forwarded-proto", "http"),
+            ("x-forwarded-host", "pub.example"),
+            ("forwarded", "for=127.0.0.1;host=\"pub.example\";proto=http"),
+            ("via", "1.1 oncegate"),
+        ]);
+        assert_eq!(headers, wanted);
+    }
+
+    #[test]
+    fn a_trusted_peer_is_believed_and_extended() {
+        let trusting =
+            Forwarding { trusted: vec!["127.0.0.0/8".parse().unwrap()], host: HostPolicy::Keep };
+        let mut headers = map(&[
+            ("x-forwarded-for", "1.2.3.4"),
+            ("x-forwarded-for", "::5"),
+            ("x-forwarded-proto", "https"),
+            ("forwarded", "for=\"[::1]:80\";by=_x, for=unknown"),
+        ]);
+        forward(&trusting, &hop(), &mut headers);
+        assert_eq!(headers["x-forwarded-for"], "1.2.3.4, ::5, 127.0.0.1");
+        assert_eq!(headers["x-forwarded-proto"], "https");
+        let ours = "for=127.0.0.1;host=\"pub.example\";proto=http";
+        let whole = format!("for=\"[::1]:80\";by=_x, for=unknown, {ours}");
+        assert_eq!(headers["forwarded"], whole);
+        for malformed in ["for=\"[::1", "for=::1", "for", "for=\"a b\"", "for=1.2.3.4, =x"] {
+            let mut headers = map(&[("forwarded", malformed), ("x-forwarded-for", "a b")]);
+            forward(&trusting, &hop(), &mut headers);
+            assert_eq!(headers["forwarded"], ours, "{malformed}");
+            assert_eq!(headers["x-forwarded-for"], "127.0.0.1");
+        }
+    }
+
+    #[test]
+    fn networks_are_read_and_matched() {
+        let check = |network: &str, address: &str| {
+            network.parse::<Network>().unwrap().contains(address.parse().unwrap())
+        };
+        assert!(check("10.0.0.0/8", "10.255.0.1"));
+        assert!(!check("10.0.0.0/8", "11.0.0.1"));
+        assert!(check("0.0.0.0/0", "11.0.0.1"));
+        assert!(!check("0.0.0.0/0", "::1"));
+        assert!(check("10.0.0.1", "::ffff:10.0.0.1"));
+        assert!(check("fd00::/8", "fd12::1"));
+        assert!(!check("::1", "::2"));
+        for wrong in ["", "x", "10.0.0.0/33", "::/129", "10.0.0.0/-1", "10.0.0.0/"] {
+            assert!(wrong.parse::<Network>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_stored_head_keeps_only_what_a_replay_may_say() {
+        let answer = map(&[
+            ("connection", "x-hop"),
+            ("x-hop", "1"),
+            ("content-length", "2"),
+            ("content-type", "a/b"),
+            ("date", "x"),
+            ("warning", "1"),
+            ("warning", "2"),
+            ("set-cookie", "s=1"),
+            ("www-authenticate", "Basic"),
+            ("proxy-authenticate", "Basic"),
+            ("oncegate-record", "x"),
+            ("trailer", "x-sum"),
+        ]);
+        let kept = kept(&answer, &[header::SET_COOKIE]);
+        assert_eq!(names(&kept), ["content-type", "date", "warning"]);
+        let warnings: Vec<_> = kept.get_all("warning").iter().collect();
+        assert_eq!(warnings, ["1", "2"]);
+    }
 }

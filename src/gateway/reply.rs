@@ -1,1 +1,147 @@
-//! (stub)
+//! What callers get: first answers, replays, and every answer of the gateway itself, in one place.
+
+mod problem;
+
+use std::time::SystemTime;
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
+use http_body_util::{BodyExt, Full};
+
+pub(super) use self::problem::{Name, Problem};
+
+use super::complete::{First, FirstBody, end_to_end, has_body};
+use super::prefixed::Prefixed;
+use super::reserve::{Refusal, Replay, Shared, SharedAnswer};
+use super::upstream::Body;
+use crate::record::outcome::Failure;
+use crate::record::{Answer, KeptBody, Operation, RecordId};
+
+/// Marks an answer from the store. Set by the gateway only.
+pub(super) const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
+/// The record that an answer is about.
+pub(super) const RECORD: HeaderName = HeaderName::from_static("oncegate-record");
+/// The attempt, towards the upstream.
+pub(super) const ATTEMPT: HeaderName = HeaderName::from_static("oncegate-attempt");
+/// When a kept answer expires.
+const EXPIRES: HeaderName = HeaderName::from_static("oncegate-expires");
+/// `false`: the upstream answered, and the store has not taken the answer yet.
+const STORED: HeaderName = HeaderName::from_static("oncegate-stored");
+
+/// A refusal of the desk as a problem; `mismatch` is the route's status for mismatches.
+pub(super) fn refusal(refusal: Refusal, mismatch: StatusCode) -> Problem {
+    match refusal {
+        Refusal::Mismatch { record } => {
+            Problem::new(Name::RequestMismatch).status(mismatch).record(record)
+        }
+        Refusal::InProgress { record } => Problem::new(Name::InProgress).record(record),
+        Refusal::OutcomeUnknown { record } => Problem::new(Name::OutcomeUnknown).record(record),
+        Refusal::StoreUnavailable => Problem::new(Name::StoreUnavailable),
+    }
+}
+
+/// A failed forward as a problem.
+pub(super) fn failure(record: RecordId, failure: Failure) -> Problem {
+    let name = match failure {
+        Failure::NothingSent => Name::UpstreamUnreachable,
+        Failure::LeaseEnded => Name::StoreUnavailable,
+        Failure::Broken => Name::UpstreamFailed,
+        Failure::TimedOut => Name::UpstreamTimeout,
+    };
+    Problem::new(name).record(record)
+}
+
+/// The upstream's answer for the caller that started it. `expires_at`: where it is kept.
+pub(super) fn first(first: First, kept: Kept) -> Response<Body> {
+    let First { record, head, body } = first;
+    let body = match body {
+        FirstBody::Whole(body) => whole(body),
+        FirstBody::Streamed { begun, rest } => Prefixed::new(begun, rest).boxed_unsync(),
+    };
+    let mut response = Response::new(body);
+    *response.status_mut() = head.status;
+    *response.headers_mut() = end_to_end(&head.headers);
+    // Carries the spelling of header names and the reason phrase.
+    *response.extensions_mut() = head.extensions;
+    let headers = response.headers_mut();
+    name_record(headers, record);
+    match kept {
+        Kept::Until(expires_at) => name_expiry(headers, expires_at),
+        Kept::NotYet => {
+            headers.insert(STORED, HeaderValue::from_static("false"));
+        }
+        Kept::No => {}
+    }
+    response
+}
+
+/// Whether a first answer is kept.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Kept {
+    /// Durable, until then.
+    Until(SystemTime),
+    /// It should be, and the store has not taken it yet.
+    NotYet,
+    /// It is not to be kept.
+    No,
+}
+
+/// A stored answer, sent again.
+pub(super) fn replay(replay: &Replay, operation: &Operation) -> Response<Body> {
+    let mut response = match kept_answer(&replay.answer) {
+        Some(mut response) => {
+            response.headers_mut().insert(REPLAYED, HeaderValue::from_static("true"));
+            response
+        }
+        None => {
+            let status = replay.answer.status.as_u16();
+            let detail = format!(
+                "The first request under this key was executed and answered with status {status}. Its answer was too large to keep. Read the result from the API itself."
+            );
+            let problem = Problem::new(Name::ResponseNotRetained).detail(detail);
+            problem.record(replay.record).into_response(Some(operation))
+        }
+    };
+    name_record(response.headers_mut(), replay.record);
+    name_expiry(response.headers_mut(), replay.expires_at);
+    response
+}
+
+/// The answer of an attempt that was not kept, for one that waited for it: no replay, and not marked as one.
+pub(super) fn shared(shared: &Shared, operation: &Operation) -> Response<Body> {
+    let unreachable = || {
+        let problem = Problem::new(Name::UpstreamUnreachable).record(shared.record);
+        problem.into_response(Some(operation))
+    };
+    let mut response = match &shared.answer {
+        SharedAnswer::Released(answer) => kept_answer(answer).unwrap_or_else(unreachable),
+        SharedAnswer::Unreachable => unreachable(),
+    };
+    name_record(response.headers_mut(), shared.record);
+    response
+}
+
+fn kept_answer(answer: &Answer) -> Option<Response<Body>> {
+    let KeptBody::Whole(body) = &answer.body else { return None };
+    let body = if has_body(answer.status) { body.clone() } else { Bytes::new() };
+    let mut response = Response::new(whole(body));
+    *response.status_mut() = answer.status;
+    *response.headers_mut() = answer.headers.clone();
+    Some(response)
+}
+
+fn name_record(headers: &mut HeaderMap, record: RecordId) {
+    if let Ok(value) = HeaderValue::from_str(&record.to_string()) {
+        headers.insert(RECORD, value);
+    }
+}
+
+fn name_expiry(headers: &mut HeaderMap, expires_at: SystemTime) {
+    if let Ok(value) = HeaderValue::from_str(&httpdate::fmt_http_date(expires_at)) {
+        headers.insert(EXPIRES, value);
+    }
+}
+
+fn whole(body: Bytes) -> Body {
+    Full::new(body).map_err(|never| match never {}).boxed_unsync()
+}

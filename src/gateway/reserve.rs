@@ -1,1 +1,646 @@
-//! (stub)
+//! Duplicates meet here: who executes, who waits, who gets a stored answer.
+//!
+//! The [`Desk`] keeps one [`Entry`] for each scope that this process works on. The first request of a scope takes
+//! the entry's [`Lead`] and asks the store; the others follow, woken in the process, holding no connection and never
+//! asking the database. What must stay true:
+//!
+//! - A [`Reservation`] is made here only, after its row is committed, and is used up by sending it. Dropped before a
+//!   byte went out it is released; dropped later it becomes `unknown`. Either is owed to the store by the [`Settler`],
+//!   and the entry stays until the store has taken it: duplicates on this replica see the entry before the database.
+//! - Another request under the scope is refused as soon as the record's fingerprint is known, and not before.
+//! - Followers of an attempt that ends `unknown` are told so; only a duplicate that arrives later starts an attempt.
+//! - Losing a task (panic, shutdown) wakes its followers: a [`Lead`] that is dropped tells them to look again.
+
+mod cache;
+mod settler;
+
+use std::collections::HashMap;
+use std::collections::hash_map;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+use bytes::Bytes;
+use tokio::sync::watch;
+
+use self::cache::Cache;
+pub(super) use self::cache::Replay;
+pub(super) use self::settler::{Debt, Settler};
+use crate::record::{
+    Attempt, Completed, Fence, Fingerprint, LeaseView, OwnerId, Record, RecordId, Scope, State,
+};
+use crate::route::OnUnknown;
+use crate::store::{Changed, Error, Proposal, Reserved, Store, Takeover};
+use crate::telemetry::Metrics;
+
+/// First pause between two looks at a record that another replica works on; it doubles up to [`POLL_MAX`].
+const POLL_FIRST: Duration = Duration::from_millis(20);
+const POLL_MAX: Duration = Duration::from_millis(500);
+
+/// Most rounds of "the row moved on, look again" before the store counts as unavailable: each round means that
+/// somebody else made progress on this very scope.
+const ROUNDS_MAX: u32 = 64;
+
+/// How the desk is set up.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// How long a reservation may take before the caller is told that the store is unavailable.
+    pub reserve_timeout: Duration,
+    /// How long the old backend of a statement in doubt may still commit.
+    pub doubt_window: Duration,
+    /// Bytes of answers kept in memory for replay.
+    pub cache_bytes: u64,
+}
+
+/// Whether this replica may judge other owners by their leases; see `lease`.
+pub type MayJudge = Arc<dyn Fn() -> bool + Send + Sync>;
+
+/// A keyed request that wants to be executed once.
+#[derive(Clone, Debug)]
+pub(super) struct Ask {
+    pub(super) scope: Scope,
+    pub(super) fingerprint: Fingerprint,
+    pub(super) caller: Option<String>,
+    pub(super) context: Option<Bytes>,
+    pub(super) on_unknown: OnUnknown,
+}
+
+/// What a keyed request gets.
+pub(super) enum Admission {
+    /// It is executed, by the holder of this value.
+    Execute(Reservation),
+    /// The stored answer.
+    Replay(Arc<Replay>),
+    /// The answer of an attempt that ran meanwhile on this replica and was not kept.
+    Share(Arc<Shared>),
+    /// Neither.
+    Refuse(Refusal),
+}
+
+/// The answer of an attempt that is not kept, for those that waited for it.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) record: RecordId,
+    pub(super) answer: SharedAnswer,
+}
+
+/// What the attempt came to.
+#[derive(Debug)]
+pub(super) enum SharedAnswer {
+    /// The upstream's answer, known not to have executed.
+    Released(crate::record::Answer),
+    /// Not one byte reached the upstream.
+    Unreachable,
+}
+
+/// Why a keyed request is neither executed nor answered from a record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Refusal {
+    /// Another request stands under the scope.
+    Mismatch { record: RecordId },
+    /// It is still running after the wait.
+    InProgress { record: Option<RecordId> },
+    /// Nobody knows whether it executed.
+    OutcomeUnknown { record: RecordId },
+    /// No reservation could be made; nothing was forwarded.
+    StoreUnavailable,
+}
+
+/// Where the requests of one process meet, by scope.
+pub struct Desk {
+    settings: Settings,
+    store: Arc<dyn Store>,
+    lease: LeaseView,
+    may_judge: MayJudge,
+    entries: Arc<Entries>,
+    cache: Cache,
+    settler: Settler,
+    metrics: Arc<Metrics>,
+}
+
+type Entries = Mutex<HashMap<Scope, Arc<Entry>>>;
+
+/// What this process knows of a scope it works on.
+struct Entry {
+    news: watch::Sender<News>,
+}
+
+/// How far an entry is.
+#[derive(Clone)]
+enum News {
+    /// Its leader asks the store.
+    Proposed,
+    /// A record stands under the scope and is being worked on, here or by another replica.
+    Running { record: RecordId, fingerprint: Fingerprint },
+    /// It ended.
+    Ended(Ending),
+}
+
+/// How an entry ended, for its followers.
+#[derive(Clone)]
+pub(super) enum Ending {
+    /// With a stored answer.
+    Kept(Arc<Replay>),
+    /// With an answer that is not kept.
+    Shared(Arc<Shared>),
+    /// Nobody knows how.
+    Unknown(RecordId),
+    /// No reservation could be made.
+    Unavailable,
+    /// Its leader left without an end: look again.
+    LookAgain,
+}
+
+/// The sole right to act on a scope in this process. Dropping it ends the entry.
+pub(super) struct Lead {
+    scope: Scope,
+    entry: Arc<Entry>,
+    entries: Arc<Entries>,
+    ending: Ending,
+}
+
+impl Lead {
+    /// Ends the entry with this for its followers.
+    pub(super) fn end(mut self, ending: Ending) {
+        self.ending = ending;
+    }
+
+    fn running(&self, record: RecordId, fingerprint: Fingerprint) {
+        self.entry.news.send_replace(News::Running { record, fingerprint });
+    }
+}
+
+impl Drop for Lead {
+    fn drop(&mut self) {
+        // First out of the map, then the news: a follower that looks again finds no ended entry.
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.scope);
+        self.entry.news.send_replace(News::Ended(self.ending.clone()));
+    }
+}
+
+/// A follower's place at an entry.
+pub(super) struct Follow(watch::Receiver<News>);
+
+/// What a request finds at the desk.
+pub(super) enum Seat {
+    /// There is a stored answer in memory: it, or a mismatch with it.
+    Decided(Admission),
+    /// Nobody works on the scope in this process: it is the leader now.
+    Lead(Lead),
+    /// Somebody does.
+    Follow(Follow),
+}
+
+/// What waiting brought.
+pub(super) enum Followed {
+    /// This answer.
+    Admitted(Admission),
+    /// The leader left: take a seat again.
+    LookAgain,
+}
+
+/// A committed reservation: the right to send one request. Made by [`Desk::lead`] only, used up by sending.
+pub(super) struct Reservation(Box<Underway>);
+
+/// An attempt whose request has been handed to the network. It must be settled; see [`Settler`].
+pub(super) struct Underway {
+    pub(super) scope: Scope,
+    pub(super) fence: Fence,
+    pub(super) fingerprint: Fingerprint,
+    owner: OwnerId,
+    lease: LeaseView,
+    sending: Arc<AtomicBool>,
+    lead: Option<Lead>,
+    settler: Settler,
+}
+
+impl Reservation {
+    pub(super) fn fence(&self) -> Fence {
+        self.0.fence
+    }
+
+    /// Uses the reservation up: the holder of what comes back sends the request, once.
+    pub(super) fn begin(self) -> Box<Underway> {
+        self.0
+    }
+}
+
+impl Underway {
+    /// The check before the first byte: this process's lease is certain. From a "yes" on, the attempt counts as sent.
+    pub(super) fn may_write(&self) -> impl Fn() -> bool + Send + Sync + 'static {
+        let (lease, owner, sending) = (self.lease.clone(), self.owner, Arc::clone(&self.sending));
+        move || {
+            let held = lease.holds(owner, Instant::now());
+            if held {
+                sending.store(true, Ordering::SeqCst);
+            }
+            held
+        }
+    }
+
+    /// Whether the first byte may have been written.
+    pub(super) fn sent(&self) -> bool {
+        self.sending.load(Ordering::SeqCst)
+    }
+
+    /// The store has taken the end: the entry goes, its followers learn the ending.
+    pub(super) fn settled(mut self: Box<Self>, ending: Ending) {
+        if let Some(lead) = self.lead.take() {
+            lead.end(ending);
+        }
+    }
+
+    /// The store did not take the end yet: the settler goes on trying, and keeps the entry until it has.
+    pub(super) fn owe(mut self: Box<Self>, debt: Debt) {
+        if let Some(lead) = self.lead.take() {
+            self.settler.owe(debt, lead);
+        }
+    }
+}
+
+impl Drop for Underway {
+    fn drop(&mut self) {
+        if let Some(lead) = self.lead.take() {
+            let (scope, fence) = (self.scope.clone(), self.fence);
+            let debt = if self.sending.load(Ordering::SeqCst) {
+                Debt::Unknown { scope, fence }
+            } else {
+                Debt::Release { scope, fence, share: None }
+            };
+            self.settler.owe(debt, lead);
+        }
+    }
+}
+
+impl Desk {
+    /// A desk before this store.
+    pub fn new(
+        settings: Settings,
+        store: Arc<dyn Store>,
+        lease: LeaseView,
+        may_judge: MayJudge,
+        metrics: Arc<Metrics>,
+    ) -> Self {
+        let cache = Cache::new(settings.cache_bytes);
+        let settler = Settler::new(Arc::clone(&store), cache.clone(), Arc::clone(&metrics));
+        let entries = Arc::default();
+        Self { settings, store, lease, may_judge, entries, cache, settler, metrics }
+    }
+
+    /// The settler, for shutdown.
+    pub(super) fn settler(&self) -> &Settler {
+        &self.settler
+    }
+
+    /// Keeps a stored answer in memory for replay.
+    pub(super) fn remember(&self, scope: &Scope, replay: &Arc<Replay>) {
+        self.cache.put(scope, replay);
+        self.metrics.cached_bytes(self.cache.bytes());
+    }
+
+    /// Forgets the answers of records that an operator acted on.
+    pub(super) fn forget(&self, records: &[RecordId]) {
+        self.cache.forget(records);
+    }
+
+    /// A place for a request: a stored answer in memory, the lead, or behind whoever leads.
+    pub(super) fn seat(&self, ask: &Ask) -> Seat {
+        let scope = &ask.scope;
+        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        match entries.entry(scope.clone()) {
+            hash_map::Entry::Occupied(entry) => Seat::Follow(Follow(entry.get().news.subscribe())),
+            hash_map::Entry::Vacant(place) => {
+                // Looked up under the lock: an entry that ends is in the cache before it leaves the map.
+                if let Some(replay) = self.cache.get(scope, Instant::now()) {
+                    return Seat::Decided(from_record(ask, replay));
+                }
+                let entry = Arc::new(Entry { news: watch::Sender::new(News::Proposed) });
+                place.insert(Arc::clone(&entry));
+                Seat::Lead(Lead {
+                    scope: scope.clone(),
+                    entry,
+                    entries: Arc::clone(&self.entries),
+                    ending: Ending::LookAgain,
+                })
+            }
+        }
+    }
+
+    /// Waits behind a leader until `deadline`.
+    pub(super) async fn follow(&self, ask: &Ask, follow: Follow, deadline: Instant) -> Followed {
+        let Follow(mut news) = follow;
+        let _waiting = self.metrics.waiting();
+        let mut running = None;
+        loop {
+            let now = news.borrow_and_update().clone();
+            match now {
+                News::Proposed => {}
+                News::Running { record, fingerprint } => {
+                    if !fingerprint.same_request(&ask.fingerprint) {
+                        return Followed::Admitted(Admission::Refuse(Refusal::Mismatch { record }));
+                    }
+                    running = Some(record);
+                }
+                News::Ended(ending) => return ended(ask, ending),
+            }
+            let changed = tokio::time::timeout_at(deadline.into(), news.changed()).await;
+            match changed {
+                Ok(Ok(())) => {}
+                Ok(Err(_)) => return Followed::LookAgain,
+                Err(_) => {
+                    let refusal = Refusal::InProgress { record: running };
+                    return Followed::Admitted(Admission::Refuse(refusal));
+                }
+            }
+        }
+    }
+
+    /// Asks the store as the scope's leader, until there is a decision; waits for another replica until `deadline`.
+    pub(super) async fn lead(&self, ask: &Ask, lead: Lead, deadline: Instant) -> Admission {
+        let mut inquiry = Inquiry { desk: self, ask, lead: &lead, saw_running: false };
+        let mut pause = POLL_FIRST;
+        let mut next = inquiry.propose().await;
+        for _ in 0..ROUNDS_MAX {
+            while let Step::Wait(record) = next {
+                if Instant::now() >= deadline {
+                    return Admission::Refuse(Refusal::InProgress { record: Some(record) });
+                }
+                let jittered = pause.mul_f64(0.5 + fastrand::f64() / 2.0);
+                tokio::time::sleep_until((Instant::now() + jittered).min(deadline).into()).await;
+                pause = (pause * 2).min(POLL_MAX);
+                next = inquiry.look().await;
+            }
+            match next {
+                Step::Held(held) => return Admission::Execute(self.reservation(held, ask, lead)),
+                Step::Doubt(fence) => {
+                    let window = self.settings.doubt_window;
+                    let scope = ask.scope.clone();
+                    self.settler.owe(Debt::Withdraw { scope, fence, window }, lead);
+                    return Admission::Refuse(Refusal::StoreUnavailable);
+                }
+                Step::Replay(replay) => {
+                    self.remember(&ask.scope, &replay);
+                    lead.end(Ending::Kept(Arc::clone(&replay)));
+                    return Admission::Replay(replay);
+                }
+                Step::Unknown(record) => {
+                    lead.end(Ending::Unknown(record));
+                    return Admission::Refuse(Refusal::OutcomeUnknown { record });
+                }
+                Step::Refuse(refusal) => {
+                    if refusal == Refusal::StoreUnavailable {
+                        lead.end(Ending::Unavailable);
+                    }
+                    return Admission::Refuse(refusal);
+                }
+                Step::Again | Step::Wait(_) => next = inquiry.propose().await,
+            }
+        }
+        tracing::warn!("a record kept moving while it was being reserved");
+        Admission::Refuse(Refusal::StoreUnavailable)
+    }
+
+    fn reservation(&self, held: Held, ask: &Ask, lead: Lead) -> Reservation {
+        lead.running(held.fence.id, held.fingerprint);
+        Reservation(Box::new(Underway {
+            scope: ask.scope.clone(),
+            fence: held.fence,
+            fingerprint: held.fingerprint,
+            owner: held.owner,
+            lease: self.lease.clone(),
+            sending: Arc::new(AtomicBool::new(false)),
+            lead: Some(lead),
+            settler: self.settler.clone(),
+        }))
+    }
+}
+
+/// A stored answer for the same request; for another one, a mismatch.
+fn from_record(ask: &Ask, replay: Arc<Replay>) -> Admission {
+    if replay.fingerprint.same_request(&ask.fingerprint) {
+        Admission::Replay(replay)
+    } else {
+        Admission::Refuse(Refusal::Mismatch { record: replay.record })
+    }
+}
+
+fn ended(ask: &Ask, ending: Ending) -> Followed {
+    Followed::Admitted(match ending {
+        Ending::Kept(replay) => from_record(ask, replay),
+        Ending::Shared(shared) => Admission::Share(shared),
+        Ending::Unknown(record) => Admission::Refuse(Refusal::OutcomeUnknown { record }),
+        Ending::Unavailable => Admission::Refuse(Refusal::StoreUnavailable),
+        Ending::LookAgain => return Followed::LookAgain,
+    })
+}
+
+/// A row that is this process's own.
+#[derive(Clone, Copy)]
+struct Held {
+    fence: Fence,
+    fingerprint: Fingerprint,
+    owner: OwnerId,
+}
+
+/// What the leader does next.
+enum Step {
+    /// It holds the reservation.
+    Held(Held),
+    /// Its reservation may or may not have been committed.
+    Doubt(Fence),
+    /// There is an answer.
+    Replay(Arc<Replay>),
+    /// Nobody knows how the record ended.
+    Unknown(RecordId),
+    /// It tells its caller no.
+    Refuse(Refusal),
+    /// The row moved on: propose again.
+    Again,
+    /// Another replica works on the record: look again after a while.
+    Wait(RecordId),
+}
+
+/// A leader's talk with the store.
+struct Inquiry<'a> {
+    desk: &'a Desk,
+    ask: &'a Ask,
+    lead: &'a Lead,
+    /// Whether this request has seen the record in progress: then it does not start the next attempt itself.
+    saw_running: bool,
+}
+
+impl Inquiry<'_> {
+    async fn propose(&mut self) -> Step {
+        let started = Instant::now();
+        let proposal = self.proposal();
+        let fence = Fence { id: proposal.id, attempt: Attempt::FIRST };
+        let owner = proposal.owner;
+        let deadline = started + self.desk.settings.reserve_timeout;
+        let reserved = self.desk.store.reserve(proposal, deadline).await;
+        self.desk.metrics.took(crate::telemetry::Step::Reserve, started.elapsed());
+        match reserved {
+            Ok(Reserved::Held) => self.held(fence, owner, self.ask.fingerprint),
+            Ok(Reserved::Exists(record)) => self.meet(*record).await,
+            Ok(Reserved::Vanished) => Step::Again,
+            Ok(Reserved::LeaseEnded) => self.await_lease(owner, deadline).await,
+            Err(Error::InDoubt(cause)) => {
+                tracing::warn!(%cause, "a reservation is in doubt");
+                Step::Doubt(fence)
+            }
+            Err(error) => unavailable(&error),
+        }
+    }
+
+    /// Looks at the record that another replica works on.
+    async fn look(&mut self) -> Step {
+        match self.desk.store.find(&self.ask.scope).await {
+            Ok(Some(record)) => self.meet(record).await,
+            Ok(None) => Step::Again,
+            // The wait goes on: a database that is away for a moment ends no attempt.
+            Err(_) => self.lead_record().map_or(Step::Again, Step::Wait),
+        }
+    }
+
+    fn lead_record(&self) -> Option<RecordId> {
+        match *self.lead.entry.news.borrow() {
+            News::Running { record, .. } => Some(record),
+            News::Proposed | News::Ended(_) => None,
+        }
+    }
+
+    fn proposal(&self) -> Proposal {
+        Proposal {
+            id: RecordId::fresh(),
+            scope: self.ask.scope.clone(),
+            fingerprint: self.ask.fingerprint,
+            owner: self.desk.lease.current().owner,
+            caller: self.ask.caller.clone(),
+            context: self.ask.context.clone(),
+        }
+    }
+
+    fn held(&self, fence: Fence, owner: OwnerId, fingerprint: Fingerprint) -> Step {
+        Step::Held(Held { fence, fingerprint, owner })
+    }
+
+    /// The database has not seen this process's heartbeat in time: waits for the next lease, under a new owner id.
+    async fn await_lease(&self, ended: OwnerId, deadline: Instant) -> Step {
+        while self.desk.lease.current().owner == ended {
+            if Instant::now() >= deadline {
+                tracing::warn!(
+                    "this replica has no lease: the database does not see its heartbeat"
+                );
+                return Step::Refuse(Refusal::StoreUnavailable);
+            }
+            tokio::time::sleep(POLL_FIRST).await;
+        }
+        Step::Again
+    }
+
+    /// Decides on a record that stands under the scope.
+    async fn meet(&mut self, record: Record) -> Step {
+        let fence = record.fence;
+        if let State::Completed(completed) = &record.state
+            && completed.time_left.is_zero()
+        {
+            return self.take_over(Takeover::Expired(fence), self.ask.fingerprint).await;
+        }
+        if !record.fingerprint.same_request(&self.ask.fingerprint) {
+            return Step::Refuse(Refusal::Mismatch { record: fence.id });
+        }
+        match record.state {
+            State::Completed(completed) => {
+                Step::Replay(Arc::new(replay_of(fence, record.fingerprint, *completed)))
+            }
+            State::Unknown => self.meet_unknown(fence, record.fingerprint).await,
+            State::InProgress { owner, owner_lives } => {
+                self.meet_running(fence, record.fingerprint, owner, owner_lives).await
+            }
+        }
+    }
+
+    async fn meet_unknown(&mut self, fence: Fence, fingerprint: Fingerprint) -> Step {
+        match self.ask.on_unknown {
+            OnUnknown::Retry if !self.saw_running => {
+                self.take_over(Takeover::Unknown(fence), fingerprint).await
+            }
+            OnUnknown::Retry | OnUnknown::Hold => Step::Unknown(fence.id),
+        }
+    }
+
+    async fn meet_running(
+        &mut self,
+        fence: Fence,
+        fingerprint: Fingerprint,
+        owner: OwnerId,
+        owner_lives: bool,
+    ) -> Step {
+        let scope = &self.ask.scope;
+        let marked = if owner == self.desk.lease.current().owner {
+            // A row of this process without an entry: nobody here knows how far it came.
+            self.desk.store.mark_unknown(scope, fence).await.map(|changed| changed == Changed::Yes)
+        } else if !owner_lives && (self.desk.may_judge)() {
+            self.desk.store.mark_dead(Some((scope, fence)), 1).await.map(|marked| marked > 0)
+        } else {
+            self.saw_running = true;
+            self.lead.running(fence.id, fingerprint);
+            return Step::Wait(fence.id);
+        };
+        match marked {
+            Ok(true) => self.meet_unknown(fence, fingerprint).await,
+            Ok(false) => Step::Again,
+            Err(error) => unavailable(&error),
+        }
+    }
+
+    async fn take_over(&self, from: Takeover, fingerprint: Fingerprint) -> Step {
+        let proposal = self.proposal();
+        let owner = proposal.owner;
+        let taken = match from {
+            Takeover::Expired(_) => Fence { id: proposal.id, attempt: Attempt::FIRST },
+            Takeover::Unknown(fence) => Fence { id: fence.id, attempt: fence.attempt.next() },
+        };
+        match self.desk.store.take_over(proposal, from).await {
+            Ok(Changed::Yes) => self.held(taken, owner, fingerprint),
+            Ok(Changed::No) => Step::Again,
+            Err(Error::InDoubt(cause)) => {
+                tracing::warn!(%cause, "a takeover is in doubt");
+                Step::Doubt(taken)
+            }
+            Err(error) => unavailable(&error),
+        }
+    }
+}
+
+fn unavailable(error: &Error) -> Step {
+    tracing::warn!(error = %causes(error), "no reservation could be made");
+    Step::Refuse(Refusal::StoreUnavailable)
+}
+
+/// An error with its causes, for one line of the log.
+pub(super) fn causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    text
+}
+
+/// A completed record as it is replayed, with the end of its life in memory.
+pub(super) fn replay_of(fence: Fence, fingerprint: Fingerprint, completed: Completed) -> Replay {
+    let Completed { answer, expires_at, time_left } = completed;
+    Replay::new(fence.id, fingerprint, answer, expires_at, Instant::now() + time_left)
+}
+
+/// A freshly completed record as it is replayed. `before`: a moment before the completion, `retention` after it.
+pub(super) fn replay_of_completion(
+    underway: &Underway,
+    answer: crate::record::Answer,
+    expires_at: SystemTime,
+    ends: Instant,
+) -> Replay {
+    Replay::new(underway.fence.id, underway.fingerprint, answer, expires_at, ends)
+}

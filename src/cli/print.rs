@@ -1,0 +1,260 @@
+//! How commands speak: exit status, tables, escaped text, JSON, and who is at the keyboard.
+//!
+//! Whatever callers put into a key, a tenant or a body, it reaches the terminal as text: control characters, line
+//! breaks and direction marks are written as escapes, so that no stored value can forge a line or move the cursor.
+//! A command prints one JSON document with `--json`, also when it refuses.
+
+use std::io::{self, Write};
+
+use serde::Serialize;
+
+use crate::admin::view::{is_unsafe_to_print, time, to_json};
+use crate::store::{self, Objection, Operator};
+
+/// Longest cell of a table, in characters.
+const CELL_MAX: usize = 44;
+/// Longest name of an operator that is written to the audit table, in characters.
+const WHO_MAX: usize = 255;
+
+/// How a command ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// It is done.
+    Done,
+    /// It was refused, or what it names is not there. What and why has been printed.
+    Refused,
+}
+
+impl Exit {
+    /// The process's exit status.
+    #[must_use]
+    pub fn code(self) -> u8 {
+        match self {
+            Self::Done => 0,
+            Self::Refused => 1,
+        }
+    }
+}
+
+/// Why a command could not do its work. Not printed yet.
+#[derive(Debug, thiserror::Error)]
+pub enum Failure {
+    /// An argument is wrong.
+    #[error("{0}")]
+    Usage(String),
+    /// The store did not do it.
+    #[error(transparent)]
+    Store(#[from] store::Error),
+    /// The output could not be written.
+    #[error("cannot write the output: {0}")]
+    Output(#[from] io::Error),
+    /// The output could not be made.
+    #[error("cannot make the output: {0}")]
+    Json(#[from] serde_json::Error),
+}
+
+impl Failure {
+    /// The process's exit status.
+    #[must_use]
+    pub fn code(&self) -> u8 {
+        match self {
+            Self::Usage(_) => 2,
+            Self::Store(_) | Self::Output(_) | Self::Json(_) => 1,
+        }
+    }
+}
+
+/// Prints one JSON document.
+pub(super) fn json<T: Serialize>(out: &mut dyn Write, value: &T) -> Result<(), Failure> {
+    writeln!(out, "{}", to_json(value)?)?;
+    Ok(())
+}
+
+/// What is printed where nothing was done.
+#[derive(Serialize)]
+struct Refusal<'a> {
+    refused: &'static str,
+    detail: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    owner: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    since: Option<String>,
+}
+
+/// Says that nothing was done, and why.
+pub(super) fn refuse(
+    out: &mut dyn Write,
+    as_json: bool,
+    name: &'static str,
+    detail: &str,
+) -> Result<Exit, Failure> {
+    refusal(out, as_json, &Refusal { refused: name, detail, owner: None, since: None })
+}
+
+fn refusal(out: &mut dyn Write, as_json: bool, what: &Refusal<'_>) -> Result<Exit, Failure> {
+    if as_json {
+        json(out, what)?;
+    } else {
+        writeln!(out, "{}", what.detail)?;
+    }
+    Ok(Exit::Refused)
+}
+
+/// Says why a record was left as it is.
+pub(super) fn objection(
+    out: &mut dyn Write,
+    as_json: bool,
+    record: &str,
+    why: &Objection,
+) -> Result<Exit, Failure> {
+    match why {
+        Objection::NotFound => {
+            refuse(out, as_json, "not_found", &format!("There is no record {record}."))
+        }
+        Objection::Running { owner, since } => {
+            let (owner, since) = (owner.to_string(), time(*since));
+            let detail = format!(
+                "Record {record} is being worked on by {owner} since {since}, and that process lives. \
+                 Nothing was changed: wait for its outcome, or stop that process and let its lease run out."
+            );
+            let (owner, since) = (Some(owner), Some(since));
+            refusal(out, as_json, &Refusal { refused: "running", detail: &detail, owner, since })
+        }
+        Objection::IsCompleted => {
+            let detail = format!(
+                "Record {record} is completed: its answer is replayed. Nothing was changed. \
+                 To forget it, so that the next request executes again: `oncegate records release {record} --completed`."
+            );
+            refuse(out, as_json, "completed", &detail)
+        }
+        Objection::Moved => {
+            let detail = format!(
+                "Record {record} changed while you looked at it. Nothing was changed by you: \
+                 look again with `oncegate records show {record}`."
+            );
+            refuse(out, as_json, "moved", &detail)
+        }
+    }
+}
+
+/// A table with a head and left-aligned columns, two blanks apart.
+pub(super) struct Table<const N: usize> {
+    rows: Vec<[String; N]>,
+}
+
+impl<const N: usize> Table<N> {
+    pub(super) fn new(head: [&str; N]) -> Self {
+        Self { rows: vec![head.map(str::to_owned)] }
+    }
+
+    /// Adds a row. Its cells are escaped and cut here.
+    pub(super) fn row(&mut self, cells: [&str; N]) {
+        self.rows.push(cells.map(|cell| cut(&escape(cell), CELL_MAX)));
+    }
+
+    /// Prints it, each line after `indent`.
+    pub(super) fn print(&self, out: &mut dyn Write, indent: &str) -> io::Result<()> {
+        let mut widths = [0; N];
+        for row in &self.rows {
+            for (width, cell) in widths.iter_mut().zip(row) {
+                *width = cell.chars().count().max(*width);
+            }
+        }
+        for row in &self.rows {
+            let mut line = indent.to_owned();
+            for (cell, width) in row.iter().zip(widths) {
+                // The format counts characters, as the widths do.
+                line.push_str(&format!("{cell:<width$}  "));
+            }
+            writeln!(out, "{}", line.trim_end())?;
+        }
+        Ok(())
+    }
+}
+
+/// Text in which nothing can act on a terminal.
+pub(super) fn escape(text: &str) -> String {
+    let mut safe = String::with_capacity(text.len());
+    for c in text.chars() {
+        if is_unsafe_to_print(c) {
+            safe.extend(c.escape_default());
+        } else {
+            safe.push(c);
+        }
+    }
+    safe
+}
+
+/// The text, or its beginning and `…` where it has more than `max` characters.
+fn cut(text: &str, max: usize) -> String {
+    if text.chars().count() <= max {
+        return text.to_owned();
+    }
+    text.chars().take(max.saturating_sub(1)).chain(['…']).collect()
+}
+
+/// Text of a body over several lines: line breaks stay, everything else that is unsafe is escaped.
+pub(super) fn block(out: &mut dyn Write, text: &str, indent: &str) -> io::Result<()> {
+    for line in text.lines() {
+        let line = format!("{indent}{}", escape(line));
+        writeln!(out, "{}", line.trim_end())?;
+    }
+    Ok(())
+}
+
+/// Who runs this command: `SUDO_USER`, else `USER`, else the numeric user id.
+pub(super) fn operator(reason: Option<&str>) -> Operator {
+    let named = |name: &str| std::env::var(name).ok().filter(|who| !who.trim().is_empty());
+    let who = named("SUDO_USER").or_else(|| named("USER")).unwrap_or_else(user_id);
+    Operator { who: cut(&escape(&who), WHO_MAX), why: reason.map(str::to_owned) }
+}
+
+#[cfg(target_os = "linux")]
+fn user_id() -> String {
+    use std::os::unix::fs::MetadataExt as _;
+    // A process's directory belongs to its effective user.
+    match std::fs::metadata("/proc/self") {
+        Ok(own) => format!("uid {}", own.uid()),
+        Err(_) => "unknown".to_owned(),
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn user_id() -> String {
+    "unknown".to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_is_aligned_escaped_and_cut() {
+        let mut table = Table::new(["KEY", "STATUS", "NOTE"]);
+        table.row(["k-1", "completed", ""]);
+        table.row(["a\r\nb\u{1b}[2J\u{9b}\u{202e}", "unknown", "é"]);
+        table.row([&"x".repeat(45), "in_progress", "y"]);
+        let mut out = Vec::new();
+        table.print(&mut out, "  ").unwrap();
+        let wanted = [
+            "  KEY                                           STATUS       NOTE",
+            "  k-1                                           completed",
+            "  a\\r\\nb\\u{1b}[2J\\u{9b}\\u{202e}                 unknown      é",
+            "  xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx…  in_progress  y",
+            "",
+        ];
+        assert_eq!(String::from_utf8(out).unwrap(), wanted.join("\n"));
+    }
+
+    #[test]
+    fn a_cell_of_exactly_the_width_is_not_cut() {
+        assert_eq!(cut(&"é".repeat(44), 44), "é".repeat(44));
+        assert_eq!(cut("abc", 2), "a…");
+    }
+
+    #[test]
+    fn an_operator_always_has_a_name() {
+        assert!(!operator(Some("checked by hand")).who.is_empty());
+        assert_ne!(user_id(), "");
+    }
+}

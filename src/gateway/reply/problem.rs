@@ -1,0 +1,218 @@
+//! Every answer of the gateway itself: one table, RFC 9457 documents.
+//!
+//! A detail says what to do next. It shows no stored content, no SQL, no host of the inside and not which field differed.
+
+use std::borrow::Cow;
+
+use http::header::{CONTENT_TYPE, RETRY_AFTER};
+use http::{HeaderName, HeaderValue, Response, StatusCode};
+use serde::Serialize;
+
+use super::{name_record, whole};
+use crate::gateway::upstream::Body;
+use crate::record::{Operation, RecordId};
+use crate::scope;
+use crate::telemetry::Reply;
+
+/// What the caller may do with its key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Retry {
+    /// Send the same request again under the same key.
+    SameKey,
+    /// This needs another key.
+    NewKey,
+    /// Sending it again is no use.
+    No,
+}
+
+impl Retry {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::SameKey => "same-key",
+            Self::NewKey => "new-key",
+            Self::No => "no",
+        }
+    }
+}
+
+/// A row of the table.
+struct Row {
+    /// The last part of `type`.
+    id: &'static str,
+    status: StatusCode,
+    title: &'static str,
+    detail: &'static str,
+    retry: Retry,
+    /// Bounds of `Retry-After` in whole seconds, jittered between them so that those who wait do not come back at one instant.
+    retry_after: Option<(u32, u32)>,
+    counted: Reply,
+}
+
+macro_rules! table {
+    ($($name:ident = $id:literal, $status:ident, $title:literal, $retry:ident, $after:expr, $counted:ident, $detail:literal;)*) => {
+        /// The names of the gateway's own answers.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub(in crate::gateway) enum Name {
+            $(#[doc = $title] $name,)*
+        }
+
+        const TABLE: &[Row] = &[$(Row {
+            id: $id,
+            status: StatusCode::$status,
+            title: $title,
+            detail: $detail,
+            retry: Retry::$retry,
+            retry_after: $after,
+            counted: Reply::$counted,
+        },)*];
+
+        impl Name {
+            const fn row(self) -> &'static Row {
+                #[expect(clippy::indexing_slicing, reason = "the table has a row for each variant, in their order")]
+                &TABLE[self as usize]
+            }
+        }
+    };
+}
+
+table! {
+    RequestRefused = "request-refused", BAD_REQUEST, "The request is not acceptable", No, None, Invalid,
+        "The request's framing or target is not acceptable.";
+    PathAmbiguous = "path-ambiguous", BAD_REQUEST, "The path can be read in two ways", No, None, Invalid,
+        "Decoded before and after it is split, the path names different protected routes. Send it in its plain spelling.";
+    KeyMissing = "key-missing", BAD_REQUEST, "The idempotency key is missing", NewKey, None, Invalid,
+        "Send the key's header with one key for this intent, and the same key with every retry of it.";
+    KeyInvalid = "key-invalid", BAD_REQUEST, "The idempotency key is not valid", NewKey, None, Invalid,
+        "A key has 1 to 255 characters of visible ASCII.";
+    TenantMissing = "tenant-missing", BAD_REQUEST, "The tenant is missing", No, None, Invalid,
+        "The request does not say whose it is.";
+    BodyTooLarge = "body-too-large", PAYLOAD_TOO_LARGE, "The body is too large", No, None, Invalid,
+        "The body is larger than this route takes. Nothing was reserved or forwarded; the key is free.";
+    BodyIncomplete = "body-incomplete", BAD_REQUEST, "The body did not arrive", SameKey, None, Invalid,
+        "The request's body ended early, or came too slowly. Nothing was reserved or forwarded; send it again.";
+    RequestMismatch = "request-mismatch", CONFLICT, "The key was used for another request", NewKey, None, Mismatch,
+        "Under this key another request was sent. Nothing was done. If this is a new intent, send it with a new key; if it is a retry, send exactly what was sent first.";
+    InProgress = "in-progress", CONFLICT, "The request is still running", SameKey, Some((1, 3)), InProgress,
+        "The first request under this key has not ended yet. Send it again with the same key after the time in Retry-After.";
+    OutcomeUnknown = "outcome-unknown", CONFLICT, "It is not known whether the request was executed", SameKey, Some((60, 90)), Held,
+        "An execution under this key began and its end is not known. It is not executed again by itself. Keep the key, ask the operator with the record's id, and do not send the same intent under a new key.";
+    ResponseNotRetained = "response-not-retained", CONFLICT, "The request was executed; its answer is not kept", No, None, NotRetained,
+        "The first request under this key was executed. Its answer was too large to keep. Read the result from the API itself.";
+    UpstreamUnreachable = "upstream-unreachable", BAD_GATEWAY, "The service behind the gateway cannot be reached", SameKey, None, Released,
+        "Nothing was sent to the service; the key is free. Send it again with the same key.";
+    UpstreamFailed = "upstream-failed", BAD_GATEWAY, "The service's answer was lost", SameKey, None, Unknown,
+        "The request was sent and no complete answer came back: it may have been executed. A retry with the same key is never executed unnoticed.";
+    UpstreamTimeout = "upstream-timeout", GATEWAY_TIMEOUT, "The service did not answer in time", SameKey, None, Unknown,
+        "The request was sent and no answer came in time: it may have been executed. A retry with the same key is never executed unnoticed.";
+    Overloaded = "overloaded", SERVICE_UNAVAILABLE, "Too many requests are in flight", SameKey, Some((1, 5)), Overloaded,
+        "A limit of the gateway is reached. Nothing was reserved or forwarded. Send it again with the same key.";
+    StoreUnavailable = "store-unavailable", SERVICE_UNAVAILABLE, "The request could not be reserved", SameKey, Some((1, 5)), StoreUnavailable,
+        "The gateway's store is not available, so nothing was forwarded. Send it again with the same key.";
+}
+
+/// An answer of the gateway itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::gateway) struct Problem {
+    name: Name,
+    status: StatusCode,
+    detail: Cow<'static, str>,
+    record: Option<RecordId>,
+}
+
+#[derive(Serialize)]
+struct Document<'a> {
+    r#type: String,
+    title: &'a str,
+    status: u16,
+    detail: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    operation: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    record: Option<String>,
+    retry: &'a str,
+}
+
+impl Problem {
+    /// As the table has it.
+    pub(in crate::gateway) fn new(name: Name) -> Self {
+        let row = name.row();
+        Self { name, status: row.status, detail: Cow::Borrowed(row.detail), record: None }
+    }
+
+    /// With this status instead of the table's.
+    pub(in crate::gateway) fn status(mut self, status: StatusCode) -> Self {
+        self.status = status;
+        self
+    }
+
+    /// With a detail of its own.
+    pub(in crate::gateway) fn detail(mut self, detail: impl Into<Cow<'static, str>>) -> Self {
+        self.detail = detail.into();
+        self
+    }
+
+    /// About this record.
+    pub(in crate::gateway) fn record(mut self, record: impl Into<Option<RecordId>>) -> Self {
+        self.record = record.into();
+        self
+    }
+
+    /// A refusal of the scope's reading; `header` is the one that carries the route's keys.
+    pub(in crate::gateway) fn of_scope(refusal: scope::Refusal, header: &HeaderName) -> Self {
+        match refusal {
+            scope::Refusal::KeyMissing => Self::new(Name::KeyMissing).detail(format!(
+                "Send a header `{header}` with one key for this intent, and the same key with every retry of it."
+            )),
+            scope::Refusal::KeyInvalid(why) => Self::new(Name::KeyInvalid).detail(why),
+            scope::Refusal::TenantMissing(why) => Self::new(Name::TenantMissing).detail(why),
+        }
+    }
+
+    /// As what it counts.
+    pub(in crate::gateway) fn counted(&self) -> Reply {
+        self.name.row().counted
+    }
+
+    /// The answer, about a request of this operation.
+    pub(in crate::gateway) fn into_response(self, operation: Option<&Operation>) -> Response<Body> {
+        let row = self.name.row();
+        let document = Document {
+            r#type: format!("urn:oncegate:problem:{}", row.id),
+            title: row.title,
+            status: self.status.as_u16(),
+            detail: &self.detail,
+            operation: operation.map(Operation::as_str),
+            record: self.record.map(|record| record.to_string()),
+            retry: row.retry.as_str(),
+        };
+        let text = serde_json::to_vec(&document).unwrap_or_default();
+        let mut response = Response::new(whole(text.into()));
+        *response.status_mut() = self.status;
+        let headers = response.headers_mut();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+        if let Some(record) = self.record {
+            name_record(headers, record);
+        }
+        if let Some((least, most)) = row.retry_after {
+            headers.insert(RETRY_AFTER, HeaderValue::from(fastrand::u32(least..=most)));
+        }
+        response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn conflicts_can_be_told_apart_by_type_and_retry() {
+        let conflicts: Vec<_> =
+            TABLE.iter().filter(|row| row.status == StatusCode::CONFLICT).collect();
+        let mut ids: Vec<_> = conflicts.iter().map(|row| row.id).collect();
+        ids.dedup();
+        assert_eq!(ids.len(), 4);
+        for row in TABLE {
+            assert!(row.retry_after.is_none_or(|(least, most)| least >= 1 && most <= 120));
+        }
+    }
+}

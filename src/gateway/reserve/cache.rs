@@ -1,0 +1,158 @@
+//! Completed records in memory, bounded by bytes: a replay that meets one asks no database.
+//!
+//! An entry ends a second before the record's retention does, on this process's monotonic clock, so that no replay
+//! is given after another replica may have taken the record over. What operators do is noticed by reading the audit
+//! table (see `gateway`); until then a replay is history, as every replay is.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use quick_cache::Weighter;
+use quick_cache::sync::Cache as Lru;
+
+use crate::record::{Answer, Fingerprint, KeptBody, RecordId, Scope};
+
+/// How much earlier than the retention an entry ends: more than the clocks' rates differ over a look.
+const EARLY: Duration = Duration::from_secs(1);
+
+/// Average size that is assumed for sizing the cache's index.
+const ENTRY_BYTES: u64 = 1024;
+
+/// A stored answer, ready to be sent again.
+#[derive(Debug)]
+pub(crate) struct Replay {
+    pub(crate) record: RecordId,
+    pub(crate) fingerprint: Fingerprint,
+    pub(crate) answer: Answer,
+    /// Told to callers.
+    pub(crate) expires_at: SystemTime,
+    /// Until when it may be replayed from memory.
+    until: Instant,
+}
+
+impl Replay {
+    /// `ends`: when the retention ends, by the process's monotonic clock.
+    pub(super) fn new(
+        record: RecordId,
+        fingerprint: Fingerprint,
+        answer: Answer,
+        expires_at: SystemTime,
+        ends: Instant,
+    ) -> Self {
+        let until = ends.checked_sub(EARLY).unwrap_or(ends);
+        Self { record, fingerprint, answer, expires_at, until }
+    }
+
+    fn bytes(&self) -> u64 {
+        let headers: usize = self
+            .answer
+            .headers
+            .iter()
+            .map(|(name, value)| name.as_str().len() + value.len() + 64)
+            .sum();
+        let body = match &self.answer.body {
+            KeptBody::Whole(body) => body.len(),
+            KeptBody::NotRetained => 0,
+        };
+        (headers + body + 512) as u64
+    }
+}
+
+#[derive(Clone)]
+struct Bytes;
+
+impl Weighter<Scope, Arc<Replay>> for Bytes {
+    fn weight(&self, scope: &Scope, replay: &Arc<Replay>) -> u64 {
+        let scope =
+            scope.tenant.as_str().len() + scope.operation.as_str().len() + scope.key.as_str().len();
+        replay.bytes() + scope as u64
+    }
+}
+
+/// The cache. Clones are one cache.
+#[derive(Clone)]
+pub(super) struct Cache(Arc<Lru<Scope, Arc<Replay>, Bytes>>);
+
+impl Cache {
+    /// A cache of at most this many bytes.
+    pub(super) fn new(bytes: u64) -> Self {
+        let entries = usize::try_from(bytes / ENTRY_BYTES).unwrap_or(usize::MAX).clamp(16, 1 << 20);
+        Self(Arc::new(Lru::with_weighter(entries, bytes, Bytes)))
+    }
+
+    /// The answer under a scope, while it may be replayed at `now`.
+    pub(super) fn get(&self, scope: &Scope, now: Instant) -> Option<Arc<Replay>> {
+        let replay = self.0.get(scope)?;
+        if now < replay.until {
+            return Some(replay);
+        }
+        self.0.remove(scope);
+        None
+    }
+
+    pub(super) fn put(&self, scope: &Scope, replay: &Arc<Replay>) {
+        self.0.insert(scope.clone(), Arc::clone(replay));
+    }
+
+    pub(super) fn forget(&self, records: &[RecordId]) {
+        self.0.retain(|_, replay| !records.contains(&replay.record));
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.0.weight()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use http::{HeaderMap, StatusCode};
+
+    use super::*;
+    use crate::record::{Key, Operation, Tenant};
+
+    fn scope(key: &str) -> Scope {
+        Scope {
+            tenant: Tenant::stored("t"),
+            operation: Operation::stored("o"),
+            key: Key::stored(key),
+        }
+    }
+
+    fn replay(size: usize, ends: Instant) -> Arc<Replay> {
+        let body = KeptBody::Whole(Bytes::from(vec![0; size]));
+        let answer = Answer { status: StatusCode::OK, headers: HeaderMap::new(), body };
+        let fingerprint = Fingerprint { canonical: [0; 32], raw: [0; 32], recipe: [0; 8] };
+        Arc::new(Replay::new(RecordId::fresh(), fingerprint, answer, SystemTime::UNIX_EPOCH, ends))
+    }
+
+    #[test]
+    fn an_entry_ends_a_second_before_its_retention() {
+        let (cache, now) = (Cache::new(1 << 20), Instant::now());
+        cache.put(&scope("k"), &replay(10, now + Duration::from_secs(5)));
+        assert!(cache.get(&scope("k"), now + Duration::from_millis(3_999)).is_some());
+        assert!(cache.get(&scope("k"), now + Duration::from_secs(4)).is_none());
+    }
+
+    #[test]
+    fn the_cache_stays_within_its_bytes() {
+        let (cache, ends) = (Cache::new(100_000), Instant::now() + Duration::from_secs(60));
+        for n in 0..1_000 {
+            cache.put(&scope(&n.to_string()), &replay(1_000, ends));
+        }
+        assert!(cache.bytes() <= 100_000);
+        assert!(cache.bytes() > 10_000);
+    }
+
+    #[test]
+    fn what_an_operator_acted_on_is_forgotten() {
+        let (cache, now) = (Cache::new(1 << 20), Instant::now());
+        let (one, two) =
+            (replay(1, now + Duration::from_secs(60)), replay(1, now + Duration::from_secs(60)));
+        cache.put(&scope("1"), &one);
+        cache.put(&scope("2"), &two);
+        cache.forget(&[one.record]);
+        assert!(cache.get(&scope("1"), now).is_none());
+        assert!(cache.get(&scope("2"), now).is_some());
+    }
+}

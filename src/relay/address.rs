@@ -1,0 +1,215 @@
+//! Which addresses a sink may have, decided where they are dialled.
+//!
+//! The check sits in the resolver that the connector itself uses, so the address that was checked is the address
+//! that is dialled: there is no second look-up that could answer otherwise. Literal addresses never reach a
+//! resolver; a sink's URL is fixed and redirects are not followed, so they are checked once, when the sink is made.
+//! Odd spellings of an address (`127.1`, `0x7f.1`) are no literals here: the system's resolver reads them, and
+//! what it makes of them is checked. Dying here loses nothing: no packet was sent yet.
+
+use std::future::Future;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use hyper_util::client::legacy::connect::dns::Name;
+use tower_service::Service;
+
+/// Which addresses may be dialled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rule {
+    /// Addresses that the whole internet routes.
+    pub public: bool,
+    /// All others: private, loopback, link-local, metadata, multicast and reserved ones.
+    pub private: bool,
+}
+
+impl Rule {
+    /// Why `address` may not be dialled, with the setting that would allow it; `None`: it may.
+    #[must_use]
+    pub fn objection(self, address: IpAddr) -> Option<String> {
+        match (is_public(address), self.public, self.private) {
+            (true, true, _) | (false, _, true) => None,
+            (true, false, _) => Some(format!(
+                "{address} is a public address, and http is allowed for private ones only: use https, or set allow_http = true"
+            )),
+            (false, _, false) => Some(format!(
+                "{address} is a private, local or reserved address: set allow_private = true to send there"
+            )),
+        }
+    }
+
+    /// Those of `found` that may be dialled.
+    ///
+    /// # Errors
+    /// Where none may: the objection against the first.
+    pub fn admit(self, found: impl Iterator<Item = SocketAddr>) -> io::Result<Vec<SocketAddr>> {
+        let mut objection = None;
+        let mut admitted = Vec::new();
+        for address in found {
+            match self.objection(address.ip()) {
+                None => admitted.push(address),
+                Some(why) => objection = objection.or(Some(why)),
+            }
+        }
+        match objection {
+            Some(why) if admitted.is_empty() => {
+                Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
+            }
+            Some(_) | None => Ok(admitted),
+        }
+    }
+}
+
+/// Whether `address` is one that the whole internet routes. Forms of IPv6 that carry an IPv4 address are judged by it.
+#[must_use]
+pub fn is_public(address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(address) => is_public_v4(address),
+        IpAddr::V6(address) => is_public_v6(address),
+    }
+}
+
+fn is_public_v4(address: Ipv4Addr) -> bool {
+    !matches!(
+        address.octets(),
+        [0 | 10 | 127 | 224..=255, ..]
+            | [100, 64..=127, ..]
+            | [169, 254, ..]
+            | [172, 16..=31, ..]
+            | [192, 0, 0 | 2, _]
+            | [192, 88, 99, _]
+            | [192, 168, ..]
+            | [198, 18 | 19, ..]
+            | [198, 51, 100, _]
+            | [203, 0, 113, _]
+    )
+}
+
+fn is_public_v6(address: Ipv6Addr) -> bool {
+    let embedded = |high: u16, low: u16| {
+        let [a, b] = high.to_be_bytes();
+        let [c, d] = low.to_be_bytes();
+        is_public_v4(Ipv4Addr::new(a, b, c, d))
+    };
+    match address.segments() {
+        // IPv4-mapped, NAT64 and 6to4.
+        [0, 0, 0, 0, 0, 0xffff, high, low] | [0x64, 0xff9b, 0, 0, 0, 0, high, low] => {
+            embedded(high, low)
+        }
+        [0x2002, high, low, ..] => embedded(high, low),
+        // Teredo and other protocol assignments, documentation.
+        [0x2001, 0..=0x1ff, ..] | [0x2001, 0xdb8, ..] | [0x3fff, 0..=0x0fff, ..] => false,
+        // Global unicast; the rest is loopback, local, multicast, translated or not assigned.
+        [first, ..] => first & 0xe000 == 0x2000,
+    }
+}
+
+/// A resolver that yields only what its rule admits.
+#[derive(Clone, Debug)]
+pub struct Resolver(pub Rule);
+
+impl Service<Name> for Resolver {
+    type Response = std::vec::IntoIter<SocketAddr>;
+    type Error = io::Error;
+    type Future = Pin<Box<dyn Future<Output = io::Result<Self::Response>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, name: Name) -> Self::Future {
+        let rule = self.0;
+        Box::pin(async move {
+            let found = tokio::net::lookup_host((name.as_str(), 0)).await?;
+            rule.admit(found).map(Vec::into_iter)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(text: &str, public: bool) {
+        assert_eq!(is_public(text.parse().unwrap()), public, "{text}");
+    }
+
+    #[test]
+    fn no_spelling_of_an_inner_address_counts_as_public() {
+        for inner in [
+            "0.0.0.0",
+            "10.1.2.3",
+            "100.64.0.1",
+            "127.0.0.1",
+            "127.255.255.254",
+            "169.254.169.254",
+            "172.16.0.1",
+            "172.31.255.255",
+            "192.0.0.192",
+            "192.168.0.1",
+            "198.18.0.1",
+            "203.0.113.7",
+            "224.0.0.1",
+            "255.255.255.255",
+            "::",
+            "::1",
+            "::7f00:1",
+            "::ffff:127.0.0.1",
+            "::ffff:10.0.0.1",
+            "64:ff9b::7f00:1",
+            "64:ff9b:1::1",
+            "100::1",
+            "2001::1",
+            "2001:db8::1",
+            "2002:7f00:1::",
+            "2002:a9fe:a9fe::1",
+            "fc00::1",
+            "fd00:ec2::254",
+            "fe80::1",
+            "fec0::1",
+            "ff02::1",
+        ] {
+            check(inner, false);
+        }
+        for outer in [
+            "1.1.1.1",
+            "100.128.0.1",
+            "172.32.0.1",
+            "192.0.1.1",
+            "::ffff:1.1.1.1",
+            "64:ff9b::101:101",
+            "2002:101:101::1",
+            "2606:4700::1111",
+            "2001:4860:4860::8888",
+        ] {
+            check(outer, true);
+        }
+    }
+
+    #[test]
+    fn of_a_name_with_inner_and_outer_addresses_only_the_outer_are_dialled() {
+        let inner: SocketAddr = "10.0.0.1:0".parse().unwrap();
+        let outer: SocketAddr = "1.1.1.1:0".parse().unwrap();
+        let rule = Rule { public: true, private: false };
+        assert_eq!(rule.admit([inner, outer].into_iter()).unwrap(), [outer]);
+        let refused = rule.admit([inner].into_iter()).unwrap_err().to_string();
+        assert!(refused.contains("10.0.0.1") && refused.contains("allow_private"), "{refused}");
+    }
+
+    #[test]
+    fn plain_http_for_private_targets_does_not_open_public_ones() {
+        let rule = Rule { public: false, private: true };
+        assert_eq!(rule.objection("127.0.0.1".parse().unwrap()), None);
+        assert!(rule.objection("1.1.1.1".parse().unwrap()).unwrap().contains("allow_http"));
+    }
+
+    #[tokio::test]
+    async fn odd_spellings_of_loopback_are_refused_after_resolution() {
+        for host in ["127.1", "2130706433", "0x7f.1", "localhost", "localhost."] {
+            let mut resolver = Resolver(Rule { public: true, private: false });
+            let name = host.parse().unwrap();
+            assert!(resolver.call(name).await.is_err(), "{host}");
+        }
+    }
+}

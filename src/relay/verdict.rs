@@ -1,0 +1,275 @@
+//! What a delivery's end means for its event: the one table, pure.
+//!
+//! 2xx delivers. Everything else is tried again after a growing, fully jittered pause, until attempts and age are
+//! both used up; then the event is dead. A sink's `Retry-After` on 429 and 503 takes the place of the pause. What
+//! must stay true: no input, however odd, makes a pause longer than the configured maximum or shorter than
+//! [`PAUSE_MIN`], and nothing here panics or overflows.
+
+use std::time::{Duration, SystemTime};
+
+use http::header::RETRY_AFTER;
+use http::{HeaderMap, StatusCode};
+
+use crate::store::Verdict;
+
+/// Shortest pause before another attempt, so that no setting and no sink makes a hot loop.
+pub const PAUSE_MIN: Duration = Duration::from_millis(100);
+
+/// Longest error text that is stored, in bytes.
+pub const ERROR_MAX: usize = 1024;
+
+/// Over how much time those are spread whom a sink told the same moment.
+const SPREAD: Duration = Duration::from_secs(1);
+
+/// How patient the relay is with a sink.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Patience {
+    /// Ceiling of the pause after the first failure; it doubles with each further one.
+    pub base: Duration,
+    /// The ceiling never grows beyond this, and no `Retry-After` asks for more.
+    pub max: Duration,
+    /// An event is dead only when this many attempts failed ...
+    pub attempts_max: u32,
+    /// ... and it is at least this old.
+    pub age_max: Duration,
+}
+
+/// What is known of a delivery that was tried.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Evidence {
+    /// The sink sent a status line with complete headers. What became of the body does not matter.
+    Answered {
+        /// Its status.
+        status: StatusCode,
+        /// The beginning of its body, cleaned.
+        text: String,
+    },
+    /// No status came: whether the sink took the event cannot be known.
+    Failed {
+        /// What went wrong, and in which phase.
+        what: String,
+    },
+}
+
+/// What becomes of the event. `attempts` counts those that failed before this one, `age` is the event's, and
+/// `share` is a random number from 0 to 1.
+#[must_use]
+pub fn verdict(
+    evidence: &Evidence,
+    attempts: u32,
+    age: Duration,
+    patience: &Patience,
+    retry_after: Option<Duration>,
+    share: f64,
+) -> Verdict {
+    let (status, error) = match evidence {
+        Evidence::Answered { status, .. } if status.is_success() => {
+            return Verdict::Sent { status: status.as_u16() };
+        }
+        Evidence::Answered { status, text } => (Some(*status), complaint(*status, text)),
+        Evidence::Failed { what } => (None, clean(what)),
+    };
+    let number = status.map(|status| status.as_u16());
+    if attempts.saturating_add(1) >= patience.attempts_max && age >= patience.age_max {
+        return Verdict::Dead { status: number, error };
+    }
+    let asked =
+        matches!(status, Some(StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE));
+    let delay = match retry_after {
+        // Zero and past dates ask for nothing: the ordinary pause.
+        Some(hint) if asked && !hint.is_zero() => told(hint, patience, share),
+        Some(_) | None => pause(attempts, patience, share),
+    };
+    Verdict::Retry { delay, status: number, error }
+}
+
+/// The pause after the failure that followed `attempts` others: anything up to a ceiling that doubles.
+#[must_use]
+pub fn pause(attempts: u32, patience: &Patience, share: f64) -> Duration {
+    let growth = 2_u32.saturating_pow(attempts);
+    let ceiling = patience.base.saturating_mul(growth).min(patience.max);
+    part(ceiling, share).max(PAUSE_MIN)
+}
+
+fn told(hint: Duration, patience: &Patience, share: f64) -> Duration {
+    hint.saturating_add(part(SPREAD, share)).min(patience.max).max(PAUSE_MIN)
+}
+
+/// A share of a duration; a share that is no number from 0 to 1 counts as the nearer of them.
+fn part(whole: Duration, share: f64) -> Duration {
+    let share = if share.is_nan() { 1.0 } else { share.clamp(0.0, 1.0) };
+    Duration::try_from_secs_f64(whole.as_secs_f64() * share).unwrap_or(whole)
+}
+
+/// The one `Retry-After` of an answer: whole seconds, or an HTTP date. `None` for anything else, and for several.
+#[must_use]
+pub fn retry_after(headers: &HeaderMap, now: SystemTime) -> Option<Duration> {
+    let mut values = headers.get_all(RETRY_AFTER).iter();
+    let (Some(value), None) = (values.next(), values.next()) else { return None };
+    let text = value.to_str().ok()?.trim();
+    if !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit()) {
+        // More digits than fit are very many seconds; the caller cuts them to its maximum.
+        return Some(Duration::from_secs(text.parse().unwrap_or(u64::MAX)));
+    }
+    let date = httpdate::parse_http_date(text).ok()?;
+    Some(date.duration_since(now).unwrap_or(Duration::ZERO))
+}
+
+fn complaint(status: StatusCode, text: &str) -> String {
+    let number = status.as_u16();
+    if status.is_redirection() {
+        return format!("the sink answered {number}: redirects are not followed");
+    }
+    if text.is_empty() {
+        return format!("the sink answered {number}");
+    }
+    clean(&format!("the sink answered {number}: {text}"))
+}
+
+/// Text from outside as it may be stored and shown: one line, at most [`ERROR_MAX`] bytes, nothing invisible.
+#[must_use]
+pub fn clean(text: &str) -> String {
+    let mut cleaned = String::with_capacity(text.len().min(ERROR_MAX));
+    for c in text.chars() {
+        let hidden = c.is_control()
+            || matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        let c = if hidden { ' ' } else { c };
+        if cleaned.len() + c.len_utf8() > ERROR_MAX {
+            break;
+        }
+        cleaned.push(c);
+    }
+    cleaned.truncate(cleaned.trim_end().len());
+    cleaned
+}
+
+#[cfg(test)]
+mod tests {
+    use http::HeaderValue;
+
+    use super::*;
+
+    const HOUR: Duration = Duration::from_secs(3600);
+    const PATIENCE: Patience =
+        Patience { base: Duration::from_secs(1), max: HOUR, attempts_max: 3, age_max: HOUR };
+
+    fn answered(status: u16) -> Evidence {
+        Evidence::Answered { status: StatusCode::from_u16(status).unwrap(), text: "no".into() }
+    }
+
+    fn delay(status: u16, hint: Option<Duration>, share: f64) -> Duration {
+        let verdict = verdict(&answered(status), 0, Duration::ZERO, &PATIENCE, hint, share);
+        let Verdict::Retry { delay, .. } = verdict else { panic!("{verdict:?}") };
+        delay
+    }
+
+    #[test]
+    fn every_2xx_delivers_and_nothing_else_does() {
+        for status in 100..=999 {
+            let verdict = verdict(&answered(status), 0, Duration::ZERO, &PATIENCE, None, 0.5);
+            let sent = verdict == Verdict::Sent { status };
+            assert_eq!(sent, (200..300).contains(&status), "{status}");
+        }
+    }
+
+    #[test]
+    fn an_event_is_dead_only_when_attempts_and_age_are_both_used_up() {
+        for (attempts, age, dead) in [
+            (1, HOUR, false),
+            (2, HOUR - Duration::from_secs(1), false),
+            (2, HOUR, true),
+            (500, Duration::from_secs(60), false),
+            (u32::MAX, HOUR, true),
+        ] {
+            let verdict = verdict(&answered(500), attempts, age, &PATIENCE, None, 0.5);
+            assert_eq!(matches!(verdict, Verdict::Dead { .. }), dead, "{attempts} {age:?}");
+        }
+    }
+
+    #[test]
+    fn pauses_double_to_their_maximum_and_spread_over_the_whole_of_it() {
+        assert_eq!(pause(0, &PATIENCE, 1.0), Duration::from_secs(1));
+        assert_eq!(pause(3, &PATIENCE, 1.0), Duration::from_secs(8));
+        assert_eq!(pause(3, &PATIENCE, 0.25), Duration::from_secs(2));
+        assert_eq!(pause(u32::MAX, &PATIENCE, 1.0), HOUR);
+        assert_eq!(pause(5, &PATIENCE, 0.0), PAUSE_MIN);
+        let zero = Patience { base: Duration::ZERO, max: Duration::ZERO, ..PATIENCE };
+        assert_eq!(pause(9, &zero, 1.0), PAUSE_MIN);
+        let endless = Patience { base: Duration::MAX, max: Duration::MAX, ..PATIENCE };
+        assert!(pause(9, &endless, f64::NAN) >= PAUSE_MIN);
+    }
+
+    #[test]
+    fn the_pauses_of_many_failures_do_not_meet_in_one_second() {
+        let mut per_second = [0_u32; 16];
+        for step in 0..10_000 {
+            let pause = pause(4, &PATIENCE, f64::from(step) / 10_000.0);
+            per_second[usize::try_from(pause.as_secs()).unwrap()] += 1;
+        }
+        assert!(per_second.iter().all(|count| *count < 2 * 10_000 / 16), "{per_second:?}");
+    }
+
+    #[test]
+    fn retry_after_is_honoured_on_429_and_503_within_a_second() {
+        let five = Some(Duration::from_secs(5));
+        for share in [0.0, 0.5, 1.0] {
+            for status in [429, 503] {
+                let delay = delay(status, five, share).as_secs_f64();
+                assert!((5.0..=6.0).contains(&delay), "{delay}");
+            }
+        }
+        assert!(delay(500, five, 1.0) <= Duration::from_secs(1));
+        assert_eq!(delay(429, Some(Duration::MAX), 1.0), HOUR);
+        assert!(delay(429, Some(Duration::ZERO), 0.0) >= PAUSE_MIN);
+    }
+
+    #[test]
+    fn odd_retry_after_values_are_ignored_or_cut_and_never_panic() {
+        let now = httpdate::parse_http_date("Sun, 06 Nov 1994 08:49:37 GMT").unwrap();
+        let seconds = |s| Some(Duration::from_secs(s));
+        for (values, expected) in [
+            (&["5"][..], seconds(5)),
+            (&["0"], seconds(0)),
+            (&["-1"], None),
+            (&["+1"], None),
+            (&["1.5"], None),
+            (&["1e30"], None),
+            (&["inf"], None),
+            (&["NaN"], None),
+            (&["99999999999999999999"], seconds(u64::MAX)),
+            (&["Sun, 06 Nov 1994 08:39:37 GMT"], seconds(0)),
+            (&["Sun, 06 Nov 1994 08:59:37 GMT"], seconds(600)),
+            (&["Sunday, 06-Nov-94 08:59:37 GMT"], seconds(600)),
+            (&["Sun Nov  6 08:59:37 1994"], seconds(600)),
+            (&["5", "10"], None),
+            (&[""], None),
+            (&["5, 10"], None),
+        ] {
+            let mut headers = HeaderMap::new();
+            for value in values {
+                headers.append(RETRY_AFTER, HeaderValue::from_static(value));
+            }
+            assert_eq!(retry_after(&headers, now), expected, "{values:?}");
+        }
+        let far = HeaderValue::from_static("Fri, 31 Dec 9999 23:59:59 GMT");
+        let headers = HeaderMap::from_iter([(RETRY_AFTER, far)]);
+        assert_eq!(delay(429, retry_after(&headers, now), 0.5), HOUR);
+    }
+
+    #[test]
+    fn error_texts_are_one_short_line_that_every_store_can_hold() {
+        let text = format!("a\0b\r\nc\u{202e}d{}", "é".repeat(2000));
+        let cleaned = clean(&text);
+        assert!(cleaned.starts_with("a b  c dé"), "{cleaned}");
+        assert!(cleaned.len() <= ERROR_MAX && cleaned.len() > ERROR_MAX - 4);
+    }
+
+    #[test]
+    fn a_redirect_is_a_failure_that_says_so() {
+        let verdict = verdict(&answered(302), 0, Duration::ZERO, &PATIENCE, None, 0.5);
+        let Verdict::Retry { error, status: Some(302), .. } = verdict else {
+            panic!("{verdict:?}")
+        };
+        assert!(error.contains("redirect"), "{error}");
+    }
+}

@@ -1,0 +1,21 @@
+//! The integration tests: one binary, a module for each part, in the order of the promises.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::string_slice,
+    clippy::let_underscore_must_use,
+    unreachable_pub,
+    missing_docs,
+    reason = "a test that panics fails, which is what it is for"
+)]
+
+mod support;
+
+mod admin;
+mod cli;
+mod lease;
+mod relay;
+mod sweep;

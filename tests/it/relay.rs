@@ -1,0 +1,408 @@
+//! The relay against a scriptable sink: what is delivered, when, how often, and what a fault costs.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::Duration;
+
+use oncegate::relay::{self, Settings, sink};
+use oncegate::store::{EventStatus, Lane, Verdict};
+use oncegate::telemetry::Metrics;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
+
+use crate::support::eventually;
+use crate::support::fake::Fake;
+use crate::support::sink::{Act, OK, SECRET, Seen, Sink};
+
+const LONG: Duration = Duration::from_secs(20);
+const MS: Duration = Duration::from_millis(1);
+
+fn settings(sink: &Sink) -> sink::Settings {
+    sink::Settings {
+        name: "main".into(),
+        url: sink.url().parse().unwrap(),
+        secrets: vec![SECRET.into()],
+        timeout: Duration::from_secs(5),
+        concurrency: 4,
+        backoff_base: 100 * MS,
+        backoff_max: 400 * MS,
+        attempts_max: 20,
+        age_max: Duration::from_secs(3600),
+        allow_private: true,
+        allow_http: false,
+    }
+}
+
+struct Running {
+    stop: CancellationToken,
+    wake: Arc<Notify>,
+    metrics: Arc<Metrics>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl Running {
+    fn start(store: &Arc<Fake>, sinks: Vec<sink::Settings>) -> Self {
+        Self::polling(store, sinks, 20 * MS)
+    }
+
+    fn polling(store: &Arc<Fake>, sinks: Vec<sink::Settings>, poll: Duration) -> Self {
+        let (stop, wake) = (CancellationToken::new(), Arc::new(Notify::new()));
+        let metrics = Arc::new(Metrics::default());
+        let settings = Settings { sinks, poll };
+        let run = relay::run(
+            store.clone(),
+            settings,
+            Arc::clone(&metrics),
+            Arc::clone(&wake),
+            stop.clone(),
+        );
+        Self { stop, wake, metrics, task: tokio::spawn(run) }
+    }
+
+    async fn stop(self) {
+        self.stop.cancel();
+        tokio::time::timeout(LONG, self.task).await.expect("the relay ends").unwrap();
+    }
+}
+
+/// One event, delivered to a sink that acts so on the first request, and takes all later ones.
+async fn first_act(act: Act, change: impl Fn(&mut sink::Settings)) -> (Arc<Fake>, Uuid, Sink) {
+    let sink = Sink::start(move |_, before| if before == 0 { act.clone() } else { OK }).await;
+    let fake = Arc::new(Fake::default());
+    let id = fake.add(r#"{"n":1}"#);
+    let mut settings = settings(&sink);
+    change(&mut settings);
+    let running = Running::start(&fake, vec![settings]);
+    sent(&fake, 1).await;
+    running.stop().await;
+    (fake, id, sink)
+}
+
+async fn sent(fake: &Arc<Fake>, count: usize) {
+    eventually("all sent", LONG, || fake.count(EventStatus::Sent) >= count).await;
+}
+
+#[tokio::test]
+async fn f07_a_slow_sink_gets_no_event_twice_from_two_relays() {
+    let sink = Sink::start(|_, _| Act::After(40 * MS, Box::new(OK))).await;
+    let fake = Arc::new(Fake::default());
+    for n in 0..60 {
+        fake.add(&format!("{{\"n\":{n}}}"));
+    }
+    let relays = [settings(&sink), settings(&sink)].map(|sink| Running::start(&fake, vec![sink]));
+    sent(&fake, 60).await;
+    for relay in relays {
+        relay.stop().await;
+    }
+    assert_eq!((sink.seen().len(), sink.ids().len()), (60, 60));
+    assert!(fake.leased_most.load(SeqCst) <= 8, "{:?}", fake.leased_most);
+    let (most, most_per_id) = sink.most();
+    assert!(most <= 8 && most_per_id == 1, "{most} {most_per_id}");
+}
+
+#[tokio::test]
+async fn f08_a_2xx_whose_body_never_ends_is_delivered_by_the_deadline() {
+    let head = "HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n";
+    let begun = Instant::now();
+    let short = |s: &mut sink::Settings| s.timeout = 300 * MS;
+    let (fake, id, sink) = first_act(Act::Drip(head, b'x', 50 * MS), short).await;
+    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+    assert_eq!((fake.row(id).attempts, sink.seen().len()), (1, 1));
+}
+
+#[tokio::test]
+async fn f10_f42_id_and_bytes_stay_the_same_over_attempts_and_every_signature_verifies() {
+    let sink = Sink::start(|_, before| if before < 6 { Act::Answer(500, "") } else { OK }).await;
+    let fake = Arc::new(Fake::default());
+    let payload = r#"{"z":1.0,"a":12345678901234567890,"e":1e2,"u":"é/<","z":2}"#;
+    let ids: Vec<_> = (0..5).map(|_| fake.add(payload)).collect();
+    let running = Running::start(&fake, vec![settings(&sink)]);
+    sent(&fake, 5).await;
+    running.stop().await;
+    let seen = sink.seen();
+    assert_eq!((seen.len(), sink.ids().len()), (11, 5));
+    for Seen { headers, body, verified, path, .. } in &seen {
+        assert!(*verified && body == payload.as_bytes());
+        assert_eq!(
+            (path.as_str(), &headers["content-type"]),
+            ("/hook?x=1", &"application/json".parse().unwrap())
+        );
+        assert!(headers["user-agent"].to_str().unwrap().starts_with("oncegate/"));
+    }
+    assert!(ids.iter().all(|id| sink.ids().contains(&id.to_string())));
+}
+
+#[tokio::test]
+async fn f11_a_late_verdict_changes_nothing_of_the_new_claim_and_is_counted() {
+    let sink = Sink::start(|_, _| Act::After(300 * MS, Box::new(OK))).await;
+    let fake = Arc::new(Fake::default());
+    let id = fake.add("{}");
+    let running = Running::start(&fake, vec![settings(&sink)]);
+    eventually("it is in flight", LONG, || !sink.seen().is_empty()).await;
+    // Another relay has it by now, and its attempt failed.
+    fake.rows.lock().unwrap().get_mut(&id).unwrap().claim_no = 7;
+    let lost = r#"oncegate_deliveries_total{sink="main",result="lost_claim"} 1"#;
+    eventually("a lost claim", LONG, || running.metrics.render().contains(lost)).await;
+    assert_eq!((fake.row(id).status, fake.row(id).attempts), (EventStatus::Pending, 0));
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn f12_a_verdict_that_the_database_does_not_take_is_repeated_and_nothing_is_sent_again() {
+    let fake = Arc::new(Fake::default());
+    let id = fake.add("{}");
+    let outage = Arc::clone(&fake);
+    let sink = Sink::start(move |_, _| {
+        outage.away.store(4, SeqCst);
+        OK
+    })
+    .await;
+    let running = Running::start(&fake, vec![settings(&sink)]);
+    sent(&fake, 1).await;
+    running.stop().await;
+    assert_eq!((sink.seen().len(), fake.row(id).attempts), (1, 1));
+}
+
+#[tokio::test]
+async fn f12_an_acknowledgement_in_doubt_counts_once() {
+    let fake = Arc::new(Fake::default());
+    fake.doubtful.store(1, SeqCst);
+    fake.add("{}");
+    let sink = Sink::start(|_, _| OK).await;
+    let running = Running::start(&fake, vec![settings(&sink)]);
+    let one = r#"oncegate_deliveries_total{sink="main",result="sent"} 1"#;
+    eventually("counted as sent", LONG, || running.metrics.render().contains(one)).await;
+    assert!(!running.metrics.render().contains("lost_claim"));
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn f17_a_good_event_overtakes_a_crowd_of_failing_ones() {
+    let bad = |seen: &Seen, _| if seen.text().contains("bad") { Act::Answer(500, "") } else { OK };
+    let sink = Sink::start(bad).await;
+    let fake = Arc::new(Fake::default());
+    for _ in 0..200 {
+        fake.add(r#"{"bad":1}"#);
+    }
+    let running = Running::start(&fake, vec![settings(&sink)]);
+    eventually("all failed once", LONG, || sink.ids().len() == 200).await;
+    let (begun, id) = (Instant::now(), fake.add(r#"{"good":1}"#));
+    running.wake.notify_one();
+    eventually("the good one", LONG, || fake.row(id).status == EventStatus::Sent).await;
+    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn f18_an_event_whose_attempts_never_end_is_set_apart_and_others_flow() {
+    let sink = Sink::start(|_, _| OK).await;
+    let fake = Arc::new(Fake::default());
+    let (poison, redelivered) = (Uuid::new_v4(), Uuid::new_v4());
+    fake.add_row(poison, "{}", |row| row.claim_no = 5);
+    fake.add_row(redelivered, "{}", |row| (row.claim_no, row.lane) = (50, Lane::Retry));
+    let empty = fake.add("");
+    let running = Running::start(&fake, vec![settings(&sink)]);
+    sent(&fake, 2).await;
+    eventually("set apart", LONG, || fake.row(poison).status == EventStatus::Dead).await;
+    running.stop().await;
+    assert!(fake.row(poison).error.contains("never ended"), "{}", fake.row(poison).error);
+    assert!(!sink.ids().contains(&poison.to_string()));
+    assert_eq!(fake.row(empty).status, EventStatus::Sent);
+    assert_eq!(fake.row(redelivered).status, EventStatus::Sent);
+}
+
+#[tokio::test]
+async fn f29_f35_each_fault_before_the_status_is_retried_with_the_same_id() {
+    let slow = |s: &mut sink::Settings| s.timeout = 300 * MS;
+    for (act, cause) in [
+        (Act::Fin(""), ""),
+        (Act::Rst(""), ""),
+        (Act::Fin("HTTP/1.1 2"), ""),
+        (Act::Rst("HTTP/1.1 2"), ""),
+        (Act::Silence, "answering"),
+        (Act::Drip("HTTP/1.1 200 OK\r\n", b'x', 50 * MS), "answering"),
+        (Act::Fin("<html>"), ""),
+    ] {
+        let (fake, id, sink) = first_act(act.clone(), slow).await;
+        assert_eq!((sink.seen().len(), sink.ids().len()), (2, 1), "{act:?}");
+        let error = fake.row(id).error;
+        assert!(!error.is_empty() && error.contains(cause), "{act:?}: {error}");
+    }
+}
+
+#[tokio::test]
+async fn f30_f34_f35_every_2xx_delivers_whatever_becomes_of_its_body() {
+    for act in [
+        Act::Answer(201, ""),
+        Act::Answer(202, ""),
+        Act::Answer(204, ""),
+        Act::Answer(206, ""),
+        Act::Answer(299, ""),
+        Act::Raw(
+            "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n",
+        ),
+        Act::Fin("HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n0123456789"),
+        Act::Rst("HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n0123456789"),
+        Act::Endless("HTTP/1.1 200 OK\r\ncontent-length: 1000000000\r\n\r\n"),
+    ] {
+        let (fake, id, sink) = first_act(act.clone(), |_| {}).await;
+        assert_eq!((fake.row(id).attempts, sink.seen().len()), (1, 1), "{act:?}");
+    }
+}
+
+#[tokio::test]
+async fn f31_f34_redirects_and_odd_statuses_fail_and_no_target_is_contacted() {
+    let target = Sink::start(|_, _| OK).await;
+    let location: &'static str =
+        Box::leak(format!("location: {}\r\n", target.url()).into_boxed_str());
+    for status in [300, 301, 302, 303, 304, 307, 308, 404, 410, 500, 999] {
+        let (fake, id, sink) = first_act(Act::Answer(status, location), |_| {}).await;
+        assert_eq!(sink.seen().len(), 2, "{status}");
+        let error = fake.row(id).error;
+        assert!(error.contains(&status.to_string()), "{error}");
+        assert_eq!(error.contains("redirect"), status < 400, "{error}");
+    }
+    assert_eq!(target.connections(), 0);
+}
+
+#[tokio::test]
+async fn f33_retry_after_delays_the_event_and_never_beyond_the_maximum() {
+    let long = |s: &mut sink::Settings| (s.backoff_base, s.backoff_max) = (MS, 1500 * MS);
+    for (headers, least, most) in [
+        ("retry-after: 1\r\n", 1000, 1600),
+        ("retry-after: 99999999999999999999\r\n", 1400, 1600),
+        ("retry-after: -1\r\n", 90, 900),
+        ("retry-after: 0\r\n", 90, 900),
+    ] {
+        let (_, _, sink) = first_act(Act::Answer(429, headers), long).await;
+        let seen = sink.seen();
+        let pause = (seen[1].at - seen[0].at).as_millis();
+        assert!((least..most + 400).contains(&pause), "{headers}: {pause}");
+    }
+}
+
+#[tokio::test]
+async fn f37_a_name_that_resolves_to_loopback_gets_no_packet() {
+    let sink = Sink::start(|_, _| OK).await;
+    let fake = Arc::new(Fake::default());
+    let id = fake.add("{}");
+    let mut closed = settings(&sink);
+    (closed.allow_private, closed.allow_http) = (false, true);
+    closed.url = format!("http://localhost:{}/", sink.port).parse().unwrap();
+    let running = Running::start(&fake, vec![closed]);
+    eventually("a failure", LONG, || fake.row(id).attempts > 0).await;
+    running.stop().await;
+    assert_eq!(sink.connections(), 0);
+    assert!(fake.row(id).error.contains("allow_private"), "{}", fake.row(id).error);
+}
+
+#[tokio::test]
+async fn f40_a_text_that_the_database_refuses_stops_no_other_verdict() {
+    let odd = |seen: &Seen, _| {
+        let bad = seen.text().contains("bad");
+        if bad {
+            Act::Raw("HTTP/1.1 500 No\r\ncontent-length: 9\r\n\r\n\0bad\u{1}text")
+        } else {
+            OK
+        }
+    };
+    let sink = Sink::start(odd).await;
+    let fake = Arc::new(Fake::default());
+    *fake.refuses.lock().unwrap() = Some("bad".into());
+    fake.add("bad");
+    for _ in 0..8 {
+        fake.add("{}");
+    }
+    let running = Running::start(&fake, vec![settings(&sink)]);
+    sent(&fake, 8).await;
+    running.stop().await;
+    assert_eq!(fake.count(EventStatus::Pending), 1);
+}
+
+#[tokio::test]
+async fn f58_an_outage_of_the_database_makes_no_hot_loop_and_ends_by_itself() {
+    let sink = Sink::start(|_, _| OK).await;
+    let fake = Arc::new(Fake::default());
+    fake.away.store(5, SeqCst);
+    fake.add("{}");
+    let begun = Instant::now();
+    let running = Running::start(&fake, vec![settings(&sink)]);
+    while fake.away.load(SeqCst) > 0 {
+        running.wake.notify_one();
+        tokio::time::sleep(MS).await;
+    }
+    assert!(begun.elapsed() > 500 * MS, "five failures took {:?}", begun.elapsed());
+    sent(&fake, 1).await;
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn a_nudge_delivers_at_once_and_reaches_every_sink() {
+    let sinks = [Sink::start(|_, _| OK).await, Sink::start(|_, _| OK).await];
+    for everyone in [false, true] {
+        let fake = Arc::new(Fake::default());
+        let other = sink::Settings { name: "other".into(), ..settings(&sinks[1]) };
+        let both = vec![settings(&sinks[0]), other];
+        let running = Running::polling(&fake, both, Duration::from_secs(50));
+        eventually("both rest", LONG, || fake.looked.load(SeqCst) >= 2).await;
+        fake.add("{}");
+        fake.add_row(Uuid::new_v4(), "{}", |row| row.sink = "other");
+        let begun = Instant::now();
+        if everyone {
+            running.wake.notify_waiters()
+        } else {
+            running.wake.notify_one()
+        }
+        sent(&fake, 2).await;
+        assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+        running.stop().await;
+    }
+}
+
+#[tokio::test]
+async fn a_stopping_relay_waits_for_what_is_in_flight_and_writes_its_verdict() {
+    let sink = Sink::start(|_, _| Act::After(300 * MS, Box::new(OK))).await;
+    let fake = Arc::new(Fake::default());
+    for _ in 0..10 {
+        fake.add("{}");
+    }
+    let running = Running::start(&fake, vec![settings(&sink)]);
+    eventually("in flight", LONG, || sink.seen().len() >= 4).await;
+    running.stop().await;
+    assert_eq!((sink.seen().len(), fake.count(EventStatus::Sent)), (4, 4));
+    let now = Instant::now();
+    let held = fake.rows.lock().unwrap().values().any(|row| row.leased > now);
+    assert!(!held, "nothing is left under a lease");
+    let back = fake.acknowledged.lock().unwrap().iter().any(|a| a.verdict == Verdict::GivenBack);
+    assert!(!back, "what is claimed is sent at once");
+}
+
+#[tokio::test]
+async fn a_sink_that_is_down_does_not_hold_up_another() {
+    let (well, ill) = (Sink::start(|_, _| OK).await, Sink::start(|_, _| Act::Silence).await);
+    let fake = Arc::new(Fake::default());
+    for _ in 0..50 {
+        fake.add("{}");
+        fake.add_row(Uuid::new_v4(), "{}", |row| row.sink = "ill");
+    }
+    let second = sink::Settings { name: "ill".into(), timeout: 400 * MS, ..settings(&ill) };
+    let begun = Instant::now();
+    let running = Running::start(&fake, vec![second, settings(&well)]);
+    sent(&fake, 50).await;
+    assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
+    eventually("the other was tried", LONG, || !ill.seen().is_empty()).await;
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn a_relay_whose_store_panics_is_started_again() {
+    let sink = Sink::start(|_, _| OK).await;
+    let fake = Arc::new(Fake::default());
+    fake.panics.store(1, SeqCst);
+    fake.add("{}");
+    let running = Running::start(&fake, vec![settings(&sink)]);
+    sent(&fake, 1).await;
+    running.stop().await;
+}

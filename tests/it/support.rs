@@ -1,0 +1,16 @@
+//! The vocabulary of the tests.
+
+pub(crate) mod fake;
+pub(crate) mod shelf;
+pub(crate) mod sink;
+
+use std::time::Duration;
+
+/// Waits until `condition` holds, for at most `limit`.
+pub(crate) async fn eventually(what: &str, limit: Duration, mut condition: impl FnMut() -> bool) {
+    let end = tokio::time::Instant::now() + limit;
+    while !condition() {
+        assert!(tokio::time::Instant::now() < end, "not within {limit:?}: {what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}

@@ -1,0 +1,275 @@
+//! A store in memory: the outbox's rules, leases by script, and outages at will. Other verbs are not available.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant as StdInstant};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use oncegate::record::{Fence, OwnerId, Record, RecordId, Scope};
+use oncegate::store::*;
+use tokio::time::Instant;
+use uuid::Uuid;
+
+#[derive(Clone, Debug)]
+pub(crate) struct Row {
+    pub(crate) sink: &'static str,
+    pub(crate) lane: Lane,
+    pub(crate) due: Instant,
+    pub(crate) leased: Instant,
+    pub(crate) claim_no: i32,
+    pub(crate) attempts: u32,
+    pub(crate) status: EventStatus,
+    pub(crate) error: String,
+    pub(crate) written: Instant,
+    pub(crate) payload: Bytes,
+}
+
+#[derive(Default)]
+pub(crate) struct Fake {
+    pub(crate) rows: Mutex<BTreeMap<Uuid, Row>>,
+    /// So many calls fail as not available.
+    pub(crate) away: AtomicUsize,
+    /// So many acknowledgements fail, after they were written (in doubt).
+    pub(crate) doubtful: AtomicUsize,
+    /// A verdict with this text is refused.
+    pub(crate) refuses: Mutex<Option<String>>,
+    /// So many claims panic.
+    pub(crate) panics: AtomicUsize,
+    /// Looks that found nothing and asked when to come again.
+    pub(crate) looked: AtomicU64,
+    pub(crate) acknowledged: Mutex<Vec<Acknowledgement>>,
+    pub(crate) leased_most: AtomicUsize,
+    /// What the next heartbeats find; `Renewed` after that. With the time each takes.
+    pub(crate) beats: Mutex<VecDeque<(Duration, Result<Beat, Error>)>>,
+    pub(crate) owners: Mutex<Vec<OwnerId>>,
+    pub(crate) retired: Mutex<Vec<OwnerId>>,
+    pub(crate) expired: AtomicU64,
+    pub(crate) judged: AtomicU64,
+    pub(crate) gauges: Mutex<Gauges>,
+}
+
+fn no<T>() -> Result<T, Error> {
+    Err(Error::Unavailable("not in this store".into()))
+}
+
+impl Fake {
+    pub(crate) fn add(&self, payload: &str) -> Uuid {
+        let id = Uuid::new_v4();
+        self.add_row(id, payload, |_| {});
+        id
+    }
+
+    pub(crate) fn add_row(&self, id: Uuid, payload: &str, change: impl Fn(&mut Row)) {
+        let now = Instant::now();
+        let mut row = Row {
+            sink: "main",
+            lane: Lane::Fresh,
+            due: now,
+            leased: now,
+            claim_no: 0,
+            attempts: 0,
+            status: EventStatus::Pending,
+            error: String::new(),
+            written: now,
+            payload: Bytes::copy_from_slice(payload.as_bytes()),
+        };
+        change(&mut row);
+        self.rows.lock().unwrap().insert(id, row);
+    }
+
+    pub(crate) fn row(&self, id: Uuid) -> Row {
+        self.rows.lock().unwrap()[&id].clone()
+    }
+
+    pub(crate) fn count(&self, status: EventStatus) -> usize {
+        self.rows.lock().unwrap().values().filter(|row| row.status == status).count()
+    }
+
+    fn reachable(&self) -> Result<(), Error> {
+        let take = |left: usize| left.checked_sub(1);
+        match self.away.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take) {
+            Ok(_) => Err(Error::Unavailable("away".into())),
+            Err(_) => Ok(()),
+        }
+    }
+
+    fn settle(row: &mut Row, verdict: &Verdict) {
+        let now = Instant::now();
+        row.leased = now;
+        match verdict {
+            Verdict::Sent { .. } => {
+                (row.status, row.attempts) = (EventStatus::Sent, row.attempts + 1)
+            }
+            Verdict::Retry { delay, error, .. } => {
+                row.attempts += 1;
+                row.lane = Lane::Retry;
+                row.due = now + *delay;
+                row.error.clone_from(error);
+            }
+            Verdict::Dead { error, .. } => {
+                row.status = EventStatus::Dead;
+                row.error.clone_from(error);
+            }
+            Verdict::GivenBack => {}
+        }
+    }
+}
+
+#[async_trait]
+impl Store for Fake {
+    async fn heartbeat(&self, owner: OwnerId, _: Duration) -> Result<Beat, Error> {
+        self.owners.lock().unwrap().push(owner);
+        let scripted = self.beats.lock().unwrap().pop_front();
+        let Some((time, result)) = scripted else { return Ok(Beat::Renewed) };
+        tokio::time::sleep(time).await;
+        result
+    }
+    async fn retire(&self, owner: OwnerId) -> Result<(), Error> {
+        self.retired.lock().unwrap().push(owner);
+        Ok(())
+    }
+    async fn reserve(&self, _: Proposal, _: StdInstant) -> Result<Reserved, Error> {
+        no()
+    }
+    async fn take_over(&self, _: Proposal, _: Takeover) -> Result<Changed, Error> {
+        no()
+    }
+    async fn find(&self, _: &Scope) -> Result<Option<Record>, Error> {
+        no()
+    }
+    async fn complete(&self, _: Completion, _: StdInstant) -> Result<Settled, Error> {
+        no()
+    }
+    async fn release(&self, _: &Scope, _: Fence) -> Result<Changed, Error> {
+        no()
+    }
+    async fn mark_unknown(&self, _: &Scope, _: Fence) -> Result<Changed, Error> {
+        no()
+    }
+    async fn mark_dead(&self, _: Option<(&Scope, Fence)>, _: u32) -> Result<u64, Error> {
+        self.judged.fetch_add(1, Ordering::SeqCst);
+        Ok(0)
+    }
+    async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {
+        let take = |left: usize| left.checked_sub(1);
+        if self.panics.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take).is_ok() {
+            panic!("as told");
+        }
+        self.reachable()?;
+        let now = Instant::now();
+        let mut rows = self.rows.lock().unwrap();
+        let mut due: Vec<_> = rows
+            .iter_mut()
+            .filter(|(_, row)| row.status == EventStatus::Pending && row.lane == claim.lane)
+            .filter(|(_, row)| row.sink == claim.sink && row.due <= now && row.leased <= now)
+            .collect();
+        due.sort_by_key(|(_, row)| row.due);
+        due.truncate(usize::try_from(claim.limit).unwrap());
+        let claimed = due
+            .into_iter()
+            .map(|(id, row)| {
+                row.leased = now + claim.lease;
+                row.claim_no += 1;
+                Claimed {
+                    event_id: *id,
+                    claim_no: row.claim_no,
+                    attempts: row.attempts,
+                    age: now - row.written,
+                    kind: "order.created".into(),
+                    tenant: "t".into(),
+                    operation: "orders.create".into(),
+                    key: "k".into(),
+                    payload: row.payload.clone(),
+                }
+            })
+            .collect();
+        let leased = rows
+            .values()
+            .filter(|row| row.status == EventStatus::Pending && row.leased > now)
+            .count();
+        self.leased_most.fetch_max(leased, Ordering::SeqCst);
+        Ok(claimed)
+    }
+    async fn acknowledge(&self, _: &str, verdicts: &[Acknowledgement]) -> Result<Vec<Uuid>, Error> {
+        self.reachable()?;
+        let refuses = self.refuses.lock().unwrap().clone();
+        for verdict in verdicts {
+            let (Verdict::Retry { error, .. } | Verdict::Dead { error, .. }) = &verdict.verdict
+            else {
+                continue;
+            };
+            if refuses.as_ref().is_some_and(|text| error.contains(text)) {
+                return Err(Error::Refused("text".into()));
+            }
+        }
+        let mut rows = self.rows.lock().unwrap();
+        let mut current = Vec::new();
+        for verdict in verdicts {
+            let row = rows.get_mut(&verdict.event_id).unwrap();
+            if row.claim_no == verdict.claim_no && row.status == EventStatus::Pending {
+                Self::settle(row, &verdict.verdict);
+                current.push(verdict.event_id);
+            }
+        }
+        self.acknowledged.lock().unwrap().extend_from_slice(verdicts);
+        let take = |left: usize| left.checked_sub(1);
+        match self.doubtful.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take) {
+            Ok(_) => Err(Error::InDoubt("cut".into())),
+            Err(_) => Ok(current),
+        }
+    }
+    async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
+        let now = Instant::now();
+        self.looked.fetch_add(1, Ordering::SeqCst);
+        let rows = self.rows.lock().unwrap();
+        let waiting =
+            rows.values().filter(|row| row.status == EventStatus::Pending && row.sink == sink);
+        Ok(waiting.map(|row| row.due.max(row.leased) - now).min())
+    }
+    async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {
+        self.reachable()?;
+        let left = self.expired.load(Ordering::SeqCst);
+        let rows = left.min(u64::from(limit));
+        self.expired.fetch_sub(rows, Ordering::SeqCst);
+        Ok(rows)
+    }
+    async fn sweep_events(&self, _: Duration, _: u32) -> Result<u64, Error> {
+        self.reachable().map(|()| 0)
+    }
+    async fn sweep_leases(&self) -> Result<u64, Error> {
+        self.reachable().map(|()| 0)
+    }
+    async fn list_records(&self, _: &RecordFilter) -> Result<Vec<RecordRow>, Error> {
+        no()
+    }
+    async fn show_record(&self, _: RecordId) -> Result<Option<RecordRow>, Error> {
+        no()
+    }
+    async fn list_events(&self, _: &EventFilter) -> Result<Vec<EventRow>, Error> {
+        no()
+    }
+    async fn operator_release(&self, _: Fence, _: bool, _: &Operator) -> Result<Acted, Error> {
+        no()
+    }
+    async fn operator_complete(&self, _: &Completion, _: &Operator) -> Result<Acted, Error> {
+        no()
+    }
+    async fn redeliver(&self, _: &Redeliver, _: &Operator) -> Result<u64, Error> {
+        no()
+    }
+    async fn audit_of(&self, _: RecordId) -> Result<Vec<AuditRow>, Error> {
+        no()
+    }
+    async fn acted_on(&self, _: Duration) -> Result<Vec<RecordId>, Error> {
+        no()
+    }
+    async fn ping(&self) -> Result<(), Error> {
+        self.reachable()
+    }
+    async fn gauges(&self) -> Result<Gauges, Error> {
+        self.reachable()?;
+        Ok(self.gauges.lock().unwrap().clone())
+    }
+}

@@ -1,0 +1,328 @@
+//! A store in memory that can only be looked at and acted on by operators, and that can be told to fail or to hang.
+
+use std::collections::BTreeMap;
+use std::future::pending;
+use std::sync::Mutex;
+use std::time::{Duration, Instant, SystemTime};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, StatusCode};
+use oncegate::record::{
+    Answer, Attempt, Fence, Fingerprint, KeptBody, Key, Operation, OwnerId, Record, RecordId,
+    Scope, Status, Tenant,
+};
+use oncegate::store::{
+    Acknowledgement, Acted, AuditRow, Beat, Changed, Claim, Claimed, Completion, Error,
+    EventFilter, EventRow, EventStatus, Gauges, Objection, Operator, Proposal, RecordFilter,
+    RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
+};
+use uuid::Uuid;
+
+/// How the database is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Health {
+    Up,
+    Down,
+    Hangs,
+}
+
+pub(crate) struct Shelf {
+    pub(crate) health: Mutex<Health>,
+    pub(crate) records: Mutex<BTreeMap<RecordId, RecordRow>>,
+    pub(crate) events: Mutex<Vec<EventRow>>,
+    pub(crate) audit: Mutex<Vec<AuditRow>>,
+    pub(crate) completions: Mutex<Vec<Completion>>,
+    /// Another operator is quicker: every action finds that the record has moved.
+    pub(crate) moves: Mutex<bool>,
+}
+
+impl Default for Shelf {
+    fn default() -> Self {
+        Self {
+            health: Mutex::new(Health::Up),
+            records: Mutex::default(),
+            events: Mutex::default(),
+            audit: Mutex::default(),
+            completions: Mutex::default(),
+            moves: Mutex::default(),
+        }
+    }
+}
+
+/// 2031-01-01T00:00:00Z and so many seconds.
+pub(crate) fn at(seconds: u64) -> SystemTime {
+    SystemTime::UNIX_EPOCH + Duration::from_secs(1_924_992_000 + seconds)
+}
+
+pub(crate) fn record_id(number: u128) -> RecordId {
+    Uuid::from_u128(number).into()
+}
+
+pub(crate) fn record(number: u128, key: &str, status: Status) -> RecordRow {
+    let created = u64::try_from(number).unwrap();
+    let completed = status == Status::Completed;
+    RecordRow {
+        id: record_id(number),
+        scope: Scope {
+            tenant: Tenant::stored("acme"),
+            operation: Operation::stored("orders.create"),
+            key: Key::stored(key),
+        },
+        fingerprint: Fingerprint { canonical: [0xab; 32], raw: [1; 32], recipe: [2; 8] },
+        status,
+        attempt: Attempt::FIRST,
+        owner: Uuid::from_u128(0xa).into(),
+        owner_lives: status == Status::InProgress,
+        caller: None,
+        context: None,
+        created_at: at(created),
+        completed_at: completed.then(|| at(created + 1)),
+        expires_at: completed.then(|| at(created + 86_401)),
+        answer: completed.then(|| answer(b"{\"id\":1}")),
+    }
+}
+
+pub(crate) fn answer(body: &'static [u8]) -> Answer {
+    let mut headers = HeaderMap::new();
+    headers.insert("content-type", HeaderValue::from_static("application/json"));
+    Answer { status: StatusCode::CREATED, headers, body: KeptBody::Whole(Bytes::from_static(body)) }
+}
+
+pub(crate) fn event(number: u128, record: &RecordRow, sink: &str, status: EventStatus) -> EventRow {
+    EventRow {
+        id: Uuid::from_u128(0xe000 + number),
+        event_key: format!("{}/order.created", record.id),
+        kind: "order.created".to_owned(),
+        scope: record.scope.clone(),
+        record: record.id,
+        sink: sink.to_owned(),
+        ordering_key: None,
+        payload: Bytes::from_static(b"{\"type\":\"order.created\"}"),
+        status,
+        attempts: 1,
+        next_attempt_at: None,
+        last_error: (status == EventStatus::Dead).then(|| "500 from the sink".to_owned()),
+        created_at: at(u64::try_from(number).unwrap()),
+        sent_at: (status == EventStatus::Sent).then(|| at(90)),
+    }
+}
+
+impl Shelf {
+    pub(crate) fn with(records: Vec<RecordRow>, events: Vec<EventRow>) -> Self {
+        let shelf = Self::default();
+        *shelf.records.lock().unwrap() = records.into_iter().map(|row| (row.id, row)).collect();
+        *shelf.events.lock().unwrap() = events;
+        shelf
+    }
+
+    pub(crate) fn be(&self, health: Health) {
+        *self.health.lock().unwrap() = health;
+    }
+
+    async fn reach(&self) -> Result<(), Error> {
+        let health = *self.health.lock().unwrap();
+        match health {
+            Health::Up => Ok(()),
+            Health::Down => Err(unavailable()),
+            Health::Hangs => pending().await,
+        }
+    }
+
+    fn note(&self, action: &str, record: Option<RecordId>, event: Option<Uuid>, by: &Operator) {
+        let mut audit = self.audit.lock().unwrap();
+        audit.push(AuditRow {
+            id: Uuid::from_u128(0xf000),
+            at: at(100),
+            who: by.who.clone(),
+            action: action.to_owned(),
+            record,
+            event,
+            why: by.why.clone(),
+            detail: None,
+        });
+    }
+
+    /// The record at this fence, or why it may not be acted on.
+    fn fenced(&self, fence: Fence) -> Result<RecordRow, Objection> {
+        let row = self.records.lock().unwrap().get(&fence.id).cloned();
+        let row = row.ok_or(Objection::NotFound)?;
+        if *self.moves.lock().unwrap() || row.attempt != fence.attempt {
+            return Err(Objection::Moved);
+        }
+        if row.status == Status::InProgress && row.owner_lives {
+            return Err(Objection::Running { owner: row.owner, since: row.created_at });
+        }
+        Ok(row)
+    }
+}
+
+fn unavailable() -> Error {
+    Error::Unavailable("secret-host refused the connection".into())
+}
+
+fn is(wanted: Option<&String>, value: &str) -> bool {
+    wanted.is_none_or(|wanted| wanted == value)
+}
+
+#[async_trait]
+impl Store for Shelf {
+    async fn list_records(&self, filter: &RecordFilter) -> Result<Vec<RecordRow>, Error> {
+        self.reach().await?;
+        let mut rows: Vec<_> = self.records.lock().unwrap().values().cloned().collect();
+        rows.retain(|row| {
+            is(filter.tenant.as_ref(), row.scope.tenant.as_str())
+                && is(filter.operation.as_ref(), row.scope.operation.as_str())
+                && is(filter.key.as_ref(), row.scope.key.as_str())
+                && filter.status.is_none_or(|status| status == row.status)
+                && filter.after.is_none_or(|after| (row.created_at, row.id.into()) < after)
+        });
+        rows.sort_by_key(|row| std::cmp::Reverse((row.created_at, row.id)));
+        rows.truncate(filter.limit as usize);
+        for answer in rows.iter_mut().filter_map(|row| row.answer.as_mut()) {
+            answer.body = KeptBody::NotRetained;
+        }
+        Ok(rows)
+    }
+
+    async fn show_record(&self, id: RecordId) -> Result<Option<RecordRow>, Error> {
+        self.reach().await?;
+        Ok(self.records.lock().unwrap().get(&id).cloned())
+    }
+
+    async fn list_events(&self, filter: &EventFilter) -> Result<Vec<EventRow>, Error> {
+        self.reach().await?;
+        let mut rows = self.events.lock().unwrap().clone();
+        let place = |row: &EventRow| (row.created_at, row.id, row.sink.clone());
+        rows.retain(|row| {
+            filter.id.is_none_or(|id| id == row.id)
+                && filter.record.is_none_or(|record| record == row.record)
+                && is(filter.sink.as_ref(), &row.sink)
+                && filter.status.is_none_or(|status| status == row.status)
+                && filter.after.as_ref().is_none_or(|after| place(row) < *after)
+        });
+        rows.sort_by_key(|row| std::cmp::Reverse(place(row)));
+        rows.truncate(filter.limit as usize);
+        Ok(rows)
+    }
+
+    async fn operator_release(
+        &self,
+        fence: Fence,
+        completed: bool,
+        by: &Operator,
+    ) -> Result<Acted, Error> {
+        self.reach().await?;
+        let row = match self.fenced(fence) {
+            Ok(row) => row,
+            Err(why) => return Ok(Err(why)),
+        };
+        if row.status == Status::Completed && !completed {
+            return Ok(Err(Objection::IsCompleted));
+        }
+        self.records.lock().unwrap().remove(&fence.id);
+        self.note("record.release", Some(fence.id), None, by);
+        Ok(Ok(()))
+    }
+
+    async fn operator_complete(
+        &self,
+        completion: &Completion,
+        by: &Operator,
+    ) -> Result<Acted, Error> {
+        self.reach().await?;
+        let mut row = match self.fenced(completion.fence) {
+            Ok(row) => row,
+            Err(why) => return Ok(Err(why)),
+        };
+        row.status = Status::Completed;
+        row.answer = Some(completion.answer.clone());
+        self.records.lock().unwrap().insert(row.id, row);
+        self.completions.lock().unwrap().push(completion.clone());
+        self.note("record.complete", Some(completion.fence.id), None, by);
+        Ok(Ok(()))
+    }
+
+    async fn redeliver(&self, which: &Redeliver, by: &Operator) -> Result<u64, Error> {
+        self.reach().await?;
+        let mut count = 0;
+        for row in self.events.lock().unwrap().iter_mut() {
+            let (fits, sink) = match which {
+                // Here a pending event is always one that is being delivered.
+                Redeliver::One { id, sink } => {
+                    let idle = matches!(row.status, EventStatus::Sent | EventStatus::Dead);
+                    (row.id == *id && idle, sink)
+                }
+                Redeliver::Dead { sink } => (row.status == EventStatus::Dead, sink),
+            };
+            if fits && is(sink.as_ref(), &row.sink) {
+                row.status = EventStatus::Pending;
+                count += 1;
+            }
+        }
+        self.note("event.redeliver", None, None, by);
+        Ok(count)
+    }
+
+    async fn audit_of(&self, record: RecordId) -> Result<Vec<AuditRow>, Error> {
+        self.reach().await?;
+        let audit = self.audit.lock().unwrap();
+        Ok(audit.iter().filter(|row| row.record == Some(record)).cloned().collect())
+    }
+
+    async fn ping(&self) -> Result<(), Error> {
+        self.reach().await
+    }
+
+    async fn heartbeat(&self, _: OwnerId, _: Duration) -> Result<Beat, Error> {
+        Err(unavailable())
+    }
+    async fn retire(&self, _: OwnerId) -> Result<(), Error> {
+        Err(unavailable())
+    }
+    async fn reserve(&self, _: Proposal, _: Instant) -> Result<Reserved, Error> {
+        Err(unavailable())
+    }
+    async fn take_over(&self, _: Proposal, _: Takeover) -> Result<Changed, Error> {
+        Err(unavailable())
+    }
+    async fn find(&self, _: &Scope) -> Result<Option<Record>, Error> {
+        Err(unavailable())
+    }
+    async fn complete(&self, _: Completion, _: Instant) -> Result<Settled, Error> {
+        Err(unavailable())
+    }
+    async fn release(&self, _: &Scope, _: Fence) -> Result<Changed, Error> {
+        Err(unavailable())
+    }
+    async fn mark_unknown(&self, _: &Scope, _: Fence) -> Result<Changed, Error> {
+        Err(unavailable())
+    }
+    async fn mark_dead(&self, _: Option<(&Scope, Fence)>, _: u32) -> Result<u64, Error> {
+        Err(unavailable())
+    }
+    async fn claim(&self, _: &Claim) -> Result<Vec<Claimed>, Error> {
+        Err(unavailable())
+    }
+    async fn acknowledge(&self, _: &str, _: &[Acknowledgement]) -> Result<Vec<Uuid>, Error> {
+        Err(unavailable())
+    }
+    async fn next_due(&self, _: &str) -> Result<Option<Duration>, Error> {
+        Err(unavailable())
+    }
+    async fn sweep_records(&self, _: u32) -> Result<u64, Error> {
+        Err(unavailable())
+    }
+    async fn sweep_events(&self, _: Duration, _: u32) -> Result<u64, Error> {
+        Err(unavailable())
+    }
+    async fn sweep_leases(&self) -> Result<u64, Error> {
+        Err(unavailable())
+    }
+    async fn acted_on(&self, _: Duration) -> Result<Vec<RecordId>, Error> {
+        Err(unavailable())
+    }
+    async fn gauges(&self) -> Result<Gauges, Error> {
+        Err(unavailable())
+    }
+}
