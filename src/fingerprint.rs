@@ -254,3 +254,149 @@ impl Hash {
         self.0.finalize().into()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use base64::Engine as _;
+    use http::HeaderValue;
+    use serde_json::Value;
+
+    use super::*;
+
+    /// Pairs whose forms come later: until then they are compared byte by byte.
+    const LATER: [&str; 4] = [
+        "multipart boundary",
+        "xml white space and attribute order",
+        "soap security header",
+        "gzip of one text at two times",
+    ];
+
+    fn strings(case: &Value, name: &str) -> Vec<String> {
+        let list = case.get(name).and_then(Value::as_array).into_iter().flatten();
+        list.map(|entry| entry.as_str().unwrap().to_owned()).collect()
+    }
+
+    fn of_case(case: &Value, side: &str) -> Fingerprint {
+        let settings = Settings {
+            ignore: strings(case, "ignore"),
+            headers: strings(case, "headers"),
+            ignore_query: strings(case, "ignore_query"),
+        };
+        let request = &case[side];
+        let text = |name: &str| request.get(name).and_then(Value::as_str);
+        let mut headers = HeaderMap::new();
+        let kind = text("type").unwrap_or("application/json");
+        headers.insert(CONTENT_TYPE, kind.parse().unwrap());
+        for (name, value) in request["headers"].as_object().into_iter().flatten() {
+            let name = HeaderName::from_bytes(name.as_bytes()).unwrap();
+            headers.insert(name, HeaderValue::from_str(value.as_str().unwrap()).unwrap());
+        }
+        let body = text("body").unwrap();
+        let body = match request.get("base64") {
+            Some(_) => base64::engine::general_purpose::STANDARD.decode(body).unwrap(),
+            None => body.as_bytes().to_vec(),
+        };
+        let target = text("path").unwrap_or("/orders");
+        let parts = Parts { method: &Method::POST, target, headers: &headers, body: &body };
+        fingerprint(&Recipe::compile(&settings).unwrap(), &parts)
+    }
+
+    #[test]
+    fn the_pairs_of_the_contract() {
+        let cases = include_str!("../tests/cases/fingerprint.json");
+        let cases = serde_json::from_str::<Value>(cases).unwrap();
+        let mut missed = Vec::new();
+        for case in cases["cases"].as_array().unwrap() {
+            let (a, b) = (of_case(case, "a"), of_case(case, "b"));
+            let name = case["name"].as_str().unwrap();
+            if a.same_request(&b) != case["same"].as_bool().unwrap() {
+                missed.push(name);
+            }
+        }
+        assert_eq!(missed, LATER);
+    }
+
+    fn of(settings: &Settings, target: &str, kind: &str, body: &[u8]) -> Fingerprint {
+        let mut headers = HeaderMap::new();
+        headers.insert(CONTENT_TYPE, kind.parse().unwrap());
+        let parts = Parts { method: &Method::POST, target, headers: &headers, body };
+        fingerprint(&Recipe::compile(settings).unwrap(), &parts)
+    }
+
+    #[test]
+    fn c02_the_query_counts_as_pairs_and_the_path_as_received() {
+        let plain = |target: &str| of(&Settings::default(), target, "text/plain", b"").canonical;
+        assert_ne!(plain("/pay?dry=1"), plain("/pay"));
+        assert_eq!(plain("/pay?a=x+y&b=1"), plain("/pay?b=1&a=x%20y"));
+        assert_ne!(plain("/a%2Fb"), plain("/a/b"));
+        assert_ne!(plain("/p?a=%zz"), plain("/p?a=%25zz"));
+        assert_ne!(plain("/p?a=%ff"), plain("/p?a=%fe"));
+    }
+
+    #[test]
+    fn c07_type_and_coding_count() {
+        let settings = Settings::default();
+        let typed = |kind: &str| of(&settings, "/", kind, b"{}").canonical;
+        assert_ne!(typed("application/json"), typed("text/plain"));
+        assert_ne!(typed("application/json"), typed("application/x+json"));
+        assert_eq!(typed("application/json"), typed("Application/JSON ; charset=utf-8"));
+        let coded = |coding: Option<&'static str>| {
+            let mut headers = HeaderMap::new();
+            headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+            headers.extend(coding.map(|coding| (CONTENT_ENCODING, coding.parse().unwrap())));
+            let parts =
+                Parts { method: &Method::POST, target: "/", headers: &headers, body: b"{}" };
+            fingerprint(&Recipe::compile(&settings).unwrap(), &parts).canonical
+        };
+        assert_ne!(coded(None), coded(Some("gzip")));
+        assert_ne!(coded(Some("br")), coded(Some("gzip")));
+    }
+
+    #[test]
+    fn a_raw_body_never_equals_a_canonical_one() {
+        let mut form = Vec::new();
+        json::Tree::parse(b"[1]").unwrap().write(&[], &mut form);
+        let json = |body: &[u8]| of(&Settings::default(), "/", "application/json", body).canonical;
+        assert_ne!(json(b"[1]"), json(&form));
+    }
+
+    #[test]
+    fn c15_the_raw_hash_decides_across_a_change_of_recipe() {
+        let new = Settings { ignore: vec!["$.t".to_owned()], ..Settings::default() };
+        let old = of(&Settings::default(), "/", "application/json", b"{\"t\":1}");
+        assert!(old.same_request(&of(&new, "/", "application/json", b"{\"t\":1}")));
+        assert!(!old.same_request(&of(&new, "/", "application/json", b"{\"t\":2}")));
+        assert_ne!(old.recipe, Recipe::compile(&new).unwrap().id());
+    }
+
+    #[test]
+    fn the_recipes_id_is_stable() {
+        let recipe = |headers: &[&str], ignore: &[&str]| {
+            let own = |list: &[&str]| list.iter().map(|entry| (*entry).to_owned()).collect();
+            let settings =
+                Settings { headers: own(headers), ignore: own(ignore), ignore_query: Vec::new() };
+            Recipe::compile(&settings).unwrap().id()
+        };
+        assert_eq!(recipe(&["A", "b"], &["$.x", "$.y"]), recipe(&["B", "a"], &["$.y", "$.x"]));
+        assert_ne!(recipe(&["a"], &[]), recipe(&[], &["a"]));
+    }
+
+    #[test]
+    fn form_fields_are_ignored_by_name() {
+        let settings = Settings { ignore: vec!["ts".to_owned()], ..Settings::default() };
+        let form =
+            |body: &[u8]| of(&settings, "/", "application/x-www-form-urlencoded", body).canonical;
+        assert_eq!(form(b"a=1&ts=1"), form(b"ts=2&a=1"));
+        assert_ne!(form(b"a=1&ts=1"), form(b"ts=1&a=2"));
+    }
+
+    #[test]
+    fn every_bad_setting_is_named() {
+        let settings = Settings {
+            ignore: vec!["$[".to_owned(), "//wsse:Security".to_owned(), String::new()],
+            headers: vec!["a b".to_owned()],
+            ignore_query: Vec::new(),
+        };
+        assert_eq!(Recipe::compile(&settings).unwrap_err().len(), 4);
+    }
+}

@@ -1,8 +1,21 @@
-//! Which requests are keyed.
+//! Which requests are keyed: method and path, in both readings that an upstream may take.
+//!
+//! One upstream splits the path and then decodes each segment; another decodes the path and then splits it, resolving `.`, `..` and
+//! doubled slashes. A path that names a keyed route in either reading is keyed: otherwise a spelling would slip a write past its
+//! protection. The first reading that matches wins; where the two name different routes nobody can know what the upstream
+//! will do, and the request is ambiguous. Escapes are decoded once in each reading.
+//!
+//! Both readings are brought into one spelling, in which a segment's own slashes and percent signs are escaped, and looked up in
+//! one table for each method. A trailing slash and `;params` do not matter. A catch-all also matches nothing at all. What is
+//! forwarded and fingerprinted is the path as it came.
+
+use std::collections::HashMap;
+use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
 use http::{HeaderName, Method, StatusCode};
+use percent_encoding::percent_decode;
 
 use crate::fingerprint;
 use crate::record::Operation;
@@ -72,6 +85,8 @@ pub struct Pattern {
 #[derive(Debug, Default)]
 pub struct Routes {
     routes: Vec<Arc<Route>>,
+    tables: HashMap<Method, matchit::Router<usize>>,
+    ignore_case: bool,
 }
 
 /// What a request's method and path name.
@@ -91,21 +106,98 @@ pub enum Found {
 }
 
 impl Routes {
-    /// Builds the table.
+    /// Builds the table. Several routes may share an operation: they then share its scope.
     ///
     /// # Errors
-    /// One sentence for each route that cannot stand.
+    /// One sentence for each method and path that cannot stand.
     pub fn build(
         entries: Vec<(Pattern, Route)>,
-        _ignore_path_case: bool,
+        ignore_path_case: bool,
     ) -> Result<Self, Vec<String>> {
-        Ok(Self { routes: entries.into_iter().map(|(_, route)| Arc::new(route)).collect() })
+        let mut built = Self { ignore_case: ignore_path_case, ..Self::default() };
+        let mut errors = Vec::new();
+        let mut roots = Vec::new();
+        for (index, (pattern, route)) in entries.into_iter().enumerate() {
+            let named = |error: String| format!("route {}: {error}", route.operation);
+            match built.add(index, &pattern, &mut roots) {
+                Ok(()) => {}
+                Err(wrong) => errors.extend(wrong.into_iter().map(named)),
+            }
+            built.routes.push(Arc::new(route));
+        }
+        for (method, root, index) in roots {
+            // A conflict here means that another route names this path itself.
+            let _named_already = built.tables.entry(method).or_default().insert(root, index);
+        }
+        if errors.is_empty() { Ok(built) } else { Err(errors) }
     }
 
-    /// The route of a request.
+    fn add(
+        &mut self,
+        index: usize,
+        pattern: &Pattern,
+        roots: &mut Vec<(Method, String, usize)>,
+    ) -> Result<(), Vec<String>> {
+        let Pattern { methods, path } = pattern;
+        if methods.is_empty() {
+            return Err(vec![format!("{path}: no method is named")]);
+        }
+        let template = template(path, self.ignore_case)
+            .map_err(|error| vec![format!("{} {path}: {error}", listed(methods))])?;
+        let mut errors = Vec::new();
+        for method in methods {
+            let table = self.tables.entry(method.clone()).or_default();
+            if let Err(error) = table.insert(template.as_str(), index) {
+                errors.push(format!("{method} {path}: {}", wrong(&error)));
+            }
+            roots.extend(above_catch_all(&template).map(|root| (method.clone(), root, index)));
+        }
+        if errors.is_empty() { Ok(()) } else { Err(errors) }
+    }
+
+    /// The route of a request, by its method and its path as received.
     #[must_use]
-    pub fn find(&self, _method: &Method, _path: &str) -> Found {
-        Found::Nothing
+    pub fn find(&self, method: &Method, path: &str) -> Found {
+        let Some(table) = self.table(method) else {
+            return Found::Nothing;
+        };
+        let path = path.split('?').next().unwrap_or_default();
+        let split = self.look_up(table, &split_then_decoded(path));
+        let decoded = self.look_up(table, &decoded_then_split(path));
+        match (split, decoded) {
+            (Some((one, _)), Some((other, _))) if one != other => Found::Ambiguous,
+            (Some((index, params)), _) | (None, Some((index, params))) => {
+                match self.routes.get(index) {
+                    Some(route) => Found::Keyed { route: Arc::clone(route), params },
+                    None => Found::Nothing,
+                }
+            }
+            (None, None) => Found::Nothing,
+        }
+    }
+
+    /// The table of a method, also where it is written in lower case: some upstreams do not care.
+    fn table(&self, method: &Method) -> Option<&matchit::Router<usize>> {
+        self.tables.get(method).or_else(|| {
+            let upper = method.as_str().to_ascii_uppercase();
+            self.tables.get(&Method::from_bytes(upper.as_bytes()).ok()?)
+        })
+    }
+
+    fn look_up(&self, table: &matchit::Router<usize>, path: &str) -> Option<(usize, Params)> {
+        let spelt = if self.ignore_case { path.to_ascii_lowercase() } else { path.to_owned() };
+        let found = table.at(&spelt).ok()?;
+        let mut params = Vec::with_capacity(found.params.len());
+        for (name, value) in found.params.iter() {
+            // The value's place in the lower-case spelling is its place in the other one: ASCII keeps its length.
+            let start = value.as_ptr().addr().checked_sub(spelt.as_ptr().addr())?;
+            let value = path.get(start..start + value.len()).filter(|value| !value.is_empty())?;
+            // A value that is not UTF-8 has no name: two of them must not become one by repair.
+            if let Ok(value) = percent_decode(value.as_bytes()).decode_utf8() {
+                params.push((name.to_owned(), value.into_owned()));
+            }
+        }
+        Some((*found.value, Params::new(params)))
     }
 
     /// The first route of this operation.
@@ -117,5 +209,260 @@ impl Routes {
     /// All routes, as configured.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<Route>> {
         self.routes.iter()
+    }
+}
+
+fn listed(methods: &[Method]) -> String {
+    methods.iter().map(Method::as_str).collect::<Vec<_>>().join(", ")
+}
+
+fn wrong(error: &matchit::InsertError) -> String {
+    if let matchit::InsertError::Conflict { with } = error {
+        return format!("another route has this method and a path like it, {with}");
+    }
+    error.to_string()
+}
+
+/// A template in the spelling in which paths are looked up; its parameters stay as they are.
+fn template(path: &str, ignore_case: bool) -> Result<String, &'static str> {
+    let rest = path.strip_prefix('/').ok_or("the path does not begin with a slash")?;
+    if path.contains(['?', '#', ';']) {
+        return Err("the path holds '?', '#' or ';'");
+    }
+    let rest = rest.strip_suffix('/').unwrap_or(rest);
+    if rest.split('/').any(|segment| matches!(segment, "." | "..")) || rest.contains("//") {
+        return Err("the path holds an empty or dot segment");
+    }
+    let mut spelt = String::from("/");
+    for (index, piece) in rest.split('{').enumerate() {
+        let mut text = piece;
+        if index > 0 {
+            let (name, after) = piece.split_once('}').ok_or("a '{' has no '}'")?;
+            if name.trim_start_matches('*').is_empty() {
+                return Err("a parameter has no name");
+            }
+            spelt.push('{');
+            spelt.push_str(name);
+            spelt.push('}');
+            text = after;
+        }
+        if text.contains('}') {
+            return Err("a '}' has no '{'");
+        }
+        for (place, segment) in text.split('/').enumerate() {
+            spelt.push_str(if place > 0 { "/" } else { "" });
+            let start = spelt.len();
+            spell(percent_decode(segment.as_bytes()), &mut spelt);
+            if ignore_case && let Some(added) = spelt.get_mut(start..) {
+                added.make_ascii_lowercase();
+            }
+        }
+    }
+    Ok(spelt)
+}
+
+/// `/a` of `/a/{*rest}`: the path that a catch-all matches with nothing.
+fn above_catch_all(template: &str) -> Option<String> {
+    let (above, last) = template.rsplit_once('/')?;
+    let catches = last.starts_with("{*");
+    catches.then(|| if above.is_empty() { "/".to_owned() } else { above.to_owned() })
+}
+
+/// Writes a decoded segment so that it cannot be taken for more than one, nor for a parameter.
+fn spell(segment: impl IntoIterator<Item = u8>, spelt: &mut String) {
+    for byte in segment {
+        if byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_' | b'~') {
+            spelt.push(char::from(byte));
+        } else {
+            // Writing to a string cannot fail.
+            let _ok = write!(spelt, "%{byte:02X}");
+        }
+    }
+}
+
+/// The first reading: split, then decoded.
+fn split_then_decoded(path: &str) -> String {
+    let path = path.strip_prefix('/').unwrap_or(path);
+    let path = path.strip_suffix('/').unwrap_or(path);
+    let mut spelt = String::with_capacity(path.len() + 1);
+    for segment in path.split('/') {
+        spelt.push('/');
+        let name = segment.split(';').next().unwrap_or_default();
+        spell(percent_decode(name.as_bytes()), &mut spelt);
+    }
+    spelt
+}
+
+/// The second reading: decoded, then split and resolved.
+fn decoded_then_split(path: &str) -> String {
+    let decoded = percent_decode(path.as_bytes()).collect::<Vec<_>>();
+    let mut segments = Vec::new();
+    for segment in decoded.split(|b| *b == b'/') {
+        match segment.split(|b| *b == b';').next().unwrap_or_default() {
+            b"" | b"." => {}
+            b".." => {
+                segments.pop();
+            }
+            name => segments.push(name),
+        }
+    }
+    let mut spelt = String::with_capacity(path.len() + 1);
+    for segment in &segments {
+        spelt.push('/');
+        spell(segment.iter().copied(), &mut spelt);
+    }
+    if spelt.is_empty() { "/".to_owned() } else { spelt }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::record::Tenant;
+
+    fn routes(list: &[(&str, &str, &str)], ignore_case: bool) -> Result<Routes, Vec<String>> {
+        let entry = |(operation, method, path): &(&str, &str, &str)| {
+            let operation = Operation::parse(operation).unwrap();
+            let route = Route {
+                events: Templates::compile(&operation, &[], &[], 1000).unwrap(),
+                operation,
+                scope: scope::Recipe {
+                    key_header: HeaderName::from_static("idempotency-key"),
+                    key_required: true,
+                    forward_key: true,
+                    derive_key: None,
+                    tenant: scope::Source::Fixed(Tenant::parse("default").unwrap()),
+                },
+                fingerprint: fingerprint::Recipe::compile(&fingerprint::Settings::default())
+                    .unwrap(),
+                outcome: Lists::default(),
+                policy: Policy {
+                    wait: Duration::ZERO,
+                    timeout: Duration::ZERO,
+                    retention: Duration::ZERO,
+                    request_body_max: 0,
+                    response_body_max: 0,
+                    on_unknown: OnUnknown::Hold,
+                    mismatch_status: StatusCode::CONFLICT,
+                    replay_drop: Vec::new(),
+                },
+                upstream: String::new(),
+            };
+            let methods = vec![Method::from_bytes(method.as_bytes()).unwrap()];
+            (Pattern { methods, path: (*path).to_owned() }, route)
+        };
+        Routes::build(list.iter().map(entry).collect(), ignore_case)
+    }
+
+    fn named(routes: &Routes, method: &str, path: &str) -> String {
+        match routes.find(&Method::from_bytes(method.as_bytes()).unwrap(), path) {
+            Found::Nothing => "-".to_owned(),
+            Found::Ambiguous => "?".to_owned(),
+            Found::Keyed { route, params } => {
+                let params = params.iter().map(|(name, value)| format!(" {name}={value}"));
+                format!("{}{}", route.operation, params.collect::<String>())
+            }
+        }
+    }
+
+    #[test]
+    fn no_spelling_slips_past_a_keyed_route() {
+        let list = [("o", "POST", "/orders"), ("a", "POST", "/accounts/{account}/orders/")];
+        let routes = routes(&list, false).unwrap();
+        for path in [
+            "/orders",
+            "/orders/",
+            "//orders",
+            "/x/../orders",
+            "/./orders",
+            "/orders;v=1",
+            "/%6frders",
+            "/%2e/orders",
+            "/x/%2e%2e/orders",
+            "/x%2f..%2forders",
+            "/orders%2f",
+            "/%2forders",
+            "/orders//",
+            "/..;/orders",
+            "/x/..;a=b/orders",
+            "/orders%3bv=1",
+            "/orders?x=1",
+            "/../orders",
+            "orders",
+            "/;x/orders",
+        ] {
+            assert_eq!(named(&routes, "POST", path), "o", "{path}");
+        }
+        for path in [
+            "/ORDERS",
+            "/%252e/orders",
+            "/orders/1",
+            "/x/orders",
+            "/orders\\",
+            "/",
+            "",
+            "/order",
+            "/%zzorders",
+        ] {
+            assert_eq!(named(&routes, "POST", path), "-", "{path}");
+        }
+        assert_eq!(named(&routes, "post", "/orders"), "o");
+        assert_eq!(named(&routes, "GET", "/orders"), "-");
+        for (path, found) in [
+            ("/accounts/1/orders", "a account=1"),
+            ("/accounts/a%2fb/orders", "a account=a/b"),
+            ("/accounts/%2561/orders", "a account=%61"),
+            ("/accounts/a;v=1/orders;w", "a account=a"),
+            ("/accounts/Zo%C3%AB/orders", "a account=Zoë"),
+            ("/accounts/%ff/orders", "a"),
+            ("/accounts//orders", "-"),
+            ("//accounts/x/orders/", "a account=x"),
+        ] {
+            assert_eq!(named(&routes, "POST", path), found, "{path}");
+        }
+    }
+
+    #[test]
+    fn readings_that_differ_are_ambiguous() {
+        let list = [("a", "POST", "/a/{x}"), ("b", "POST", "/a/{x}/b"), ("r", "PUT", "/{*rest}")];
+        let routes = routes(&list, false).unwrap();
+        assert_eq!(named(&routes, "POST", "/a/x%2fb"), "?");
+        assert_eq!(named(&routes, "PUT", "/a/x%2fb/../c"), "r rest=a/x/b/../c");
+        assert_eq!(named(&routes, "PUT", "/"), "r");
+        assert_eq!(named(&routes, "PUT", "/.."), "r rest=..");
+    }
+
+    #[test]
+    fn case_matters_unless_it_is_ignored() {
+        let routes = routes(&[("o", "POST", "/Orders/{Id}")], true).unwrap();
+        assert_eq!(named(&routes, "POST", "/oRDERS/%41bC"), "o Id=AbC");
+    }
+
+    #[test]
+    fn bad_routes_are_named() {
+        for bad in ["orders", "/a/{", "/a/}", "/a/{}", "/a//b", "/a/../b", "/a?b", "/{*rest}/x"] {
+            let errors = routes(&[("o", "POST", bad)], false).unwrap_err();
+            assert!(errors.len() == 1 && errors[0].starts_with("route o: "), "{errors:?}");
+        }
+        for (one, other) in
+            [("/a", "/a/"), ("/a/{x}", "/a/{y}"), ("/a", "/%61"), ("/{*x}", "/{*y}")]
+        {
+            let errors = routes(&[("o", "POST", one), ("p", "POST", other)], false).unwrap_err();
+            assert!(errors.len() == 1 && errors[0].starts_with("route p: POST"), "{errors:?}");
+        }
+        assert!(
+            routes(&[("o", "POST", "/a"), ("o", "PUT", "/a"), ("p", "POST", "/{*r}")], false)
+                .is_ok()
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn no_path_panics(path: String, odd in r"[/%2eEfF.;a{}*?]{0,30}") {
+            let routes = routes(&[("o", "POST", "/a/{x}"), ("r", "POST", "/{*rest}")], true).unwrap();
+            let _found = named(&routes, "POST", &path);
+            let _found = named(&routes, "POST", &odd);
+        }
     }
 }

@@ -1,7 +1,28 @@
-//! Where a request belongs.
-use http::{HeaderMap, HeaderName, Method};
+//! Where a request belongs: whose it is, and under which key.
+//!
+//! The key comes from one header line, bare or as a quoted structured-field string; both spellings are one key. Where the
+//! header is absent a route may derive a key from parts of the request. The tenant comes from one source for each route.
+//!
+//! What must stay true: what is ambiguous is refused, never guessed and never treated as absent (two lines, a list, an empty
+//! value). A sent key never equals a derived one: what is sent may not begin with [`DERIVED`]. An address is never part of the
+//! scope. Credentials leave this module only as keyed digests.
 
-use crate::record::{Key, Tenant};
+use std::fmt;
+
+use base64::Engine as _;
+use base64::engine::DecodePaddingMode;
+use base64::engine::general_purpose::{GeneralPurpose, GeneralPurposeConfig};
+use http::header::AUTHORIZATION;
+use http::{HeaderMap, HeaderName, Method};
+use serde_json_path::JsonPath;
+use sha2::{Digest as _, Sha256};
+
+use crate::fingerprint::form;
+use crate::fingerprint::json::{Scalar, Tree};
+use crate::record::{KEY_MAX, Key, Tenant};
+
+/// How every derived key begins, and no sent one.
+pub const DERIVED: &str = "derived:";
 
 /// The decoded parameters of the path, by the reading that matched the route.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -75,75 +96,559 @@ pub enum Source {
 
 /// The parts of a derived key, compiled.
 #[derive(Clone, Debug)]
-pub struct Derive(());
+pub struct Derive(Vec<Part>);
+
+#[derive(Clone, Debug)]
+enum Part {
+    Json(JsonPath),
+    Header(HeaderName),
+    Path(String),
+    Query(String),
+}
 
 impl Derive {
-    /// Compiles the parts of `derive_key`.
+    /// Compiles the parts of `derive_key`: `$.a.b` (a JSONPath to one value), `header:NAME`, `path:NAME` and `query:NAME`.
     ///
     /// # Errors
     /// What is wrong with the first part that cannot be used.
-    pub fn parse(_parts: &[String]) -> Result<Self, String> {
-        Ok(Self(()))
+    pub fn parse(parts: &[String]) -> Result<Self, String> {
+        if parts.is_empty() {
+            return Err("derive_key has no parts".to_owned());
+        }
+        parts.iter().map(|part| Part::parse(part)).collect::<Result<_, _>>().map(Self)
     }
 }
 
-/// The key of this installation's digests.
+impl Part {
+    fn parse(text: &str) -> Result<Self, String> {
+        if text.starts_with('$') {
+            if names_several(text) {
+                return Err(format!("derive_key: {text:?} may name several values"));
+            }
+            let path = JsonPath::parse(text);
+            return path
+                .map(Self::Json)
+                .map_err(|error| format!("derive_key: {text:?} is no JSONPath: {error}"));
+        }
+        match text.split_once(':') {
+            Some(("header", name)) => HeaderName::from_bytes(name.as_bytes())
+                .map(Self::Header)
+                .map_err(|_| format!("derive_key: {name:?} is no header name")),
+            Some(("path", name)) if !name.is_empty() => Ok(Self::Path(name.to_owned())),
+            Some(("query", name)) if !name.is_empty() => Ok(Self::Query(name.to_owned())),
+            _ => Err(format!(
+                "derive_key: {text:?} begins with none of \"$\", \"header:\", \"path:\", \"query:\""
+            )),
+        }
+    }
+
+    /// The part's value as JSON text; `None` where it is absent, blank, or there several times.
+    fn value(&self, asked: &Asked<'_>, body: Option<&Body<'_>>) -> Option<String> {
+        let text = match self {
+            Self::Json(path) => {
+                let body = body?;
+                let located = path.query_located(&body.value);
+                let id = body.tree.find(located.first()?.location().iter())?;
+                match body.tree.scalar(id)? {
+                    Scalar::Text(text) => text,
+                    Scalar::Number(number) => return Some(number),
+                    Scalar::Bool(truth) => return Some(truth.to_string()),
+                }
+            }
+            Self::Header(name) => one(asked.headers, name).ok()??.to_owned(),
+            Self::Path(name) => asked.params.get(name)?.to_owned(),
+            Self::Query(name) => {
+                let (_, query) = asked.target.split_once('?')?;
+                let pairs = form::pairs(query.as_bytes())?;
+                let mut named = pairs.iter().filter(|(known, _)| known.as_ref() == name.as_bytes());
+                let (_, value) = named.next()?;
+                if named.next().is_some() {
+                    return None;
+                }
+                std::str::from_utf8(value).ok()?.to_owned()
+            }
+        };
+        let blank = text.trim().is_empty();
+        (!blank).then(|| serde_json::Value::from(text).to_string())
+    }
+}
+
+/// A body that is JSON, as it is and as JSONPath reads it.
+struct Body<'a> {
+    tree: Tree<'a>,
+    value: serde_json::Value,
+}
+
+/// Whether a JSONPath holds, outside of quotes, anything that may select more than one node.
+fn names_several(path: &str) -> bool {
+    let mut quote = None;
+    let mut escaped = false;
+    let mut last = ' ';
+    for letter in path.chars() {
+        match quote {
+            Some(_) if escaped => escaped = false,
+            Some(_) if letter == '\\' => escaped = true,
+            Some(open) => quote = (open != letter).then_some(open),
+            None if matches!(letter, '"' | '\'') => quote = Some(letter),
+            None if matches!(letter, '*' | '?' | ',' | ':') => return true,
+            None if letter == '.' && last == '.' => return true,
+            None => {}
+        }
+        last = letter;
+    }
+    false
+}
+
+/// The key of this installation's digests. Two installations with different keys give different digests.
 #[derive(Clone)]
-pub struct DigestKey(());
+pub struct DigestKey {
+    inner: Sha256,
+    outer: Sha256,
+}
+
+impl fmt::Debug for DigestKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("DigestKey")
+    }
+}
+
+/// The block of SHA-256, in bytes.
+const BLOCK: usize = 64;
 
 impl DigestKey {
     /// From secret bytes.
     #[must_use]
-    pub fn from_bytes(_secret: &[u8]) -> Self {
-        Self(())
+    pub fn from_bytes(secret: &[u8]) -> Self {
+        let mut block = [0; BLOCK];
+        let hashed = Sha256::digest(secret);
+        let key = if secret.len() > BLOCK { hashed.as_slice() } else { secret };
+        for (to, from) in block.iter_mut().zip(key) {
+            *to = *from;
+        }
+        let padded = |pad: u8| Sha256::new_with_prefix(block.map(|byte| byte ^ pad));
+        Self { inner: padded(0x36), outer: padded(0x5c) }
     }
 
-    /// The digest of a text.
+    /// The digest of a text: the first half of its HMAC-SHA256 (RFC 2104), as 32 hexadecimal digits.
     #[must_use]
-    pub fn digest(&self, _text: &[u8]) -> String {
-        String::new()
+    pub fn digest(&self, text: &[u8]) -> String {
+        let mut inner = self.inner.clone();
+        inner.update(text);
+        let mut outer = self.outer.clone();
+        outer.update(inner.finalize());
+        hex(outer.finalize().iter().take(16))
     }
+}
+
+fn hex<'b>(bytes: impl Iterator<Item = &'b u8>) -> String {
+    bytes.map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Why a request has no scope.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// The route requires a key.
+    /// The route requires a key, and the request has none.
     KeyMissing,
-    /// There is a key, but it cannot be one.
+    /// There is a key's header, but it holds no key: what is wrong, to stand after "the idempotency key".
     KeyInvalid(&'static str),
-    /// The tenant's source yields nothing that can be a tenant.
+    /// The tenant's source yields nothing that can be a tenant: what is wrong, as a sentence without its end.
     TenantMissing(&'static str),
 }
 
-/// Reads the key from its header.
+/// Reads the key from its header. `None`: the header is absent, whether or not the route requires it.
 ///
 /// # Errors
-/// [`Refusal::KeyInvalid`]
-pub fn read_key(_recipe: &Recipe, _headers: &HeaderMap) -> Result<Option<Key>, Refusal> {
-    Ok(None)
+/// [`Refusal::KeyInvalid`] where the header is there but is not exactly one key.
+pub fn read_key(recipe: &Recipe, headers: &HeaderMap) -> Result<Option<Key>, Refusal> {
+    let mut lines = headers.get_all(&recipe.key_header).iter();
+    let Some(line) = lines.next() else {
+        return Ok(None);
+    };
+    if lines.next().is_some() {
+        return Err(Refusal::KeyInvalid("comes in more than one header line"));
+    }
+    parse_key(line.as_bytes()).map(Some).map_err(Refusal::KeyInvalid)
 }
 
-/// Makes a key.
+fn parse_key(line: &[u8]) -> Result<Key, &'static str> {
+    const ODD: &str = "holds characters other than visible ASCII and space";
+    let line = line.trim_ascii();
+    if !line.iter().all(|b| *b == b' ' || b.is_ascii_graphic()) {
+        return Err(ODD);
+    }
+    let line = std::str::from_utf8(line).map_err(|_| ODD)?;
+    let text = if line.starts_with('"') { unquote(line)? } else { bare(line)?.to_owned() };
+    if text.trim().is_empty() {
+        return Err("is empty");
+    }
+    if text.len() > KEY_MAX {
+        return Err("is longer than 255 characters");
+    }
+    if text.starts_with(DERIVED) {
+        return Err("begins with \"derived:\", which is reserved");
+    }
+    Key::parse(&text).ok_or(ODD)
+}
+
+fn bare(line: &str) -> Result<&str, &'static str> {
+    if line.contains(',') {
+        return Err("holds a comma, which only a quoted key may");
+    }
+    let base64 = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'+' | b'/' | b'=');
+    match line.strip_prefix(':').and_then(|rest| rest.strip_suffix(':')) {
+        Some(inner) if inner.bytes().all(base64) => Err("is a byte sequence, not a string"),
+        Some(_) | None => Ok(line),
+    }
+}
+
+/// Reads a string of RFC 9651: within quotes, a backslash stands only before a quote or a backslash.
+fn unquote(line: &str) -> Result<String, &'static str> {
+    let mut text = String::with_capacity(line.len());
+    let mut letters = line.chars().skip(1);
+    loop {
+        match letters.next() {
+            Some('"') => break,
+            Some('\\') => match letters.next() {
+                Some(escaped @ ('"' | '\\')) => text.push(escaped),
+                Some(_) | None => return Err("holds a bad escape"),
+            },
+            Some(letter) => text.push(letter),
+            None => return Err("has an opening quote and no closing one"),
+        }
+    }
+    match letters.find(|letter| *letter != ' ') {
+        None => Ok(text),
+        Some(';') => Err("carries parameters, which mean nothing here"),
+        Some(',') => Err("is a list"),
+        Some(_) => Err("goes on after its closing quote"),
+    }
+}
+
+/// Makes a key from the parts that the route names. Asked only where the header is absent.
+/// `None`: a part is absent, and the request counts as having no key.
 #[must_use]
-pub fn derive_key(_recipe: &Recipe, _asked: &Asked<'_>, _body: &[u8]) -> Option<Key> {
-    None
+pub fn derive_key(recipe: &Recipe, asked: &Asked<'_>, body: &[u8]) -> Option<Key> {
+    let Derive(parts) = recipe.derive_key.as_ref()?;
+    let reads_body = parts.iter().any(|part| matches!(part, Part::Json(_)));
+    let body = if reads_body { Tree::parse(body) } else { None };
+    let body = body.map(|tree| Body { value: tree.to_value(), tree });
+    let values = parts.iter().map(|part| part.value(asked, body.as_ref()));
+    let list = format!("[{}]", values.collect::<Option<Vec<_>>>()?.join(","));
+    let plain = format!("{DERIVED}{list}");
+    Key::parse(&plain).or_else(|| {
+        let hash = hex(Sha256::digest(list.as_bytes()).iter());
+        Key::parse(&format!("{DERIVED}sha256:{hash}"))
+    })
 }
 
-/// Reads the tenant.
+/// Reads the tenant from the route's source.
 ///
 /// # Errors
-/// [`Refusal::TenantMissing`]
+/// [`Refusal::TenantMissing`] where the source yields nothing, several values, or what cannot be a tenant.
 pub fn read_tenant(
-    _recipe: &Recipe,
-    _asked: &Asked<'_>,
-    _digest: &DigestKey,
+    recipe: &Recipe,
+    asked: &Asked<'_>,
+    digest: &DigestKey,
 ) -> Result<Tenant, Refusal> {
-    Err(Refusal::TenantMissing(""))
+    tenant(&recipe.tenant, asked, digest).map_err(Refusal::TenantMissing)
 }
 
-/// A keyed digest of Authorization.
+fn tenant(source: &Source, asked: &Asked<'_>, digest: &DigestKey) -> Result<Tenant, &'static str> {
+    const INVALID: &str = "the tenant is not 1 to 255 bytes of visible UTF-8";
+    let text = match source {
+        Source::Fixed(tenant) => return Ok(tenant.clone()),
+        Source::Header(name) => match one(asked.headers, name)? {
+            Some(text) => text.to_owned(),
+            None => return Err("the request has no tenant header"),
+        },
+        Source::Path(name) => {
+            asked.params.get(name).ok_or("the path holds no readable tenant")?.to_owned()
+        }
+        Source::Host => host(asked.host.ok_or("the request names no host")?),
+        Source::BasicUser => basic_user(asked.headers)?,
+        Source::Credential => {
+            digest.digest(credential(asked.headers)?.ok_or("the request has no credential")?)
+        }
+    };
+    Tenant::parse(&text).ok_or(INVALID)
+}
+
+/// The one value of a header, without blanks around it.
+fn one<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Result<Option<&'h str>, &'static str> {
+    let mut lines = headers.get_all(name).iter();
+    let Some(line) = lines.next() else {
+        return Ok(None);
+    };
+    if lines.next().is_some() {
+        return Err("the tenant header comes in more than one line");
+    }
+    let text = std::str::from_utf8(line.as_bytes()).map_err(|_| "the tenant is not UTF-8")?;
+    Ok(Some(text.trim()))
+}
+
+/// A host as every caller that means it spells it: lower-case, without port and without a dot at its end.
+fn host(authority: &str) -> String {
+    let bracketed = authority.find(']').and_then(|end| authority.split_at_checked(end + 1));
+    let name = match bracketed {
+        Some((address, _)) => address,
+        None => authority.split(':').next().unwrap_or_default(),
+    };
+    name.strip_suffix('.').unwrap_or(name).to_ascii_lowercase()
+}
+
+fn credential(headers: &HeaderMap) -> Result<Option<&[u8]>, &'static str> {
+    let mut lines = headers.get_all(AUTHORIZATION).iter();
+    let line = lines.next();
+    if lines.next().is_some() {
+        return Err("the request has more than one Authorization header");
+    }
+    Ok(line.map(|line| line.as_bytes().trim_ascii()).filter(|line| !line.is_empty()))
+}
+
+fn basic_user(headers: &HeaderMap) -> Result<String, &'static str> {
+    const MALFORMED: &str = "the Basic credentials are malformed";
+    const BASE64: GeneralPurpose = GeneralPurpose::new(
+        &base64::alphabet::STANDARD,
+        GeneralPurposeConfig::new().with_decode_padding_mode(DecodePaddingMode::Indifferent),
+    );
+    let credential = credential(headers)?.ok_or("the request has no Authorization header")?;
+    let credential = std::str::from_utf8(credential).map_err(|_| MALFORMED)?;
+    let (scheme, token) = credential.split_once(' ').ok_or(MALFORMED)?;
+    if !scheme.eq_ignore_ascii_case("basic") {
+        return Err("the credentials are not of the Basic scheme");
+    }
+    let pair = BASE64.decode(token.trim()).map_err(|_| MALFORMED)?;
+    let pair = String::from_utf8(pair).map_err(|_| MALFORMED)?;
+    let (user, _) = pair.split_once(':').ok_or(MALFORMED)?;
+    Ok(user.to_owned())
+}
+
+/// Who asks: a keyed digest of the Authorization header. `None`: there is none, or more than one.
 #[must_use]
-pub fn caller(_headers: &HeaderMap, _digest: &DigestKey) -> Option<String> {
-    None
+pub fn caller(headers: &HeaderMap, digest: &DigestKey) -> Option<String> {
+    credential(headers).ok().flatten().map(|credential| digest.digest(credential))
+}
+
+#[cfg(test)]
+mod tests {
+    use http::HeaderValue;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn recipe(tenant: Source, derive: &[&str]) -> Recipe {
+        let parts = derive.iter().map(|part| (*part).to_owned()).collect::<Vec<_>>();
+        Recipe {
+            key_header: HeaderName::from_static("idempotency-key"),
+            key_required: true,
+            forward_key: true,
+            derive_key: (!parts.is_empty()).then(|| Derive::parse(&parts).unwrap()),
+            tenant,
+        }
+    }
+
+    fn headers(lines: &[(&str, &[u8])]) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        for (name, value) in lines {
+            let name = HeaderName::from_bytes(name.as_bytes()).unwrap();
+            headers.append(name, HeaderValue::from_bytes(value).unwrap());
+        }
+        headers
+    }
+
+    fn key(line: &[u8]) -> Result<String, Refusal> {
+        let recipe = recipe(Source::Host, &[]);
+        let key = read_key(&recipe, &headers(&[("idempotency-key", line)]))?;
+        Ok(key.unwrap().as_str().to_owned())
+    }
+
+    fn refused(line: &[u8]) -> bool {
+        matches!(key(line), Err(Refusal::KeyInvalid(_)))
+    }
+
+    #[test]
+    fn d02_blank_keys_are_refused_and_an_absent_one_is_absent() {
+        for blank in [&b""[..], b"   ", b"\"\"", b"\" \"", b"\t"] {
+            assert!(refused(blank), "{blank:?}");
+        }
+        assert_eq!(read_key(&recipe(Source::Host, &[]), &HeaderMap::new()), Ok(None));
+    }
+
+    #[test]
+    fn d03_quoted_and_bare_are_one_key() {
+        assert_eq!(key(b"\"k\""), key(b" k "));
+        assert_eq!(key(br#""a\"b\\""#), key(br#"a"b\"#));
+        assert_eq!(key(b"\"a,b\"").unwrap(), "a,b");
+        assert_eq!(key(b"order:7:x").unwrap(), "order:7:x");
+        for bad in [
+            &br#""k";p=1"#[..],
+            b"\"k",
+            b"\"",
+            b":YWJj:",
+            b"::",
+            b"\"k\", \"k\"",
+            br#""a\x""#,
+            br#""k"x"#,
+            br#""k\"#,
+        ] {
+            assert!(refused(bad), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn d04_repeated_lines_and_lists_are_refused() {
+        let two = headers(&[("idempotency-key", b"k"), ("idempotency-key", b"k")]);
+        assert!(matches!(read_key(&recipe(Source::Host, &[]), &two), Err(Refusal::KeyInvalid(_))));
+        assert!(refused(b"a,b"));
+    }
+
+    #[test]
+    fn d05_the_length_is_bounded_in_characters() {
+        assert!(key(&[b'x'; 255]).is_ok());
+        assert!(refused(&[b'x'; 256]));
+        assert!(refused(&[b'x'; 64_000]));
+        assert!(key(format!("\"{}\"", "\\\\".repeat(255)).as_bytes()).is_ok());
+    }
+
+    #[test]
+    fn d06_only_visible_ascii() {
+        for bad in [&b"a\tb"[..], b"\xc3\xa9", b"\xe9", b"a\x80"] {
+            assert!(refused(bad), "{bad:?}");
+        }
+        for good in ["<script>", "'; drop", "%00", "../"] {
+            assert_eq!(key(good.as_bytes()).unwrap(), good);
+        }
+    }
+
+    #[test]
+    fn a_sent_key_never_equals_a_derived_one() {
+        assert!(refused(b"derived:[1]"));
+        assert!(refused(b"\"derived:[1]\""));
+    }
+
+    fn derived(parts: &[&str], body: &str) -> Option<String> {
+        let lines: [(&str, &[u8]); 4] =
+            [("x-ref", b"r 1"), ("x-two", b"1"), ("x-two", b"2"), ("x-empty", b"")];
+        let headers = headers(&lines);
+        let params = Params::new(vec![("account".to_owned(), "a/1".to_owned())]);
+        let target = "/a%2f1?ref=a%20b&d=1&d=2";
+        let asked =
+            Asked { method: &Method::POST, target, headers: &headers, params: &params, host: None };
+        derive_key(&recipe(Source::Host, parts), &asked, body.as_bytes())
+            .map(|key| key.as_str().to_owned())
+    }
+
+    #[test]
+    fn derived_keys_need_all_their_parts() {
+        let all = ["$.ref", "$.n[1]", "header:X-Ref", "path:account", "query:ref"];
+        let expected = r#"derived:["x",90071992547409930,"r 1","a/1","a b"]"#;
+        let body = r#"{"ref":"x","n":[0,9.007199254740993e16]}"#;
+        assert_eq!(derived(&all, body).as_deref(), Some(expected));
+        for ref_ in ["null", "{}", "[1]", "\" \"", "\"\""] {
+            assert_eq!(derived(&["$.ref"], &format!("{{\"ref\":{ref_}}}")), None, "{ref_}");
+        }
+        assert_eq!(derived(&["$.ref"], "{}"), None);
+        assert_eq!(derived(&["$.ref"], "oops"), None);
+        for part in ["header:X-None", "header:X-Two", "header:X-Empty", "path:none", "query:d"] {
+            assert_eq!(derived(&["$.ref", part], r#"{"ref":1}"#), None, "{part}");
+        }
+        assert_ne!(derived(&["$.ref"], r#"{"ref":1}"#), derived(&["$.ref"], r#"{"ref":"1"}"#));
+        assert_eq!(derived(&["$.ref"], r#"{"ref":1.0}"#), derived(&["$.ref"], r#"{"ref":1}"#));
+    }
+
+    #[test]
+    fn long_and_foreign_derived_keys_are_hashed() {
+        let long = format!(r#"{{"ref":"{}"}}"#, "x".repeat(300));
+        for body in [long.as_str(), r#"{"ref":"é"}"#] {
+            let key = derived(&["$.ref"], body).unwrap();
+            assert!(key.starts_with("derived:sha256:") && key.len() == 79, "{key}");
+        }
+    }
+
+    #[test]
+    fn derive_refuses_parts_that_name_several_values() {
+        for part in ["$..a", "$.a[*]", "$.a[0,1]", "$.a[0:2]", "$.a[?@.b]", "$.", "a", "path:"] {
+            assert!(Derive::parse(&[part.to_owned()]).is_err(), "{part}");
+        }
+        assert!(Derive::parse(&["$['a,b:*']".to_owned()]).is_ok());
+        assert!(Derive::parse(&[]).is_err());
+    }
+
+    fn tenant_of(source: Source, lines: &[(&str, &[u8])], host: Option<&str>) -> Option<String> {
+        let headers = headers(lines);
+        let params = Params::new(vec![("account".to_owned(), "acme".to_owned())]);
+        let asked =
+            Asked { method: &Method::POST, target: "/", headers: &headers, params: &params, host };
+        let digest = DigestKey::from_bytes(b"secret");
+        match read_tenant(&recipe(source, &[]), &asked, &digest) {
+            Ok(tenant) => Some(tenant.as_str().to_owned()),
+            Err(refusal) => {
+                assert!(matches!(refusal, Refusal::TenantMissing(_)));
+                None
+            }
+        }
+    }
+
+    #[test]
+    fn d09_a_tenant_is_one_visible_value_or_the_request_is_refused() {
+        let header = Source::Header(HeaderName::from_static("x-tenant"));
+        let from = |lines: &[(&str, &[u8])]| tenant_of(header.clone(), lines, None);
+        assert_eq!(from(&[("x-tenant", "Zoë".as_bytes())]).as_deref(), Some("Zoë"));
+        assert_eq!(from(&[]), None);
+        assert_eq!(from(&[("x-tenant", b" ")]), None);
+        assert_eq!(from(&[("x-tenant", b"\xff")]), None);
+        assert_eq!(from(&[("x-tenant", b"a"), ("x-tenant", b"a")]), None);
+        assert_eq!(from(&[("x-tenant", &[b'x'; 256])]), None);
+        let path = |name: &str| tenant_of(Source::Path(name.to_owned()), &[], None);
+        assert_eq!(path("account").as_deref(), Some("acme"));
+        assert_eq!(path("other"), None);
+    }
+
+    #[test]
+    fn hosts_are_compared_without_case_and_port() {
+        for (host, tenant) in
+            [("A.Example:8080", "a.example"), ("a.example.", "a.example"), ("[::1]:80", "[::1]")]
+        {
+            assert_eq!(tenant_of(Source::Host, &[], Some(host)).as_deref(), Some(tenant));
+        }
+        assert_eq!(tenant_of(Source::Host, &[], None), None);
+        assert_eq!(tenant_of(Source::Host, &[], Some(":80")), None);
+    }
+
+    #[test]
+    fn credentials_name_a_tenant_without_being_shown() {
+        let basic = |value: &[u8]| tenant_of(Source::BasicUser, &[("authorization", value)], None);
+        assert_eq!(basic(b"Basic YWxpY2U6cHc=").as_deref(), Some("alice"));
+        assert_eq!(basic(b"basic YWxpY2U6b3RoZXI").as_deref(), Some("alice"));
+        for bad in [&b"Bearer x"[..], b"Basic", b"Basic ***", b"Basic YWxpY2U=", b"Basic OnB3"] {
+            assert_eq!(basic(bad), None, "{bad:?}");
+        }
+        let token = |value: &[u8]| tenant_of(Source::Credential, &[("authorization", value)], None);
+        let one = token(b"Bearer SECRET").unwrap();
+        assert!(one.len() == 32 && !one.contains("SECRET"));
+        assert_ne!(Some(one), token(b"Bearer OTHER"));
+        assert_eq!(tenant_of(Source::Credential, &[], None), None);
+    }
+
+    #[test]
+    fn digests_are_hmac_sha256_cut_in_half() {
+        // RFC 4231, cases 2 and 6.
+        let short = DigestKey::from_bytes(b"Jefe").digest(b"what do ya want for nothing?");
+        assert_eq!(short, "5bdcc146bf60754e6a042426089575c7");
+        let long = DigestKey::from_bytes(&[0xaa; 131]);
+        let text = b"Test Using Larger Than Block-Size Key - Hash Key First";
+        assert_eq!(long.digest(text), "60e431591ee0b67f0d8a26aacbf5b77f");
+    }
+
+    proptest! {
+        #[test]
+        fn no_header_panics(line in prop::collection::vec(any::<u8>(), 0..40), host: String) {
+            if let Ok(value) = HeaderValue::from_bytes(&line) {
+                let lines = [("authorization", value.as_bytes())];
+                let _key = key(value.as_bytes());
+                let _user = tenant_of(Source::BasicUser, &lines, None);
+                let _host = tenant_of(Source::Host, &lines, Some(&host));
+            }
+        }
+    }
 }

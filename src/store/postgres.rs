@@ -1,1 +1,304 @@
-//! (stub)
+//! The store on Postgres: any number of replicas on one database.
+//!
+//! All guarantees rest on single statements: a reservation is one `INSERT ... ON CONFLICT DO NOTHING` that requires
+//! the owner's live lease; every other change is an update or delete that names id, attempt and the states it may
+//! leave. What must stay true:
+//!
+//! - All times are the database's `clock_timestamp()`; the program passes durations.
+//! - Plain SQL: no advisory locks, no session state, no LISTEN, unnamed statements (see `door`), so that a
+//!   transaction-pooling PgBouncer may stand between.
+//! - Nothing indexed changes at a completion, so it is an in-place update.
+//! - Locks are taken in one order: rows of a batch sorted by scope or by event id.
+//!
+//! When the process dies in the middle of a statement, the statement either committed or it did not; leases tell
+//! the other replicas, and the reservation's or completion's own words say which it was when it is run again.
+
+mod door;
+mod migrate;
+mod operate;
+mod outbox;
+mod records;
+mod rows;
+mod show;
+
+use std::str::FromStr as _;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use rustls::ClientConfig;
+use rustls::crypto::ring;
+use tokio_postgres::Config;
+use tokio_postgres::config::{Host, SslMode};
+use tokio_postgres_rustls::MakeRustlsConnect;
+use uuid::Uuid;
+
+use super::batch::{Batcher, RunError};
+use super::{
+    Acknowledgement, Acted, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion, Error,
+    EventFilter, EventRow, Gauges, OpenError, Operator, Proposal, RecordFilter, RecordRow,
+    Redeliver, Reserved, Settled, Store, Takeover,
+};
+use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
+use door::{Dial, Door, Lane};
+
+/// How to reach the database.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// `postgres://user@host/database`, with several hosts and `target_session_attrs` for fail-over.
+    pub url: String,
+    /// Most connections at a time, the heartbeat's not counted. Two of them belong to reservations and completions.
+    pub connections: u32,
+    /// How long one statement may take.
+    pub statement_timeout: Duration,
+    /// How long connecting, or waiting for a free connection, may take.
+    pub connect_timeout: Duration,
+}
+
+/// A database of Postgres.
+pub struct Postgres {
+    door: Door,
+    dial: Dial,
+    heart: Lane,
+    reservations: Batcher<records::Reservations>,
+    completions: Batcher<records::Completions>,
+}
+
+impl Postgres {
+    /// Connects. Changes nothing in the database: see [`Postgres::migrate`].
+    ///
+    /// # Errors
+    /// [`OpenError::Url`] where the URL is not understood, [`OpenError::Connect`] where the database is not reached.
+    pub async fn open(settings: Settings) -> Result<Self, OpenError> {
+        let dial = dial(&settings)?;
+        let mut first = dial
+            .connect()
+            .await
+            .map_err(|cause| OpenError::Connect { place: place(&dial.config), cause })?;
+        migrate::warn_of_lost_commits(&mut first).await;
+        drop(first);
+        let door = Door::new(dial.clone(), settings.connections.saturating_sub(2));
+        let (reservations, worker) = Batcher::new(records::Reservations(Lane::new(dial.clone())));
+        tokio::spawn(worker);
+        let (completions, worker) = Batcher::new(records::Completions(Lane::new(dial.clone())));
+        tokio::spawn(worker);
+        Ok(Self { door, heart: Lane::new(dial.clone()), dial, reservations, completions })
+    }
+
+    /// Brings the schema to the version that this program knows, where that is `allowed`; else only checks it.
+    /// The version it has now. Several replicas may do this at once.
+    ///
+    /// # Errors
+    /// [`OpenError::NewerSchema`], [`OpenError::OlderSchema`] where it is not allowed, [`OpenError::Migration`].
+    pub async fn migrate(&self, allowed: bool) -> Result<u32, OpenError> {
+        let mut connection = self
+            .dial
+            .connect()
+            .await
+            .map_err(|cause| OpenError::Connect { place: place(&self.dial.config), cause })?;
+        migrate::migrate(&mut connection, allowed).await
+    }
+}
+
+fn dial(settings: &Settings) -> Result<Dial, OpenError> {
+    // The error's own text never repeats the URL, which may hold a password.
+    let mut config =
+        Config::from_str(&settings.url).map_err(|error| OpenError::Url(chain(&error)))?;
+    if config.get_application_name().is_none() {
+        config.application_name("oncegate");
+    }
+    config.connect_timeout(settings.connect_timeout);
+    config.keepalives_idle(Duration::from_secs(30));
+    if config.get_tcp_user_timeout().is_none() {
+        config.tcp_user_timeout(settings.statement_timeout.saturating_mul(2));
+    }
+    let tls = tls(config.get_ssl_mode())
+        .map_err(|cause| OpenError::Connect { place: place(&config), cause })?;
+    let Settings { statement_timeout, connect_timeout, .. } = *settings;
+    Ok(Dial { config, tls, connect_timeout, statement_timeout })
+}
+
+/// TLS by the system's roots. Without a demand for it (`sslmode=disable`), no root is read.
+fn tls(mode: SslMode) -> Result<MakeRustlsConnect, Cause> {
+    let mut roots = rustls::RootCertStore::empty();
+    if mode != SslMode::Disable {
+        let found = rustls_native_certs::load_native_certs();
+        for error in &found.errors {
+            tracing::debug!(%error, "a root certificate of the system cannot be read");
+        }
+        roots.add_parsable_certificates(found.certs);
+    }
+    let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()?
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    Ok(MakeRustlsConnect::new(config))
+}
+
+/// Where the database is, without user or password.
+fn place(config: &Config) -> String {
+    let ports = config.get_ports();
+    let hosts: Vec<String> = config
+        .get_hosts()
+        .iter()
+        .enumerate()
+        .map(|(n, host)| {
+            let port = ports.get(n).or(ports.first()).copied().unwrap_or(5432);
+            match host {
+                Host::Tcp(name) => format!("{name}:{port}"),
+                #[cfg(unix)]
+                Host::Unix(path) => format!("{}:{port}", path.display()),
+            }
+        })
+        .collect();
+    format!("postgres://{}/{}", hosts.join(","), config.get_dbname().unwrap_or_default())
+}
+
+/// An error's text with those of its causes.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}
+
+/// A duration as the statements take it, in seconds: at most a century, so that no time leaves the database's range.
+fn seconds(duration: Duration) -> f64 {
+    const CENTURY: f64 = 100.0 * 365.25 * 86_400.0;
+    duration.as_secs_f64().min(CENTURY)
+}
+
+/// For callers outside a batch, who do not repeat.
+fn failed(error: RunError) -> Error {
+    match error {
+        RunError::Again(error) | RunError::Failed(error) => error,
+    }
+}
+
+#[async_trait]
+impl Store for Postgres {
+    async fn heartbeat(&self, owner: OwnerId, lease: Duration) -> Result<Beat, Error> {
+        match records::heartbeat(&self.heart, owner, lease).await {
+            // The connection was lost while idle, say. A heartbeat may be repeated.
+            Err(Error::Unavailable(_) | Error::InDoubt(_)) => {
+                records::heartbeat(&self.heart, owner, lease).await
+            }
+            result => result,
+        }
+    }
+
+    async fn retire(&self, owner: OwnerId) -> Result<(), Error> {
+        records::retire(&self.door, owner).await
+    }
+
+    async fn reserve(&self, proposal: Proposal, deadline: Instant) -> Result<Reserved, Error> {
+        self.reservations.submit(proposal, deadline).await
+    }
+
+    async fn take_over(&self, proposal: Proposal, from: Takeover) -> Result<Changed, Error> {
+        records::take_over(&self.door, &proposal, from).await
+    }
+
+    async fn find(&self, scope: &Scope) -> Result<Option<Record>, Error> {
+        records::find(&self.door, scope).await
+    }
+
+    async fn complete(&self, completion: Completion, deadline: Instant) -> Result<Settled, Error> {
+        self.completions.submit(completion, deadline).await
+    }
+
+    async fn release(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error> {
+        records::release(&self.door, scope, fence).await
+    }
+
+    async fn mark_unknown(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error> {
+        records::mark_unknown(&self.door, scope, fence).await
+    }
+
+    async fn mark_dead(&self, only: Option<(&Scope, Fence)>, limit: u32) -> Result<u64, Error> {
+        match only {
+            Some((scope, fence)) => records::mark_one_dead(&self.door, scope, fence).await,
+            None => records::mark_dead(&self.door, limit).await,
+        }
+    }
+
+    async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {
+        outbox::claim(&self.door, claim).await
+    }
+
+    async fn acknowledge(
+        &self,
+        sink: &str,
+        verdicts: &[Acknowledgement],
+    ) -> Result<Vec<Uuid>, Error> {
+        outbox::acknowledge(&self.door, sink, verdicts).await
+    }
+
+    async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
+        outbox::next_due(&self.door, sink).await
+    }
+
+    async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {
+        records::sweep(&self.door, limit).await
+    }
+
+    async fn sweep_events(&self, retention: Duration, limit: u32) -> Result<u64, Error> {
+        outbox::sweep(&self.door, retention, limit).await
+    }
+
+    async fn sweep_leases(&self) -> Result<u64, Error> {
+        records::sweep_leases(&self.door).await
+    }
+
+    async fn list_records(&self, filter: &RecordFilter) -> Result<Vec<RecordRow>, Error> {
+        show::list_records(&self.door, filter).await
+    }
+
+    async fn show_record(&self, id: RecordId) -> Result<Option<RecordRow>, Error> {
+        show::show_record(&self.door, id).await
+    }
+
+    async fn list_events(&self, filter: &EventFilter) -> Result<Vec<EventRow>, Error> {
+        show::list_events(&self.door, filter).await
+    }
+
+    async fn operator_release(
+        &self,
+        fence: Fence,
+        completed: bool,
+        by: &Operator,
+    ) -> Result<Acted, Error> {
+        operate::release(&self.door, fence, completed, by).await
+    }
+
+    async fn operator_complete(
+        &self,
+        completion: &Completion,
+        by: &Operator,
+    ) -> Result<Acted, Error> {
+        operate::complete(&self.door, completion, by).await
+    }
+
+    async fn redeliver(&self, which: &Redeliver, by: &Operator) -> Result<u64, Error> {
+        operate::redeliver(&self.door, which, by).await
+    }
+
+    async fn audit_of(&self, record: RecordId) -> Result<Vec<AuditRow>, Error> {
+        show::audit_of(&self.door, record).await
+    }
+
+    async fn acted_on(&self, window: Duration) -> Result<Vec<RecordId>, Error> {
+        show::acted_on(&self.door, window).await
+    }
+
+    async fn ping(&self) -> Result<(), Error> {
+        self.door.read("-- ping\nSELECT 1", &[]).await.map(drop)
+    }
+
+    async fn gauges(&self) -> Result<Gauges, Error> {
+        show::gauges(&self.door).await
+    }
+}

@@ -1,0 +1,397 @@
+//! The one door to the database: connections, and how a statement is run.
+//!
+//! Every statement goes through [`Connection::run`], which names it, times it, bounds it and says what its failure
+//! means. What must stay true:
+//!
+//! - Statements are unnamed and one-shot: each is planned anew with its values, and a pooler that hands each
+//!   transaction another server connection does no harm. There is no session state.
+//! - A connection serves again only after the answer to its last statement has arrived. A caller that is dropped in
+//!   the middle, a time-out or a broken transaction spoil it; it is closed then.
+//! - A write whose answer did not arrive is in doubt; a read, or what the server itself says it rolled back, is not.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use bb8::{ManageConnection, Pool, PooledConnection};
+use tokio::sync::Mutex;
+use tokio::task::AbortHandle;
+use tokio_postgres::error::SqlState;
+use tokio_postgres::types::{ToSql, Type};
+use tokio_postgres::{Client, Config, Row};
+use tokio_postgres_rustls::MakeRustlsConnect;
+
+use crate::store::batch::RunError;
+use crate::store::{Cause, Error};
+
+/// How often a deadlock or serialization failure is repeated before the caller is told.
+const AGAIN_MAX: u32 = 8;
+
+/// A statement that takes longer is worth a line in the log.
+const SLOW: Duration = Duration::from_secs(1);
+
+/// Parameters with their types: nothing is asked of the server before the statement is sent.
+pub(super) type Params<'a> = &'a [Param<'a>];
+
+/// One parameter.
+pub(super) type Param<'a> = (&'a (dyn ToSql + Sync), Type);
+
+/// What a statement does, which decides what a lost answer means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Effect {
+    /// It only reads.
+    Read,
+    /// It changes something when it commits.
+    Write,
+}
+
+/// How to connect.
+#[derive(Clone)]
+pub(super) struct Dial {
+    pub(super) config: Config,
+    pub(super) tls: MakeRustlsConnect,
+    pub(super) connect_timeout: Duration,
+    pub(super) statement_timeout: Duration,
+}
+
+impl Dial {
+    /// A new connection.
+    ///
+    /// # Errors
+    /// Whatever kept it from being made, or that it took longer than `connect_timeout`.
+    pub(super) async fn connect(&self) -> Result<Connection, Cause> {
+        let connecting = self.config.connect(self.tls.clone());
+        let (client, connection) = tokio::time::timeout(self.connect_timeout, connecting)
+            .await
+            .map_err(|_| "connecting took too long")??;
+        let task = tokio::spawn(async move {
+            if let Err(error) = connection.await {
+                tracing::debug!(%error, "a connection to the database ended");
+            }
+        });
+        Ok(Connection { client, task: task.abort_handle(), dial: self.clone(), spoiled: false })
+    }
+}
+
+/// A connection. Dropping it closes its socket at once.
+pub(super) struct Connection {
+    client: Client,
+    task: AbortHandle,
+    dial: Dial,
+    spoiled: bool,
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Connection {
+    fn usable(&self) -> bool {
+        !self.spoiled && !self.client.is_closed()
+    }
+
+    /// Runs one statement in a transaction of its own.
+    pub(super) async fn run(
+        &mut self,
+        effect: Effect,
+        sql: &str,
+        params: Params<'_>,
+    ) -> Result<Vec<Row>, RunError> {
+        self.spoiled = true;
+        let result = self.answer(effect, sql, params).await;
+        // The server has answered, so the connection is clean; a lost answer closes it by itself.
+        self.spoiled = matches!(&result, Err(failure) if failure.spoils);
+        result.map_err(|failure| failure.error)
+    }
+
+    /// Begins a transaction. Unless it is committed, the connection is closed, which rolls back.
+    pub(super) async fn begin(&mut self, begin: &str) -> Result<Transaction<'_>, RunError> {
+        self.spoiled = true;
+        self.plain(Effect::Read, begin).await?;
+        Ok(Transaction(self))
+    }
+
+    /// Runs statements without parameters, as a migration is.
+    pub(super) async fn plain(&mut self, effect: Effect, sql: &str) -> Result<(), RunError> {
+        let running = self.client.batch_execute(sql);
+        let result = tokio::time::timeout(self.dial.statement_timeout, running).await;
+        let failure = match result {
+            Ok(Ok(())) => return Ok(()),
+            Ok(Err(error)) => Failure::of(effect, error),
+            Err(_) => self.too_long(effect),
+        };
+        Err(failure.error)
+    }
+
+    async fn answer(
+        &self,
+        effect: Effect,
+        sql: &str,
+        params: Params<'_>,
+    ) -> Result<Vec<Row>, Failure> {
+        let begun = Instant::now();
+        let running = self.client.query_typed(sql, params);
+        let result = tokio::time::timeout(self.dial.statement_timeout, running).await;
+        let took = begun.elapsed();
+        let statement = name(sql);
+        if took > SLOW {
+            tracing::warn!(statement, ?took, "a statement was slow");
+        } else {
+            tracing::trace!(statement, ?took, "ran a statement");
+        }
+        match result {
+            Ok(Ok(rows)) => Ok(rows),
+            Ok(Err(error)) => {
+                tracing::debug!(statement, %error, "a statement failed");
+                Err(Failure::of(effect, error))
+            }
+            Err(_) => Err(self.too_long(effect)),
+        }
+    }
+
+    /// Gives a statement up. The server is asked to stop it, so that it does not hold locks for ever; whether it
+    /// does is not waited for.
+    fn too_long(&self, effect: Effect) -> Failure {
+        let token = self.client.cancel_token();
+        let dial = self.dial.clone();
+        tokio::spawn(async move {
+            let asking = token.cancel_query(dial.tls);
+            let asked = tokio::time::timeout(dial.connect_timeout, asking).await;
+            tracing::debug!(reached = matches!(asked, Ok(Ok(()))), "gave a statement up");
+        });
+        Failure::lost(effect, "the statement took too long".into())
+    }
+}
+
+/// The statements of one transaction.
+pub(super) struct Transaction<'a>(&'a mut Connection);
+
+impl Transaction<'_> {
+    /// Runs one statement. It changes nothing before the commit, so its failure is never in doubt.
+    pub(super) async fn run(
+        &mut self,
+        sql: &str,
+        params: Params<'_>,
+    ) -> Result<Vec<Row>, RunError> {
+        self.0.answer(Effect::Read, sql, params).await.map_err(|failure| failure.error)
+    }
+
+    /// Runs statements without parameters.
+    pub(super) async fn plain(&mut self, sql: &str) -> Result<(), RunError> {
+        self.0.plain(Effect::Read, sql).await
+    }
+
+    /// Ends the transaction: when this is done, what it did is durable.
+    pub(super) async fn commit(self) -> Result<(), RunError> {
+        self.0.plain(Effect::Write, "COMMIT").await?;
+        self.0.spoiled = false;
+        Ok(())
+    }
+}
+
+/// What is done with a connection of the pool, and may be done again from its beginning.
+#[async_trait]
+pub(super) trait Task: Sync {
+    /// Its result.
+    type Done: Send;
+
+    /// Does it, in one transaction.
+    async fn run(&self, connection: &mut Connection) -> Result<Self::Done, RunError>;
+}
+
+/// The usual task: one statement.
+struct Single<'a> {
+    effect: Effect,
+    sql: &'a str,
+    params: Params<'a>,
+}
+
+#[async_trait]
+impl Task for Single<'_> {
+    type Done = Vec<Row>;
+
+    async fn run(&self, connection: &mut Connection) -> Result<Vec<Row>, RunError> {
+        connection.run(self.effect, self.sql, self.params).await
+    }
+}
+
+/// A statement's name: the comment in its first line.
+fn name(sql: &str) -> &str {
+    sql.lines().next().unwrap_or_default().trim_start_matches("-- ")
+}
+
+struct Failure {
+    error: RunError,
+    /// The connection must not be used again.
+    spoils: bool,
+}
+
+impl Failure {
+    fn lost(effect: Effect, cause: Cause) -> Self {
+        let error = match effect {
+            Effect::Read => Error::Unavailable(cause),
+            Effect::Write => Error::InDoubt(cause),
+        };
+        Self { error: RunError::Failed(error), spoils: true }
+    }
+
+    fn of(effect: Effect, error: tokio_postgres::Error) -> Self {
+        let Some(code) = error.code().cloned() else { return Self::lost(effect, error.into()) };
+        let class = code.code().get(..2).unwrap_or_default();
+        if code == SqlState::T_R_SERIALIZATION_FAILURE || code == SqlState::T_R_DEADLOCK_DETECTED {
+            let error = RunError::Again(Error::Unavailable(error.into()));
+            return Self { error, spoils: false };
+        }
+        if code == SqlState::READ_ONLY_SQL_TRANSACTION {
+            // A fail-over made this server a standby: the next connection looks for the new primary.
+            let error = RunError::Failed(Error::Unavailable(error.into()));
+            return Self { error, spoils: true };
+        }
+        if code == SqlState::QUERY_CANCELED || class == "55" || class == "25" {
+            let error = RunError::Failed(Error::Unavailable(error.into()));
+            return Self { error, spoils: false };
+        }
+        // Data and statements that the server will refuse again. All else (08, 53, 57, 58, XX) is about the server.
+        if matches!(class, "0A" | "21" | "22" | "23" | "42" | "44" | "54") {
+            let error = RunError::Failed(Error::Refused(error.into()));
+            return Self { error, spoils: false };
+        }
+        Self::lost(effect, error.into())
+    }
+}
+
+impl ManageConnection for Dial {
+    type Connection = Connection;
+    type Error = Cause;
+
+    fn connect(&self) -> impl Future<Output = Result<Connection, Cause>> + Send {
+        Self::connect(self)
+    }
+
+    /// Only what is known here: a round trip for each use would cost more than the rare failure that it finds.
+    async fn is_valid(&self, connection: &mut Connection) -> Result<(), Cause> {
+        if connection.usable() { Ok(()) } else { Err("the connection is closed".into()) }
+    }
+
+    fn has_broken(&self, connection: &mut Connection) -> bool {
+        !connection.usable()
+    }
+}
+
+/// Logs why the pool could not connect; the callers learn only that it took too long.
+#[derive(Clone, Debug)]
+struct LogErrors;
+
+impl bb8::ErrorSink<Cause> for LogErrors {
+    fn sink(&self, error: Cause) {
+        tracing::warn!(%error, "cannot connect to the database");
+    }
+
+    fn boxed_clone(&self) -> Box<dyn bb8::ErrorSink<Cause>> {
+        Box::new(self.clone())
+    }
+}
+
+/// The pool that everything but the lanes uses.
+#[derive(Clone)]
+pub(super) struct Door {
+    pool: Pool<Dial>,
+}
+
+impl Door {
+    /// A pool of at most `size` connections, made when they are needed.
+    pub(super) fn new(dial: Dial, size: u32) -> Self {
+        let wait = dial.connect_timeout;
+        let pool = Pool::builder()
+            .max_size(size.max(1))
+            .test_on_check_out(true)
+            .connection_timeout(wait)
+            .error_sink(Box::new(LogErrors))
+            .build_unchecked(dial);
+        Self { pool }
+    }
+
+    async fn get(&self) -> Result<PooledConnection<'_, Dial>, RunError> {
+        let got = self.pool.get().await;
+        got.map_err(|_| Error::Unavailable("no connection was free or could be made".into()).into())
+    }
+
+    /// Runs a statement that reads. Where a connection was lost meanwhile, once more on another.
+    pub(super) async fn read(&self, sql: &str, params: Params<'_>) -> Result<Vec<Row>, Error> {
+        let reading = Single { effect: Effect::Read, sql, params };
+        match self.run(&reading).await {
+            Err(Error::Unavailable(_)) => self.run(&reading).await,
+            result => result,
+        }
+    }
+
+    /// Runs a statement that writes, in a transaction of its own.
+    pub(super) async fn write(&self, sql: &str, params: Params<'_>) -> Result<Vec<Row>, Error> {
+        self.run(&Single { effect: Effect::Write, sql, params }).await
+    }
+
+    /// Runs a task on a connection, again after deadlocks and serialization failures.
+    pub(super) async fn run<T: Task>(&self, task: &T) -> Result<T::Done, Error> {
+        let mut tries = 0;
+        loop {
+            let result = match self.get().await {
+                Ok(mut connection) => task.run(&mut connection).await,
+                Err(error) => Err(error),
+            };
+            match result {
+                Ok(done) => return Ok(done),
+                Err(RunError::Failed(error)) => return Err(error),
+                Err(RunError::Again(error)) if tries == AGAIN_MAX => return Err(error),
+                Err(RunError::Again(_)) => tries += 1,
+            }
+            // As good as at once, but not in step with the other side of the deadlock.
+            let pause = Duration::from_millis(fastrand::u64(0..=5 * u64::from(tries)));
+            tokio::time::sleep(pause).await;
+        }
+    }
+}
+
+/// A lane of its own: one connection outside the pool, made again when it was lost, so that this work waits for
+/// nobody else's.
+#[derive(Clone)]
+pub(super) struct Lane {
+    dial: Dial,
+    slot: Arc<Mutex<Option<Connection>>>,
+}
+
+impl Lane {
+    pub(super) fn new(dial: Dial) -> Self {
+        Self { dial, slot: Arc::default() }
+    }
+
+    /// Runs one statement.
+    pub(super) async fn run(
+        &self,
+        effect: Effect,
+        sql: &str,
+        params: Params<'_>,
+    ) -> Result<Vec<Row>, RunError> {
+        let mut slot = self.slot.lock().await;
+        if !slot.as_ref().is_some_and(Connection::usable) {
+            *slot = None;
+            *slot = Some(self.dial.connect().await.map_err(Error::Unavailable)?);
+        }
+        match slot.as_mut() {
+            Some(connection) => connection.run(effect, sql, params).await,
+            None => Err(Error::Unavailable("no connection".into()).into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_statement_is_named_by_its_first_line() {
+        assert_eq!(name("-- reserve\nSELECT 1"), "reserve");
+    }
+}

@@ -1,0 +1,158 @@
+//! The schema: embedded, versioned, brought up to date in one transaction.
+//!
+//! Several replicas may start at once: the version table's lock lets one migrate and the others find it done. When
+//! the process dies in the middle, the transaction is rolled back and the schema is as it was. Released files never
+//! change; a change is a new file.
+
+use tokio_postgres::Row;
+use tokio_postgres::types::Type;
+
+use super::door::{Connection, Effect, Transaction};
+use super::failed;
+use crate::store::batch::RunError;
+use crate::store::{Cause, Error, OpenError};
+
+struct Migration {
+    version: u32,
+    name: &'static str,
+    sql: &'static str,
+}
+
+const MIGRATIONS: &[Migration] = &[
+    Migration {
+        version: 1,
+        name: "records",
+        sql: include_str!("../../../migrations/postgres/0001_records.sql"),
+    },
+    Migration {
+        version: 2,
+        name: "outbox",
+        sql: include_str!("../../../migrations/postgres/0002_outbox.sql"),
+    },
+];
+
+/// The version that this program knows.
+fn known() -> u32 {
+    MIGRATIONS.iter().map(|migration| migration.version).max().unwrap_or(0)
+}
+
+const HAS_TABLE: &str = "-- has_migrations\nSELECT to_regclass('oncegate_migrations') IS NOT NULL";
+
+const MAKE_TABLE: &str = "
+CREATE TABLE IF NOT EXISTS oncegate_migrations (
+    version    int         PRIMARY KEY,
+    name       text        NOT NULL,
+    applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
+)";
+
+const VERSION: &str =
+    "-- schema_version\nSELECT coalesce(max(version), 0) FROM oncegate_migrations";
+
+const NOTE: &str =
+    "-- note_migration\nINSERT INTO oncegate_migrations (version, name) VALUES ($1, $2)";
+
+/// How often the version table is tried again while another replica makes it.
+const TABLE_TRIES: u32 = 50;
+
+pub(super) async fn migrate(connection: &mut Connection, allowed: bool) -> Result<u32, OpenError> {
+    let found = version(connection).await.map_err(|error| broken(0, error))?;
+    if found > known() {
+        return Err(OpenError::NewerSchema { found, known: known() });
+    }
+    if found == known() {
+        return Ok(found);
+    }
+    if !allowed {
+        return Err(OpenError::OlderSchema { found, known: known() });
+    }
+    make_table(connection).await?;
+    let mut at = found;
+    match bring_up(connection, &mut at).await {
+        Ok(found) if found > known() => Err(OpenError::NewerSchema { found, known: known() }),
+        Ok(_) => Ok(known()),
+        Err(error) => Err(broken(at, error)),
+    }
+}
+
+/// Applies what is missing, once it is this replica's turn. The version that it found; `at` tells where it was.
+async fn bring_up(connection: &mut Connection, at: &mut u32) -> Result<u32, RunError> {
+    let mut transaction = connection.begin("BEGIN ISOLATION LEVEL READ COMMITTED").await?;
+    transaction.plain("LOCK TABLE oncegate_migrations IN EXCLUSIVE MODE").await?;
+    let found = version_of(&transaction.run(VERSION, &[]).await?);
+    for migration in MIGRATIONS.iter().filter(|migration| migration.version > found) {
+        *at = migration.version;
+        apply(&mut transaction, migration).await?;
+    }
+    transaction.commit().await?;
+    Ok(found)
+}
+
+async fn apply(transaction: &mut Transaction<'_>, migration: &Migration) -> Result<(), RunError> {
+    transaction.plain(migration.sql).await?;
+    let version = i32::try_from(migration.version).unwrap_or(i32::MAX);
+    transaction.run(NOTE, &[(&version, Type::INT4), (&migration.name, Type::TEXT)]).await?;
+    tracing::info!(version, name = migration.name, "migrated the store");
+    Ok(())
+}
+
+/// `IF NOT EXISTS` still fails where two make the table in the same moment: the loser looks again.
+async fn make_table(connection: &mut Connection) -> Result<(), OpenError> {
+    let mut tries = 0;
+    loop {
+        let error = match connection.plain(Effect::Write, MAKE_TABLE).await {
+            Ok(()) => return Ok(()),
+            Err(error) => error,
+        };
+        tries += 1;
+        if tries == TABLE_TRIES {
+            return Err(broken(0, error));
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        if has_table(connection).await.map_err(|error| broken(0, error))? {
+            return Ok(());
+        }
+    }
+}
+
+async fn has_table(connection: &mut Connection) -> Result<bool, RunError> {
+    let rows = connection.run(Effect::Read, HAS_TABLE, &[]).await?;
+    Ok(rows.first().is_some_and(|row| row.try_get(0).unwrap_or(false)))
+}
+
+/// The schema's version; 0: there is none.
+async fn version(connection: &mut Connection) -> Result<u32, RunError> {
+    if !has_table(connection).await? {
+        return Ok(0);
+    }
+    let rows = connection.run(Effect::Read, VERSION, &[]).await?;
+    Ok(version_of(&rows))
+}
+
+fn version_of(rows: &[Row]) -> u32 {
+    let version: i32 = rows.first().and_then(|row| row.try_get(0).ok()).unwrap_or(0);
+    u32::try_from(version).unwrap_or(0)
+}
+
+fn broken(version: u32, error: RunError) -> OpenError {
+    let cause: Cause = match failed(error) {
+        Error::Unavailable(cause) | Error::InDoubt(cause) | Error::Refused(cause) => cause,
+        Error::Late => "too late".into(),
+    };
+    OpenError::Migration { version, cause }
+}
+
+const DURABLE: &str = "-- durable
+SELECT current_setting('fsync'), current_setting('synchronous_commit')";
+
+/// A server that acknowledges commits it may lose breaks the promise of "once": said aloud at the start.
+pub(super) async fn warn_of_lost_commits(connection: &mut Connection) {
+    let Ok(rows) = connection.run(Effect::Read, DURABLE, &[]).await else { return };
+    for (n, name) in ["fsync", "synchronous_commit"].into_iter().enumerate() {
+        let value: Option<String> = rows.first().and_then(|row| row.try_get(n).ok());
+        if value.as_deref() == Some("off") {
+            tracing::warn!(
+                "the database runs with {name} = off: a crash of it can lose what was promised"
+            );
+        }
+    }
+}

@@ -1,0 +1,329 @@
+//! The queue: claims, verdicts, and what is old enough to go.
+//!
+//! A claim is a lease and a number on a narrow row, committed before the delivery begins; every verdict names the
+//! number, so that a late one changes nothing. Claims go by state, never by position: the floor that spares the
+//! quick look the dead end of the index is made good by the complete look (`sweep`).
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio_postgres::Row;
+use tokio_postgres::types::Type;
+use uuid::Uuid;
+
+use super::door::{Connection, Door, Param, Params, Task};
+use super::rows::{self, duration, get, unsigned};
+use super::seconds;
+use crate::store::batch::RunError;
+use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Verdict};
+
+// The planner may have met the queue when it was empty, and would then read all of it for each claim.
+const BEGIN_CLAIM: &str = "-- begin_claim
+BEGIN ISOLATION LEVEL READ COMMITTED;
+SET LOCAL enable_seqscan = off;
+SET LOCAL enable_bitmapscan = off";
+
+/// How far back the quick look goes.
+const FLOOR: Duration = Duration::from_secs(10);
+
+// MATERIALIZED: the limited look must not be run again for each row. The clock stands in a sub-select because only
+// a value that is fixed for the statement can bound an index scan.
+const CLAIM: &str = "-- claim
+WITH c AS MATERIALIZED (
+    SELECT event_id FROM outbox_queue
+    WHERE sink = $1 AND lane = $2
+      AND next_attempt_at <= (SELECT clock_timestamp())
+      AND next_attempt_at >= (SELECT clock_timestamp() - make_interval(secs => $5))
+      AND lease_until <= clock_timestamp()
+    ORDER BY next_attempt_at, event_id LIMIT $3 FOR UPDATE SKIP LOCKED),
+u AS (
+    UPDATE outbox_queue q
+    SET lease_until = clock_timestamp() + make_interval(secs => $4), claim_no = q.claim_no + 1
+    FROM c WHERE q.event_id = c.event_id AND q.sink = $1
+    RETURNING q.event_id, q.claim_no, q.attempts, q.created_at)
+SELECT u.event_id, u.claim_no, u.attempts,
+       extract(epoch FROM clock_timestamp() - u.created_at)::float8 AS age,
+       m.event_type, m.tenant_id, m.operation, m.idempotency_key, m.payload
+FROM u JOIN outbox_messages m ON m.id = u.event_id
+ORDER BY u.created_at, u.event_id";
+
+pub(super) async fn claim(door: &Door, claim: &Claim) -> Result<Vec<Claimed>, Error> {
+    door.run(&Claiming(claim)).await?.iter().map(claimed).collect()
+}
+
+struct Claiming<'a>(&'a Claim);
+
+#[async_trait]
+impl Task for Claiming<'_> {
+    type Done = Vec<Row>;
+
+    async fn run(&self, connection: &mut Connection) -> Result<Vec<Row>, RunError> {
+        let Claim { sink, lane: which, limit, lease, sweep } = self.0;
+        let floor = if *sweep { Duration::MAX } else { FLOOR };
+        let params: Params<'_> = &[
+            (sink, Type::TEXT),
+            (&lane(*which), Type::INT2),
+            (&i64::from(*limit), Type::INT8),
+            (&seconds(*lease), Type::FLOAT8),
+            (&seconds(floor), Type::FLOAT8),
+        ];
+        let mut transaction = connection.begin(BEGIN_CLAIM).await?;
+        let rows = transaction.run(CLAIM, params).await?;
+        transaction.commit().await?;
+        Ok(rows)
+    }
+}
+
+fn lane(lane: Lane) -> i16 {
+    match lane {
+        Lane::Fresh => 0,
+        Lane::Retry => 1,
+    }
+}
+
+fn claimed(row: &Row) -> Result<Claimed, Error> {
+    Ok(Claimed {
+        event_id: get(row, "event_id")?,
+        claim_no: get(row, "claim_no")?,
+        attempts: unsigned(get(row, "attempts")?),
+        age: duration(get(row, "age")?),
+        kind: get(row, "event_type")?,
+        tenant: get(row, "tenant_id")?,
+        operation: get(row, "operation")?,
+        key: get(row, "idempotency_key")?,
+        payload: bytes::Bytes::copy_from_slice(get(row, "payload")?),
+    })
+}
+
+const FINISH: &str = "-- finish
+WITH x AS MATERIALIZED (
+    SELECT * FROM unnest($2::uuid[], $3::int[], $4::text[], $5::int[], $6::text[])
+      AS x(event_id, claim_no, outcome, status, error)
+    ORDER BY x.event_id),
+gone AS (
+    DELETE FROM outbox_queue q USING x
+    WHERE q.event_id = x.event_id AND q.sink = $1 AND q.claim_no = x.claim_no
+    RETURNING q.event_id, q.sink, q.claim_no, q.attempts + 1 AS attempts,
+              x.outcome, x.status, coalesce(x.error, q.last_error) AS error),
+kept AS (
+    INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts, last_status, last_error,
+                             finished_at)
+    SELECT event_id, sink, outcome, claim_no, attempts, status, error, clock_timestamp()
+    FROM gone ORDER BY event_id
+    ON CONFLICT (event_id, sink) DO UPDATE
+    SET outcome = excluded.outcome, claim_no = excluded.claim_no, attempts = excluded.attempts,
+        last_status = excluded.last_status, last_error = excluded.last_error,
+        finished_at = excluded.finished_at)
+SELECT event_id FROM gone";
+
+// No delay: given back unsent, no attempt used.
+const FREE: &str = "-- free
+WITH x AS MATERIALIZED (
+    SELECT * FROM unnest($2::uuid[], $3::int[], $4::float8[], $5::int[], $6::text[])
+      AS x(event_id, claim_no, delay, status, error)
+    ORDER BY x.event_id)
+UPDATE outbox_queue q
+SET lease_until = '-infinity',
+    lane = CASE WHEN x.delay IS NULL THEN q.lane ELSE 1 END,
+    attempts = CASE WHEN x.delay IS NULL THEN q.attempts ELSE q.attempts + 1 END,
+    next_attempt_at = CASE WHEN x.delay IS NULL THEN q.next_attempt_at
+                           ELSE clock_timestamp() + make_interval(secs => x.delay) END,
+    last_status = CASE WHEN x.delay IS NULL THEN q.last_status ELSE x.status END,
+    last_error = CASE WHEN x.delay IS NULL THEN q.last_error ELSE x.error END
+FROM x
+WHERE q.event_id = x.event_id AND q.sink = $1 AND q.claim_no = x.claim_no
+RETURNING q.event_id";
+
+/// Parallel arrays of verdicts that end a delivery, and of those that free it again.
+#[derive(Default)]
+struct Columns {
+    ids: Vec<Uuid>,
+    claims: Vec<i32>,
+    outcomes: Vec<&'static str>,
+    delays: Vec<Option<f64>>,
+    statuses: Vec<Option<i32>>,
+    errors: Vec<Option<String>>,
+}
+
+impl Columns {
+    fn add(
+        &mut self,
+        verdict: &Acknowledgement,
+        outcome: &'static str,
+        delay: Option<Duration>,
+        status: Option<u16>,
+        error: Option<&str>,
+    ) {
+        self.ids.push(verdict.event_id);
+        self.claims.push(verdict.claim_no);
+        self.outcomes.push(outcome);
+        self.delays.push(delay.map(seconds));
+        self.statuses.push(status.map(i32::from));
+        self.errors.push(error.map(clean));
+    }
+}
+
+/// An error's text as the column takes it: without NUL, at most 1 KiB.
+fn clean(text: &str) -> String {
+    let mut clean: String = text.chars().filter(|c| *c != '\0').take(1024).collect();
+    while clean.len() > 1024 {
+        clean.pop();
+    }
+    clean
+}
+
+pub(super) async fn acknowledge(
+    door: &Door,
+    sink: &str,
+    verdicts: &[Acknowledgement],
+) -> Result<Vec<Uuid>, Error> {
+    let mut finished = Columns::default();
+    let mut freed = Columns::default();
+    for verdict in verdicts {
+        match &verdict.verdict {
+            Verdict::Sent { status } => finished.add(verdict, "sent", None, Some(*status), None),
+            Verdict::Dead { status, error } => {
+                finished.add(verdict, "dead", None, *status, Some(error));
+            }
+            Verdict::Retry { delay, status, error } => {
+                freed.add(verdict, "", Some(*delay), *status, Some(error));
+            }
+            Verdict::GivenBack => freed.add(verdict, "", None, None, None),
+        }
+    }
+    let mut found = settle(door, FINISH, sink, &finished).await?;
+    found.extend(settle(door, FREE, sink, &freed).await?);
+    Ok(found)
+}
+
+async fn settle(door: &Door, sql: &str, sink: &str, columns: &Columns) -> Result<Vec<Uuid>, Error> {
+    if columns.ids.is_empty() {
+        return Ok(Vec::new());
+    }
+    let third: Param<'_> = if sql == FINISH {
+        (&columns.outcomes, Type::TEXT_ARRAY)
+    } else {
+        (&columns.delays, Type::FLOAT8_ARRAY)
+    };
+    let params: Params<'_> = &[
+        (&sink, Type::TEXT),
+        (&columns.ids, Type::UUID_ARRAY),
+        (&columns.claims, Type::INT4_ARRAY),
+        third,
+        (&columns.statuses, Type::INT4_ARRAY),
+        (&columns.errors, Type::TEXT_ARRAY),
+    ];
+    let rows = door.write(sql, params).await?;
+    rows.iter().map(|row| get(row, "event_id")).collect()
+}
+
+// Claimed rows stand at the low end of what is due, so a bounded look finds the first of their ends.
+const NEXT_DUE: &str = "-- next_due
+WITH t AS MATERIALIZED (SELECT clock_timestamp() AS now)
+SELECT extract(epoch FROM min(at) - clock_timestamp())::float8 AS wait FROM (
+    SELECT min(next_attempt_at) AS at FROM outbox_queue
+    WHERE sink = $1 AND lane = 0 AND next_attempt_at > (SELECT now FROM t)
+    UNION ALL
+    SELECT min(next_attempt_at) FROM outbox_queue
+    WHERE sink = $1 AND lane = 1 AND next_attempt_at > (SELECT now FROM t)
+    UNION ALL
+    SELECT min(lease_until) FROM (
+        SELECT lease_until FROM outbox_queue
+        WHERE sink = $1 AND lane = 0 AND next_attempt_at <= (SELECT now FROM t)
+        ORDER BY next_attempt_at, event_id LIMIT 1000) AS fresh
+    WHERE lease_until > (SELECT now FROM t)
+    UNION ALL
+    SELECT min(lease_until) FROM (
+        SELECT lease_until FROM outbox_queue
+        WHERE sink = $1 AND lane = 1 AND next_attempt_at <= (SELECT now FROM t)
+        ORDER BY next_attempt_at, event_id LIMIT 1000) AS retry
+    WHERE lease_until > (SELECT now FROM t)) AS due";
+
+pub(super) async fn next_due(door: &Door, sink: &str) -> Result<Option<Duration>, Error> {
+    let rows = door.read(NEXT_DUE, &[(&sink, Type::TEXT)]).await?;
+    let wait: Option<f64> = rows.first().map(|row| get(row, "wait")).transpose()?.flatten();
+    Ok(wait.map(duration))
+}
+
+const BEGIN_SWEEP: &str = "-- begin_sweep
+BEGIN ISOLATION LEVEL READ COMMITTED";
+
+/// What makes an event old enough to go: nothing owed, nothing dead, everything finished for longer than `$1`.
+macro_rules! old_enough {
+    ($id:literal) => {
+        concat!(
+            "NOT EXISTS (SELECT FROM outbox_queue q WHERE q.event_id = ",
+            $id,
+            ")
+  AND NOT EXISTS (
+    SELECT FROM outbox_done o WHERE o.event_id = ",
+            $id,
+            " AND (o.outcome = 'dead'
+        OR o.finished_at >= clock_timestamp() - make_interval(secs => $1)))"
+        )
+    };
+}
+
+const LOCK_OLD: &str = concat!(
+    "-- lock_old_events
+SELECT m.id FROM outbox_messages m
+WHERE m.id IN (
+    SELECT d.event_id FROM outbox_done d
+    WHERE d.outcome <> 'dead'
+      AND d.finished_at < (SELECT clock_timestamp() - make_interval(secs => $1))
+      AND ",
+    old_enough!("d.event_id"),
+    "
+    ORDER BY d.finished_at LIMIT $2)
+ORDER BY m.id FOR UPDATE SKIP LOCKED"
+);
+
+// A statement of its own, hence a new snapshot: a redelivery that committed before the lock was taken is seen.
+const DELETE_OLD: &str = concat!(
+    "-- delete_old_events
+WITH gone AS (
+    DELETE FROM outbox_messages m
+    WHERE m.id = ANY ($2::uuid[])
+      AND ",
+    old_enough!("m.id"),
+    "
+    RETURNING m.id),
+done AS (DELETE FROM outbox_done d USING gone WHERE d.event_id = gone.id)
+SELECT count(*) AS count FROM gone"
+);
+
+pub(super) async fn sweep(door: &Door, retention: Duration, limit: u32) -> Result<u64, Error> {
+    door.run(&Sweeping { retention: seconds(retention), limit: limit.into() }).await
+}
+
+struct Sweeping {
+    retention: f64,
+    limit: i64,
+}
+
+#[async_trait]
+impl Task for Sweeping {
+    type Done = u64;
+
+    async fn run(&self, connection: &mut Connection) -> Result<u64, RunError> {
+        let mut transaction = connection.begin(BEGIN_SWEEP).await?;
+        let params: Params<'_> = &[(&self.retention, Type::FLOAT8), (&self.limit, Type::INT8)];
+        let old = transaction.run(LOCK_OLD, params).await?;
+        let ids: Vec<Uuid> = old.iter().map(|row| get(row, "id")).collect::<Result<_, _>>()?;
+        let params: Params<'_> = &[(&self.retention, Type::FLOAT8), (&ids, Type::UUID_ARRAY)];
+        let gone = rows::count(&transaction.run(DELETE_OLD, params).await?)?;
+        transaction.commit().await?;
+        Ok(gone)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn error_texts_fit_their_column() {
+        assert_eq!(clean("a\0b"), "ab");
+        assert_eq!(clean(&"é".repeat(2000)).len(), 1024);
+    }
+}

@@ -1,0 +1,610 @@
+//! The statements that make, change and delete records, and the leases of their owners.
+//!
+//! Reservations and completions are batches (see `batch`): parallel arrays, one statement, one commit. All other
+//! changes are single fenced statements that say how many rows they changed. A record that becomes `unknown` is
+//! noted in `oncegate_unknown` by the same statement.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio_postgres::Row;
+use tokio_postgres::types::Type;
+use uuid::Uuid;
+
+use super::door::{Door, Effect, Lane, Param, Params};
+use super::rows::{self, attempt, get, record_columns, unreadable};
+use super::{failed, seconds};
+use crate::record::{Attempt, Fence, KeptBody, OwnerId, Record, RecordId, Scope, encode_headers};
+use crate::store::batch::{RunError, Work};
+use crate::store::{Beat, Changed, Completion, Error, Proposal, Reserved, Settled, Takeover};
+
+const HEARTBEAT: &str = "-- heartbeat
+INSERT INTO oncegate_owners (owner, lease_until, started_at)
+VALUES ($1, clock_timestamp() + make_interval(secs => $2), clock_timestamp())
+ON CONFLICT (owner) DO UPDATE SET lease_until = excluded.lease_until
+WHERE oncegate_owners.lease_until > clock_timestamp()
+RETURNING owner";
+
+pub(super) async fn heartbeat(lane: &Lane, owner: OwnerId, lease: Duration) -> Result<Beat, Error> {
+    let params: Params<'_> = &[(&Uuid::from(owner), Type::UUID), (&seconds(lease), Type::FLOAT8)];
+    let rows = lane.run(Effect::Write, HEARTBEAT, params).await.map_err(failed)?;
+    Ok(if rows.is_empty() { Beat::Ended } else { Beat::Renewed })
+}
+
+const RETIRE: &str = "-- retire
+UPDATE oncegate_owners SET lease_until = clock_timestamp()
+WHERE owner = $1 AND lease_until > clock_timestamp()";
+
+pub(super) async fn retire(door: &Door, owner: OwnerId) -> Result<(), Error> {
+    door.write(RETIRE, &[(&Uuid::from(owner), Type::UUID)]).await.map(drop)
+}
+
+// The rows go in sorted by scope, so that two replicas wait for each other in one direction only.
+const RESERVE: &str = "-- reserve
+WITH p AS MATERIALIZED (
+    SELECT * FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bytea[], $6::bytea[],
+                         $7::bytea[], $8::uuid[], $9::text[], $10::bytea[])
+      AS p(id, tenant_id, operation, key, request_hash, raw_hash, recipe, owner, caller, context)),
+live AS MATERIALIZED (
+    SELECT owner FROM oncegate_owners
+    WHERE owner = ANY ($8::uuid[]) AND lease_until > clock_timestamp()),
+made AS (
+    INSERT INTO idempotency_records (id, tenant_id, operation, key, request_hash, raw_hash, recipe,
+                                     status, attempt, owner, caller, request_context, created_at)
+    SELECT id, tenant_id, operation, key, request_hash, raw_hash, recipe,
+           'in_progress', 1, owner, caller, context, clock_timestamp()
+    FROM p WHERE owner IN (SELECT owner FROM live)
+    ORDER BY tenant_id, operation, key
+    ON CONFLICT DO NOTHING
+    RETURNING id)
+SELECT p.id, p.id IN (SELECT id FROM made) AS held, p.owner IN (SELECT owner FROM live) AS live
+FROM p";
+
+// A second statement has a new snapshot, and so sees what the insert met. LATERAL with OFFSET keeps the planner to
+// one look-up by primary key for each row, whatever it believes of the table's size.
+const READ_LOSERS: &str = concat!(
+    "-- read_losers
+SELECT p.id AS proposal, ",
+    record_columns!(),
+    "
+FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[]) AS p(id, tenant_id, operation, key)
+CROSS JOIN LATERAL (
+    SELECT * FROM idempotency_records r
+    WHERE r.tenant_id = p.tenant_id AND r.operation = p.operation AND r.key = p.key OFFSET 0) r
+LEFT JOIN LATERAL (
+    SELECT lease_until FROM oncegate_owners o WHERE o.owner = r.owner OFFSET 0) o ON true"
+);
+
+/// How reservations are run.
+pub(super) struct Reservations(pub(super) Lane);
+
+#[async_trait]
+impl Work for Reservations {
+    type Item = Proposal;
+    type Reply = Reserved;
+
+    fn scope(item: &Proposal) -> &Scope {
+        &item.scope
+    }
+
+    async fn run(&self, items: &[Arc<Proposal>]) -> Result<Vec<Reserved>, RunError> {
+        let mut outcomes = self.insert(items).await?;
+        let losers: Vec<_> = items
+            .iter()
+            .filter(|item| !matches!(outcomes.get(&item.id), Some(Reserved::Held)))
+            .collect();
+        if !losers.is_empty() {
+            outcomes.extend(self.read(&losers).await?);
+        }
+        items
+            .iter()
+            .map(|item| {
+                outcomes
+                    .remove(&item.id)
+                    .ok_or_else(|| unreadable("a proposal got no answer").into())
+            })
+            .collect()
+    }
+}
+
+impl Reservations {
+    /// Inserts; what was not inserted is `Vanished` or `LeaseEnded` until it is read.
+    async fn insert(
+        &self,
+        items: &[Arc<Proposal>],
+    ) -> Result<HashMap<RecordId, Reserved>, RunError> {
+        let ids: Vec<Uuid> = items.iter().map(|item| item.id.into()).collect();
+        let owners: Vec<Uuid> = items.iter().map(|item| item.owner.into()).collect();
+        let (tenants, operations, keys) = scopes(items.iter().map(|item| &item.scope));
+        let hashes: Vec<&[u8]> =
+            items.iter().map(|item| item.fingerprint.canonical.as_slice()).collect();
+        let raws: Vec<&[u8]> = items.iter().map(|item| item.fingerprint.raw.as_slice()).collect();
+        let recipes: Vec<&[u8]> =
+            items.iter().map(|item| item.fingerprint.recipe.as_slice()).collect();
+        let callers: Vec<Option<&str>> = items.iter().map(|item| item.caller.as_deref()).collect();
+        let contexts: Vec<Option<&[u8]>> =
+            items.iter().map(|item| item.context.as_deref()).collect();
+        let params: Params<'_> = &[
+            (&ids, Type::UUID_ARRAY),
+            (&tenants, Type::TEXT_ARRAY),
+            (&operations, Type::TEXT_ARRAY),
+            (&keys, Type::TEXT_ARRAY),
+            (&hashes, Type::BYTEA_ARRAY),
+            (&raws, Type::BYTEA_ARRAY),
+            (&recipes, Type::BYTEA_ARRAY),
+            (&owners, Type::UUID_ARRAY),
+            (&callers, Type::TEXT_ARRAY),
+            (&contexts, Type::BYTEA_ARRAY),
+        ];
+        let rows = self.0.run(Effect::Write, RESERVE, params).await?;
+        let outcome = |row: &Row| {
+            let outcome = match (get(row, "held")?, get(row, "live")?) {
+                (true, _) => Reserved::Held,
+                (false, true) => Reserved::Vanished,
+                (false, false) => Reserved::LeaseEnded,
+            };
+            Ok((get::<Uuid>(row, "id")?.into(), outcome))
+        };
+        rows.iter().map(outcome).collect::<Result<_, Error>>().map_err(RunError::from)
+    }
+
+    /// What stands under the scopes of those that were not inserted.
+    async fn read(
+        &self,
+        losers: &[&Arc<Proposal>],
+    ) -> Result<HashMap<RecordId, Reserved>, RunError> {
+        let ids: Vec<Uuid> = losers.iter().map(|item| item.id.into()).collect();
+        let (tenants, operations, keys) = scopes(losers.iter().map(|item| &item.scope));
+        let params: Params<'_> = &[
+            (&ids, Type::UUID_ARRAY),
+            (&tenants, Type::TEXT_ARRAY),
+            (&operations, Type::TEXT_ARRAY),
+            (&keys, Type::TEXT_ARRAY),
+        ];
+        let rows = self.0.run(Effect::Read, READ_LOSERS, params).await.map_err(committed)?;
+        let outcome = |row: &Row| {
+            let proposal = RecordId::from(get::<Uuid>(row, "proposal")?);
+            let record = rows::record(row)?;
+            // The insert that made it was run before, and its answer was lost.
+            let own = record.fence == Fence { id: proposal, attempt: Attempt::FIRST };
+            let outcome = if own { Reserved::Held } else { Reserved::Exists(Box::new(record)) };
+            Ok((proposal, outcome))
+        };
+        rows.iter().map(outcome).collect::<Result<_, Error>>().map_err(RunError::from)
+    }
+}
+
+/// The batch's insert has committed by now: until the losers are read, its end is not known to the callers.
+fn committed(error: RunError) -> RunError {
+    match error {
+        RunError::Again(Error::Unavailable(cause))
+        | RunError::Failed(Error::Unavailable(cause)) => RunError::Failed(Error::InDoubt(cause)),
+        other @ (RunError::Again(_) | RunError::Failed(_)) => other,
+    }
+}
+
+fn scopes<'a>(
+    scopes: impl Iterator<Item = &'a Scope> + Clone,
+) -> (Vec<&'a str>, Vec<&'a str>, Vec<&'a str>) {
+    (
+        scopes.clone().map(|scope| scope.tenant.as_str()).collect(),
+        scopes.clone().map(|scope| scope.operation.as_str()).collect(),
+        scopes.map(|scope| scope.key.as_str()).collect(),
+    )
+}
+
+const TAKE_OVER_EXPIRED: &str = "-- take_over_expired
+WITH taken AS (
+    UPDATE idempotency_records r
+    SET id = $6, attempt = 1, status = 'in_progress', request_hash = $7, raw_hash = $8, recipe = $9,
+        owner = $10, caller = $11, request_context = $12, created_at = clock_timestamp(),
+        completed_at = NULL, expires_at = NULL,
+        response_status = NULL, response_headers = NULL, response_body = NULL
+    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
+      AND r.status = 'completed' AND r.expires_at <= clock_timestamp()
+      AND EXISTS (SELECT FROM oncegate_owners o
+                  WHERE o.owner = $10 AND o.lease_until > clock_timestamp())
+    RETURNING r.id)
+SELECT (SELECT count(*) FROM taken)
+     + (SELECT count(*) FROM idempotency_records r
+        WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3
+          AND r.id = $6 AND r.attempt = 1 AND r.status = 'in_progress' AND r.owner = $10) AS count";
+
+const TAKE_OVER_UNKNOWN: &str = "-- take_over_unknown
+WITH taken AS (
+    UPDATE idempotency_records r
+    SET attempt = r.attempt + 1, status = 'in_progress', owner = $6, caller = $7,
+        request_context = $8
+    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
+      AND r.status = 'unknown'
+      AND EXISTS (SELECT FROM oncegate_owners o
+                  WHERE o.owner = $6 AND o.lease_until > clock_timestamp())
+    RETURNING r.id)
+SELECT count(*) AS count FROM taken";
+
+pub(super) async fn take_over(
+    door: &Door,
+    proposal: &Proposal,
+    from: Takeover,
+) -> Result<Changed, Error> {
+    let (sql, fence) = match from {
+        Takeover::Expired(fence) => (TAKE_OVER_EXPIRED, fence),
+        Takeover::Unknown(fence) => (TAKE_OVER_UNKNOWN, fence),
+    };
+    let fenced = Fenced::new(&proposal.scope, fence);
+    let id = Uuid::from(proposal.id);
+    let owner = Uuid::from(proposal.owner);
+    let context = proposal.context.as_deref();
+    let hashes = proposal.fingerprint;
+    let (canonical, raw, recipe) =
+        (hashes.canonical.as_slice(), hashes.raw.as_slice(), hashes.recipe.as_slice());
+    let mut params = fenced.params();
+    if matches!(from, Takeover::Expired(_)) {
+        params.push((&id, Type::UUID));
+        params.push((&canonical, Type::BYTEA));
+        params.push((&raw, Type::BYTEA));
+        params.push((&recipe, Type::BYTEA));
+    }
+    params.push((&owner, Type::UUID));
+    params.push((&proposal.caller, Type::TEXT));
+    params.push((&context, Type::BYTEA));
+    changed(&door.write(sql, &params).await?)
+}
+
+const FIND: &str = concat!(
+    "-- find
+SELECT ",
+    record_columns!(),
+    "
+FROM idempotency_records r LEFT JOIN oncegate_owners o ON o.owner = r.owner
+WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3"
+);
+
+pub(super) async fn find(door: &Door, scope: &Scope) -> Result<Option<Record>, Error> {
+    let params: Params<'_> = &[
+        (&scope.tenant.as_str(), Type::TEXT),
+        (&scope.operation.as_str(), Type::TEXT),
+        (&scope.key.as_str(), Type::TEXT),
+    ];
+    door.read(FIND, params).await?.first().map(rows::record).transpose()
+}
+
+/// Scope and fence as parameters 1 to 5.
+struct Fenced<'a> {
+    tenant: &'a str,
+    operation: &'a str,
+    key: &'a str,
+    id: Uuid,
+    attempt: i32,
+}
+
+impl<'a> Fenced<'a> {
+    fn new(scope: &'a Scope, fence: Fence) -> Self {
+        Self {
+            tenant: scope.tenant.as_str(),
+            operation: scope.operation.as_str(),
+            key: scope.key.as_str(),
+            id: fence.id.into(),
+            attempt: attempt(fence.attempt),
+        }
+    }
+
+    fn params(&self) -> Vec<Param<'_>> {
+        vec![
+            (&self.tenant, Type::TEXT),
+            (&self.operation, Type::TEXT),
+            (&self.key, Type::TEXT),
+            (&self.id, Type::UUID),
+            (&self.attempt, Type::INT4),
+        ]
+    }
+}
+
+fn changed(rows: &[Row]) -> Result<Changed, Error> {
+    Ok(if rows::count(rows)? == 0 { Changed::No } else { Changed::Yes })
+}
+
+const RELEASE_FIRST: &str = "-- release_first
+WITH gone AS (
+    DELETE FROM idempotency_records r
+    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
+      AND r.attempt = 1 AND r.status IN ('in_progress', 'unknown')
+    RETURNING r.id)
+SELECT count(*) AS count FROM gone";
+
+/// Ends a statement whose `lost` holds the ids of records that became unknown: notes them, and counts them.
+macro_rules! note_unknown {
+    () => {
+        ",
+noted AS (
+    INSERT INTO oncegate_unknown (id, noted_at) SELECT id, clock_timestamp() FROM lost
+    ON CONFLICT (id) DO UPDATE SET noted_at = excluded.noted_at)
+SELECT count(*) AS count FROM lost"
+    };
+}
+
+const RELEASE_LATER: &str = concat!(
+    "-- release_later
+WITH lost AS (
+    UPDATE idempotency_records r SET status = 'unknown'
+    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
+      AND r.attempt > 1 AND r.status IN ('in_progress', 'unknown')
+    RETURNING r.id)",
+    note_unknown!()
+);
+
+pub(super) async fn release(door: &Door, scope: &Scope, fence: Fence) -> Result<Changed, Error> {
+    let sql = if fence.attempt == Attempt::FIRST { RELEASE_FIRST } else { RELEASE_LATER };
+    changed(&door.write(sql, &Fenced::new(scope, fence).params()).await?)
+}
+
+const MARK_UNKNOWN: &str = concat!(
+    "-- mark_unknown
+WITH lost AS (
+    UPDATE idempotency_records r SET status = 'unknown'
+    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
+      AND r.status = 'in_progress'
+    RETURNING r.id)",
+    note_unknown!()
+);
+
+pub(super) async fn mark_unknown(
+    door: &Door,
+    scope: &Scope,
+    fence: Fence,
+) -> Result<Changed, Error> {
+    changed(&door.write(MARK_UNKNOWN, &Fenced::new(scope, fence).params()).await?)
+}
+
+const MARK_ONE_DEAD: &str = concat!(
+    "-- mark_one_dead
+WITH lost AS (
+    UPDATE idempotency_records r SET status = 'unknown'
+    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
+      AND r.status = 'in_progress'
+      AND NOT EXISTS (SELECT FROM oncegate_owners o
+                      WHERE o.owner = r.owner AND o.lease_until > clock_timestamp())
+    RETURNING r.id)",
+    note_unknown!()
+);
+
+pub(super) async fn mark_one_dead(door: &Door, scope: &Scope, fence: Fence) -> Result<u64, Error> {
+    rows::count(&door.write(MARK_ONE_DEAD, &Fenced::new(scope, fence).params()).await?)
+}
+
+const MARK_DEAD: &str = concat!(
+    "-- mark_dead
+WITH dead AS MATERIALIZED (
+    SELECT owner FROM oncegate_owners WHERE lease_until <= clock_timestamp() AND NOT cleared),
+found AS MATERIALIZED (
+    SELECT r.tenant_id, r.operation, r.key, r.id, r.attempt
+    FROM dead JOIN idempotency_records r ON r.owner = dead.owner
+    WHERE r.status = 'in_progress'
+    LIMIT $1 FOR UPDATE OF r SKIP LOCKED),
+lost AS (
+    UPDATE idempotency_records r SET status = 'unknown' FROM found f
+    WHERE r.tenant_id = f.tenant_id AND r.operation = f.operation AND r.key = f.key
+      AND r.id = f.id AND r.attempt = f.attempt AND r.status = 'in_progress'
+    RETURNING r.id)",
+    note_unknown!()
+);
+
+// Once nothing is left of an owner that has been dead for longer than any statement of its may last, its records,
+// which may be many and are all completed, are not looked through again.
+const CLEAR_DEAD: &str = "-- clear_dead
+UPDATE oncegate_owners o SET cleared = true
+WHERE o.lease_until <= clock_timestamp() - interval '10 minutes' AND NOT o.cleared
+  AND NOT EXISTS (SELECT FROM idempotency_records r
+                  WHERE r.owner = o.owner AND r.status = 'in_progress')";
+
+pub(super) async fn mark_dead(door: &Door, limit: u32) -> Result<u64, Error> {
+    let lost = rows::count(&door.write(MARK_DEAD, &[(&i64::from(limit), Type::INT8)]).await?)?;
+    if lost == 0 {
+        door.write(CLEAR_DEAD, &[]).await?;
+    }
+    Ok(lost)
+}
+
+const SWEEP_RECORDS: &str = "-- sweep_records
+WITH found AS MATERIALIZED (
+    SELECT tenant_id, operation, key, id FROM idempotency_records
+    WHERE status = 'completed' AND expires_at <= clock_timestamp()
+    ORDER BY created_at LIMIT $1 FOR UPDATE SKIP LOCKED),
+gone AS (
+    DELETE FROM idempotency_records r USING found f
+    WHERE r.tenant_id = f.tenant_id AND r.operation = f.operation AND r.key = f.key
+      AND r.id = f.id AND r.status = 'completed' AND r.expires_at <= clock_timestamp()
+    RETURNING r.id)
+SELECT count(*) AS count FROM gone";
+
+// A note is younger than this as long as the record may be on its way back to unknown.
+const SWEEP_NOTES: &str = "-- sweep_notes
+DELETE FROM oncegate_unknown u
+WHERE u.noted_at < clock_timestamp() - interval '10 minutes'
+  AND NOT EXISTS (SELECT FROM idempotency_records r WHERE r.id = u.id AND r.status = 'unknown')";
+
+pub(super) async fn sweep(door: &Door, limit: u32) -> Result<u64, Error> {
+    let gone = rows::count(&door.write(SWEEP_RECORDS, &[(&i64::from(limit), Type::INT8)]).await?)?;
+    door.write(SWEEP_NOTES, &[]).await?;
+    Ok(gone)
+}
+
+// Far longer than a process sleeps: an owner id that is swept could begin anew.
+const SWEEP_LEASES: &str = "-- sweep_leases
+WITH gone AS (
+    DELETE FROM oncegate_owners o
+    WHERE o.lease_until <= clock_timestamp() - interval '7 days' AND o.cleared
+    RETURNING o.owner)
+SELECT count(*) AS count FROM gone";
+
+pub(super) async fn sweep_leases(door: &Door) -> Result<u64, Error> {
+    rows::count(&door.write(SWEEP_LEASES, &[]).await?)
+}
+
+/// Writes the events of completed records: of `done(id, at)` with the flattened arrays `$10` to `$19`.
+///
+/// `at` is the completion's time, `$10` the record of each event, `$18` and `$19` the pairs of event and sink.
+macro_rules! write_events {
+    () => {
+        ",
+message AS (
+    INSERT INTO outbox_messages (id, event_key, seq, event_type, tenant_id, operation,
+                                 idempotency_key, record_id, ordering_key, payload, created_at)
+    SELECT e.id, e.event_key, e.seq, e.event_type, done.tenant_id, done.operation,
+           done.key, done.id, e.ordering_key, e.payload, done.at
+    FROM unnest($10::uuid[], $11::uuid[], $12::text[], $13::int[], $14::text[], $15::text[],
+                $16::bytea[], $17::bool[])
+      AS e(record_id, id, event_key, seq, event_type, ordering_key, payload, wanted)
+    JOIN done ON done.id = e.record_id
+    ORDER BY e.event_key
+    ON CONFLICT DO NOTHING
+    RETURNING id, seq, ordering_key, created_at),
+queued AS (
+    INSERT INTO outbox_queue (event_id, sink, next_attempt_at, ordering_key, seq, created_at)
+    SELECT m.id, s.sink, m.created_at, m.ordering_key, m.seq, m.created_at
+    FROM unnest($18::uuid[], $19::text[]) AS s(event_id, sink) JOIN message m ON m.id = s.event_id
+    ORDER BY m.id, s.sink
+    ON CONFLICT DO NOTHING),
+unwanted AS (
+    INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts, finished_at)
+    SELECT m.id, '', 'discarded', 0, 0, m.created_at
+    FROM unnest($11::uuid[], $17::bool[]) AS e(id, wanted) JOIN message m ON m.id = e.id
+    WHERE NOT e.wanted
+    ON CONFLICT DO NOTHING)"
+    };
+}
+pub(super) use write_events;
+
+const COMPLETE: &str = concat!(
+    "-- complete
+WITH c AS MATERIALIZED (
+    SELECT x.*, clock_timestamp() AS at
+    FROM unnest($1::uuid[], $2::int[], $3::text[], $4::text[], $5::text[],
+                $6::int[], $7::bytea[], $8::bytea[], $9::float8[])
+      AS x(id, attempt, tenant_id, operation, key, response_status, headers, body, retention)
+    ORDER BY x.tenant_id, x.operation, x.key),
+done AS (
+    UPDATE idempotency_records r
+    SET status = 'completed', completed_at = c.at,
+        expires_at = c.at + make_interval(secs => c.retention),
+        response_status = c.response_status, response_headers = c.headers,
+        response_body = c.body, request_context = NULL
+    FROM c
+    WHERE r.tenant_id = c.tenant_id AND r.operation = c.operation AND r.key = c.key
+      AND r.id = c.id AND r.attempt = c.attempt AND r.status IN ('in_progress', 'unknown')
+    RETURNING r.id, r.tenant_id, r.operation, r.key, r.expires_at, c.at)",
+    write_events!(),
+    "
+SELECT id, expires_at FROM done"
+);
+
+/// Completions as parallel arrays: parameters 1 to 19.
+#[derive(Default)]
+pub(super) struct Columns<'a> {
+    ids: Vec<Uuid>,
+    attempts: Vec<i32>,
+    tenants: Vec<&'a str>,
+    operations: Vec<&'a str>,
+    keys: Vec<&'a str>,
+    statuses: Vec<i32>,
+    headers: Vec<Vec<u8>>,
+    bodies: Vec<Option<&'a [u8]>>,
+    retentions: Vec<f64>,
+    event_records: Vec<Uuid>,
+    event_ids: Vec<Uuid>,
+    event_keys: Vec<&'a str>,
+    positions: Vec<i32>,
+    kinds: Vec<&'a str>,
+    ordering_keys: Vec<Option<&'a str>>,
+    payloads: Vec<&'a [u8]>,
+    wanted: Vec<bool>,
+    sink_events: Vec<Uuid>,
+    sinks: Vec<&'a str>,
+}
+
+impl<'a> Columns<'a> {
+    pub(super) fn add(&mut self, completion: &'a Completion) {
+        let Completion { scope, fence, answer, retention, events } = completion;
+        self.ids.push(fence.id.into());
+        self.attempts.push(attempt(fence.attempt));
+        self.tenants.push(scope.tenant.as_str());
+        self.operations.push(scope.operation.as_str());
+        self.keys.push(scope.key.as_str());
+        self.statuses.push(answer.status.as_u16().into());
+        self.headers.push(encode_headers(&answer.headers));
+        self.bodies.push(match &answer.body {
+            KeptBody::Whole(body) => Some(body),
+            KeptBody::NotRetained => None,
+        });
+        self.retentions.push(seconds(*retention));
+        for event in events {
+            self.event_records.push(fence.id.into());
+            self.event_ids.push(event.id);
+            self.event_keys.push(&event.key);
+            self.positions.push(event.position.into());
+            self.kinds.push(&event.kind);
+            self.ordering_keys.push(event.ordering_key.as_deref());
+            self.payloads.push(&event.payload);
+            self.wanted.push(!event.sinks.is_empty());
+            for sink in &event.sinks {
+                self.sink_events.push(event.id);
+                self.sinks.push(sink);
+            }
+        }
+    }
+
+    pub(super) fn params(&self) -> Vec<Param<'_>> {
+        vec![
+            (&self.ids, Type::UUID_ARRAY),
+            (&self.attempts, Type::INT4_ARRAY),
+            (&self.tenants, Type::TEXT_ARRAY),
+            (&self.operations, Type::TEXT_ARRAY),
+            (&self.keys, Type::TEXT_ARRAY),
+            (&self.statuses, Type::INT4_ARRAY),
+            (&self.headers, Type::BYTEA_ARRAY),
+            (&self.bodies, Type::BYTEA_ARRAY),
+            (&self.retentions, Type::FLOAT8_ARRAY),
+            (&self.event_records, Type::UUID_ARRAY),
+            (&self.event_ids, Type::UUID_ARRAY),
+            (&self.event_keys, Type::TEXT_ARRAY),
+            (&self.positions, Type::INT4_ARRAY),
+            (&self.kinds, Type::TEXT_ARRAY),
+            (&self.ordering_keys, Type::TEXT_ARRAY),
+            (&self.payloads, Type::BYTEA_ARRAY),
+            (&self.wanted, Type::BOOL_ARRAY),
+            (&self.sink_events, Type::UUID_ARRAY),
+            (&self.sinks, Type::TEXT_ARRAY),
+        ]
+    }
+}
+
+/// How completions are run.
+pub(super) struct Completions(pub(super) Lane);
+
+#[async_trait]
+impl Work for Completions {
+    type Item = Completion;
+    type Reply = Settled;
+
+    fn scope(item: &Completion) -> &Scope {
+        &item.scope
+    }
+
+    async fn run(&self, items: &[Arc<Completion>]) -> Result<Vec<Settled>, RunError> {
+        let rows = {
+            let mut columns = Columns::default();
+            items.iter().for_each(|item| columns.add(item));
+            self.0.run(Effect::Write, COMPLETE, &columns.params()).await?
+        };
+        let done = |row: &Row| Ok((get::<Uuid>(row, "id")?.into(), get(row, "expires_at")?));
+        let done: HashMap<RecordId, _> =
+            rows.iter().map(done).collect::<Result<_, Error>>().map_err(RunError::from)?;
+        let settled = |item: &Arc<Completion>| match done.get(&item.fence.id) {
+            Some(&expires_at) => Settled::Done { expires_at },
+            None => Settled::Fenced,
+        };
+        Ok(items.iter().map(settled).collect())
+    }
+}

@@ -1,0 +1,172 @@
+//! Rows as values, and values as rows. A row that cannot be read fails only what asked for it.
+
+use std::time::{Duration, SystemTime};
+
+use bytes::Bytes;
+use http::StatusCode;
+use tokio_postgres::Row;
+use tokio_postgres::types::FromSql;
+use uuid::Uuid;
+
+use crate::record::{
+    Answer, Attempt, Completed, Fence, Fingerprint, KeptBody, Key, Operation, OwnerId, Record,
+    RecordId, Scope, State, Status, Tenant, decode_headers,
+};
+use crate::store::{AuditRow, Cause, Error, EventRow, EventStatus, RecordRow};
+
+/// A column that must be there.
+pub(super) fn get<'a, T: FromSql<'a>>(row: &'a Row, column: &str) -> Result<T, Error> {
+    row.try_get(column).map_err(|error| Error::Refused(error.into()))
+}
+
+/// What stands in the database and is not what this program writes.
+pub(super) fn unreadable(what: impl Into<Cause>) -> Error {
+    Error::Refused(what.into())
+}
+
+/// The first row's number of changed rows, as our changing statements return it.
+pub(super) fn count(rows: &[Row]) -> Result<u64, Error> {
+    let row = rows.first().ok_or_else(|| unreadable("the statement returned no row"))?;
+    let count: i64 = get(row, "count")?;
+    Ok(u64::try_from(count).unwrap_or(0))
+}
+
+/// A number that the column's type allows to be negative and that never is.
+pub(super) fn unsigned(number: i32) -> u32 {
+    u32::try_from(number).unwrap_or(0)
+}
+
+/// Attempts as stored. Nobody gets beyond two thousand million.
+pub(super) fn attempt(attempt: Attempt) -> i32 {
+    i32::try_from(attempt.number()).unwrap_or(i32::MAX)
+}
+
+/// Seconds of the database as a duration; what lies in the past is zero.
+pub(super) fn duration(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
+}
+
+pub(super) fn fence(row: &Row) -> Result<Fence, Error> {
+    let id: Uuid = get(row, "id")?;
+    let attempt: i32 = get(row, "attempt")?;
+    Ok(Fence { id: id.into(), attempt: Attempt::from_number(unsigned(attempt)) })
+}
+
+fn fingerprint(row: &Row) -> Result<Fingerprint, Error> {
+    fn array<const N: usize>(row: &Row, column: &str) -> Result<[u8; N], Error> {
+        get::<&[u8]>(row, column)?
+            .try_into()
+            .map_err(|_| unreadable(format!("{column} has the wrong length")))
+    }
+    Ok(Fingerprint {
+        canonical: array(row, "request_hash")?,
+        raw: array(row, "raw_hash")?,
+        recipe: array(row, "recipe")?,
+    })
+}
+
+pub(super) fn status(row: &Row) -> Result<Status, Error> {
+    let text: &str = get(row, "status")?;
+    Status::parse(text).ok_or_else(|| unreadable(format!("no such status: {text}")))
+}
+
+fn scope(row: &Row, key: &str) -> Result<Scope, Error> {
+    Ok(Scope {
+        tenant: Tenant::stored(get(row, "tenant_id")?),
+        operation: Operation::stored(get(row, "operation")?),
+        key: Key::stored(get(row, key)?),
+    })
+}
+
+fn answer(row: &Row) -> Result<Option<Answer>, Error> {
+    let Some(status) = get::<Option<i16>>(row, "response_status")? else { return Ok(None) };
+    let status = u16::try_from(status).ok().and_then(|status| StatusCode::from_u16(status).ok());
+    let headers: Option<&[u8]> = get(row, "response_headers")?;
+    let body: Option<&[u8]> = get(row, "response_body")?;
+    Ok(Some(Answer {
+        status: status.ok_or_else(|| unreadable("response_status is not a status"))?,
+        headers: decode_headers(headers.unwrap_or_default()).map_err(unreadable)?,
+        body: body
+            .map_or(KeptBody::NotRetained, |body| KeptBody::Whole(Bytes::copy_from_slice(body))),
+    }))
+}
+
+/// The columns that [`record`] reads, of `idempotency_records r` left-joined with `oncegate_owners o`.
+macro_rules! record_columns {
+    () => {
+        "r.id, r.attempt, r.request_hash, r.raw_hash, r.recipe, r.status, r.owner, \
+         coalesce(o.lease_until > clock_timestamp(), false) AS owner_lives, \
+         r.response_status, r.response_headers, r.response_body, r.expires_at, \
+         extract(epoch FROM r.expires_at - clock_timestamp())::float8 AS time_left"
+    };
+}
+pub(super) use record_columns;
+
+pub(super) fn record(row: &Row) -> Result<Record, Error> {
+    let state = match status(row)? {
+        Status::Unknown => State::Unknown,
+        Status::InProgress => State::InProgress {
+            owner: get::<Uuid>(row, "owner")?.into(),
+            owner_lives: get(row, "owner_lives")?,
+        },
+        Status::Completed => State::Completed(Box::new(Completed {
+            answer: answer(row)?.ok_or_else(|| unreadable("completed without an answer"))?,
+            expires_at: get(row, "expires_at")?,
+            time_left: duration(get(row, "time_left")?),
+        })),
+    };
+    Ok(Record { fence: fence(row)?, fingerprint: fingerprint(row)?, state })
+}
+
+pub(super) fn record_row(row: &Row) -> Result<RecordRow, Error> {
+    let Fence { id, attempt } = fence(row)?;
+    Ok(RecordRow {
+        id,
+        scope: scope(row, "key")?,
+        fingerprint: fingerprint(row)?,
+        status: status(row)?,
+        attempt,
+        owner: OwnerId::from(get::<Uuid>(row, "owner")?),
+        owner_lives: get(row, "owner_lives")?,
+        caller: get(row, "caller")?,
+        context: get::<Option<&[u8]>>(row, "request_context")?.map(Bytes::copy_from_slice),
+        created_at: get(row, "created_at")?,
+        completed_at: get(row, "completed_at")?,
+        expires_at: get(row, "expires_at")?,
+        answer: answer(row)?,
+    })
+}
+
+pub(super) fn event_row(row: &Row) -> Result<EventRow, Error> {
+    let status: &str = get(row, "status")?;
+    Ok(EventRow {
+        id: get(row, "id")?,
+        event_key: get(row, "event_key")?,
+        kind: get(row, "event_type")?,
+        scope: scope(row, "idempotency_key")?,
+        record: RecordId::from(get::<Uuid>(row, "record_id")?),
+        sink: get(row, "sink")?,
+        ordering_key: get(row, "ordering_key")?,
+        payload: Bytes::copy_from_slice(get(row, "payload")?),
+        status: EventStatus::parse(status)
+            .ok_or_else(|| unreadable(format!("no such status: {status}")))?,
+        attempts: unsigned(get(row, "attempts")?),
+        next_attempt_at: get::<Option<SystemTime>>(row, "next_attempt_at")?,
+        last_error: get(row, "last_error")?,
+        created_at: get(row, "created_at")?,
+        sent_at: get(row, "sent_at")?,
+    })
+}
+
+pub(super) fn audit_row(row: &Row) -> Result<AuditRow, Error> {
+    Ok(AuditRow {
+        id: get(row, "id")?,
+        at: get(row, "at")?,
+        who: get(row, "who")?,
+        action: get(row, "action")?,
+        record: get::<Option<Uuid>>(row, "record_id")?.map(RecordId::from),
+        event: get(row, "event_id")?,
+        why: get(row, "why")?,
+        detail: get(row, "detail")?,
+    })
+}
