@@ -23,16 +23,17 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use http::{Method, Uri};
+use http::Method;
 
 use crate::config::build::Builder;
 use crate::config::tree::{Node, Note, Notes, Place};
-use crate::gateway::accept;
-use crate::gateway::headers::Forwarding;
-use crate::gateway::upstream;
+use crate::gateway::{self, accept, upstream};
 use crate::record::Operation;
+use crate::relay;
 use crate::route::Routes;
 use crate::scope::DigestKey;
+use crate::store::postgres;
+use crate::sweep;
 
 /// The name of `[upstream]` in [`Config::upstreams`] and in a route.
 pub const DEFAULT_UPSTREAM: &str = "default";
@@ -42,6 +43,8 @@ pub const DEFAULT_UPSTREAM: &str = "default";
 pub struct Config {
     /// The callers' side.
     pub server: Server,
+    /// Limits and times of the way of a request.
+    pub gateway: gateway::Settings,
     /// The operators' side.
     pub admin: Admin,
     /// By name; `[upstream]` is [`DEFAULT_UPSTREAM`].
@@ -53,9 +56,9 @@ pub struct Config {
     /// What the routes were made of, to show and to check.
     pub facts: Vec<RouteFacts>,
     /// Where events go.
-    pub sinks: Vec<Sink>,
-    /// The outbox and its relay.
-    pub outbox: Outbox,
+    pub relay: relay::Settings,
+    /// What is deleted.
+    pub sweep: sweep::Settings,
     /// The log.
     pub log: Log,
     /// Where the key of the digests is.
@@ -65,18 +68,12 @@ pub struct Config {
 /// The callers' side.
 #[derive(Debug)]
 pub struct Server {
-    /// The listener.
+    /// `host:port` or `unix:PATH`.
+    pub listen: String,
+    /// The limits of the listener.
     pub accept: accept::Settings,
-    /// How the upstream learns who asked.
-    pub forwarding: Forwarding,
     /// How long a shutdown waits for what runs.
     pub shutdown_grace: Duration,
-    /// Reserved requests at a time.
-    pub in_flight_max: usize,
-    /// Sum of the bodies of keyed requests and answers in memory, in bytes.
-    pub buffered_bytes_max: usize,
-    /// Duplicates that wait at a time.
-    pub waiting_max: usize,
 }
 
 /// The operators' side.
@@ -103,38 +100,27 @@ pub struct Store {
     pub lease: Duration,
     /// Whether `serve` migrates.
     pub migrate: bool,
-    /// Connections of the pool (Postgres).
-    pub connections: u32,
-    /// For one connection to the database (Postgres).
-    pub connect_timeout: Duration,
-    /// For one statement (Postgres).
-    pub statement_timeout: Duration,
-    /// For a reservation, its tries included.
-    pub reserve_timeout: Duration,
-    /// For a completion, before the settler takes it over.
-    pub completion_timeout: Duration,
-    /// Bytes of answers in the replay cache.
-    pub cache_bytes: usize,
-    /// How often the sweeper looks.
-    pub sweep_every: Duration,
-    /// Rows of one of its statements.
-    pub sweep_batch: u32,
 }
 
 /// Which database.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone)]
 pub enum StoreKind {
     /// A file, relative to the working folder.
     Sqlite(PathBuf),
-    /// A URL, which may hold a password.
-    Postgres(String),
+    /// A server; the URL may hold a password.
+    Postgres(postgres::Settings),
 }
 
 impl fmt::Debug for StoreKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Sqlite(path) => write!(f, "sqlite:{}", path.display()),
-            Self::Postgres(_) => f.write_str("postgres"),
+            Self::Postgres(settings) => f
+                .debug_struct("Postgres")
+                .field("connections", &settings.connections)
+                .field("statement_timeout", &settings.statement_timeout)
+                .field("connect_timeout", &settings.connect_timeout)
+                .finish_non_exhaustive(),
         }
     }
 }
@@ -148,60 +134,6 @@ pub struct RouteFacts {
     pub methods: Vec<Method>,
     /// Its path template.
     pub path: String,
-}
-
-/// Where events go.
-#[derive(Clone)]
-pub struct Sink {
-    /// Its name.
-    pub name: String,
-    /// Where deliveries are posted.
-    pub url: Uri,
-    /// `whsec_` secrets: the first is the newest, all of them sign.
-    pub secrets: Vec<String>,
-    /// For one delivery.
-    pub timeout: Duration,
-    /// Deliveries at a time.
-    pub concurrency: usize,
-    /// First pause after a failure.
-    pub backoff_base: Duration,
-    /// Longest pause.
-    pub backoff_max: Duration,
-    /// An event is dead when this many attempts failed ...
-    pub attempts_max: u32,
-    /// ... and it is this old.
-    pub age_max: Duration,
-    /// Whether private addresses may be dialled.
-    pub allow_private: bool,
-    /// Whether plain http may be used.
-    pub allow_http: bool,
-}
-
-impl fmt::Debug for Sink {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The URL's path and query may hold a token.
-        f.debug_struct("Sink")
-            .field("name", &self.name)
-            .field("host", &self.url.host())
-            .field("secrets", &self.secrets.len())
-            .field("timeout", &self.timeout)
-            .field("concurrency", &self.concurrency)
-            .field("backoff", &(self.backoff_base, self.backoff_max))
-            .field("dead_after", &(self.attempts_max, self.age_max))
-            .field("allow", &(self.allow_private, self.allow_http))
-            .finish()
-    }
-}
-
-/// The outbox and its relay.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Outbox {
-    /// How long a delivered event is kept.
-    pub retention: Duration,
-    /// Longest message, in bytes.
-    pub payload_max: usize,
-    /// How often the relay looks when nobody wakes it.
-    pub poll: Duration,
 }
 
 /// The log.

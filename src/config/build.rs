@@ -18,21 +18,26 @@ use http::{HeaderName, Method, StatusCode, Uri};
 
 use crate::config::file::{self, File, Maybe};
 use crate::config::tree::{Notes, Place, Placed, unknown};
-use crate::config::{Admin, Config, DEFAULT_UPSTREAM, DigestKeyFile, Log, LogFormat, Outbox};
-use crate::config::{RouteFacts, Server, Sink, Store, StoreKind};
+use crate::config::{Admin, Config, DEFAULT_UPSTREAM, DigestKeyFile, Log, LogFormat};
+use crate::config::{RouteFacts, Server, Store, StoreKind};
 use crate::fingerprint;
-use crate::gateway::accept;
 use crate::gateway::headers::{Forwarding, HostPolicy, Network};
 use crate::gateway::upstream;
+use crate::gateway::{self, accept};
 use crate::record::event::{Spec, Templates};
 use crate::record::outcome::{Code, Lists};
 use crate::record::{Operation, Tenant};
+use crate::relay::{self, sink};
 use crate::route::{OnUnknown, Pattern, Policy, Route, Routes};
 use crate::scope::{self, Derive, Source};
+use crate::store::postgres;
+use crate::sweep;
 
 const SECOND: Duration = Duration::from_secs(1);
 const HOUR: Duration = Duration::from_secs(3600);
 const DAY: Duration = Duration::from_secs(24 * 3600);
+/// The default of `store.timeout`.
+const STATEMENT_TIMEOUT: Duration = Duration::from_secs(5);
 const KIB: usize = 1024;
 const MIB: usize = 1024 * KIB;
 
@@ -61,20 +66,24 @@ impl Builder<'_> {
         let names: Vec<String> = sinks.iter().map(|sink| sink.name.clone()).collect();
         let upstreams = self.upstreams(file);
         let (routes, facts) = self.routes(file, without_file, &names, &upstreams);
-        let host = self.host(&file.upstream.host);
         let config = Config {
-            server: self.server(&file.server, host),
+            server: self.server(&file.server),
+            gateway: self.gateway(file, &file.store),
             admin: self.admin(&file.admin),
             upstreams,
             digest_key_file: self.digest_key(&file.server, &store, &routes),
             store,
             routes,
             facts,
-            sinks,
-            outbox: self.outbox(&file.outbox),
+            relay: relay::Settings { sinks, poll: self.poll(&file.outbox) },
+            sweep: sweep::Settings {
+                outbox_retention: or(&file.outbox.retention, 7 * DAY),
+                every: or(&file.store.sweep_every, 10 * SECOND),
+                batch: or(&file.store.sweep_batch, 500),
+            },
             log: self.log(&file.log),
         };
-        let (ours, theirs) = (&config.server.accept.listen, &config.admin.listen);
+        let (ours, theirs) = (&config.server.listen, &config.admin.listen);
         if ours == theirs && !ours.ends_with(":0") {
             let place = place_of(&file.admin.listen, "admin.listen");
             self.notes.mistake(&place, "is the same as server.listen; they need an address each");
@@ -107,12 +116,11 @@ impl Builder<'_> {
         placed.value.clone()
     }
 
-    fn server(&self, raw: &file::Server, host: HostPolicy) -> Server {
+    fn server(&self, raw: &file::Server) -> Server {
         for time in [&raw.header_timeout, &raw.body_timeout, &raw.write_timeout] {
             self.above_zero(time);
         }
         let accept = accept::Settings {
-            listen: self.listen(&raw.listen, "127.0.0.1:8080"),
             header_timeout: or(&raw.header_timeout, 30 * SECOND),
             body_timeout: or(&raw.body_timeout, 30 * SECOND),
             write_timeout: or(&raw.write_timeout, 60 * SECOND),
@@ -125,12 +133,26 @@ impl Builder<'_> {
             self.notes.mistake(&placed.place, "must be at least \"8KiB\"");
         }
         Server {
+            listen: self.listen(&raw.listen, "127.0.0.1:8080"),
             accept,
-            forwarding: Forwarding { trusted: self.networks(&raw.trusted_proxies), host },
             shutdown_grace: or(&raw.shutdown_grace, 30 * SECOND),
+        }
+    }
+
+    fn gateway(&self, file: &File, store: &file::Store) -> gateway::Settings {
+        let raw = &file.server;
+        let host = self.host(&file.upstream.host);
+        let statement = or(&store.timeout, STATEMENT_TIMEOUT);
+        gateway::Settings {
+            forwarding: Forwarding { trusted: self.networks(&raw.trusted_proxies), host },
+            reserve_timeout: or(&store.reserve_timeout, 5 * SECOND),
+            completion_timeout: or(&store.completion_timeout, 2 * SECOND),
+            // A statement that was sent ends with its own time-out; the rest is for a commit on its way.
+            doubt_window: (2 * statement).max(30 * SECOND),
+            cache_bytes: u64::try_from(or(&store.cache_bytes, 64 * MIB)).unwrap_or(u64::MAX),
             in_flight_max: count(&raw.in_flight_max, 1000),
             buffered_bytes_max: or(&raw.buffered_bytes_max, 256 * MIB),
-            waiting_max: count(&raw.waiting_max, 2000),
+            default_upstream: DEFAULT_UPSTREAM.to_owned(),
         }
     }
 
@@ -241,19 +263,12 @@ impl Builder<'_> {
             self.notes
                 .mistake(&short.place, "must be at least \"3s\": it is renewed three times in it");
         }
-        let kind = raw.url.as_ref().and_then(|url| self.checked(url, read_store_url));
+        let kind =
+            raw.url.as_ref().and_then(|url| self.checked(url, |text| read_store_url(text, raw)));
         Store {
             kind: kind.unwrap_or_else(|| StoreKind::Sqlite(PathBuf::from("oncegate.db"))),
             lease: or(&raw.lease, 15 * SECOND),
             migrate: or(&raw.migrate, true),
-            connections: or(&raw.connections, 10),
-            connect_timeout: or(&raw.connect_timeout, 3 * SECOND),
-            statement_timeout: or(&raw.timeout, 5 * SECOND),
-            reserve_timeout: or(&raw.reserve_timeout, 5 * SECOND),
-            completion_timeout: or(&raw.completion_timeout, 2 * SECOND),
-            cache_bytes: or(&raw.cache_bytes, 64 * MIB),
-            sweep_every: or(&raw.sweep_every, 10 * SECOND),
-            sweep_batch: or(&raw.sweep_batch, 500),
         }
     }
 
@@ -287,7 +302,7 @@ impl Builder<'_> {
         DigestKeyFile::Made(folder.join("oncegate.key"))
     }
 
-    fn sinks(&self, raws: &[file::Sink]) -> Vec<Sink> {
+    fn sinks(&self, raws: &[file::Sink]) -> Vec<sink::Settings> {
         let mut names = BTreeSet::new();
         for raw in raws {
             if let Some(name) = &raw.name
@@ -299,7 +314,7 @@ impl Builder<'_> {
         raws.iter().filter_map(|raw| self.sink(raw)).collect()
     }
 
-    fn sink(&self, raw: &file::Sink) -> Option<Sink> {
+    fn sink(&self, raw: &file::Sink) -> Option<sink::Settings> {
         self.above_zero(&raw.timeout);
         let (base, max) = (or(&raw.backoff_base, SECOND), or(&raw.backoff_max, HOUR));
         if base > max || base.is_zero() {
@@ -319,7 +334,7 @@ impl Builder<'_> {
         let secrets = self.secrets(raw);
         let name = self.required(raw.name.as_ref(), &raw.place, "name");
         let name = name.and_then(|name| self.checked(name, read_name));
-        Some(Sink {
+        let settings = sink::Settings {
             name: name?,
             url: url?,
             secrets,
@@ -331,7 +346,14 @@ impl Builder<'_> {
             age_max: or(&raw.max_age, 3 * DAY),
             allow_private,
             allow_http,
-        })
+        };
+        // The part's own check has the last word.
+        if let Err(wrong) = settings.check()
+            && !self.notes.has_mistake_under(&raw.place)
+        {
+            self.notes.mistake(&raw.place, wrong);
+        }
+        Some(settings)
     }
 
     fn required<'f, T>(
@@ -378,16 +400,12 @@ impl Builder<'_> {
         secrets
     }
 
-    fn outbox(&self, raw: &file::Outbox) -> Outbox {
+    fn poll(&self, raw: &file::Outbox) -> Duration {
         self.above_zero(&raw.poll);
         if let Some(placed) = raw.max_payload.as_ref().filter(|placed| placed.value < KIB) {
             self.notes.mistake(&placed.place, "must be at least \"1KiB\"");
         }
-        Outbox {
-            retention: or(&raw.retention, 7 * DAY),
-            payload_max: payload_max(raw),
-            poll: or(&raw.poll, SECOND),
-        }
+        or(&raw.poll, Duration::from_millis(100))
     }
 
     fn log(&self, raw: &file::Log) -> Log {
@@ -438,12 +456,17 @@ fn read_upstream_url(text: &str) -> Result<Uri, String> {
     Ok(url)
 }
 
-fn read_store_url(text: &str) -> Result<StoreKind, String> {
+fn read_store_url(text: &str, raw: &file::Store) -> Result<StoreKind, String> {
     if let Some(path) = text.strip_prefix("sqlite:").filter(|path| !path.is_empty()) {
         return Ok(StoreKind::Sqlite(PathBuf::from(path)));
     }
     if text.starts_with("postgres://") || text.starts_with("postgresql://") {
-        return Ok(StoreKind::Postgres(text.to_owned()));
+        return Ok(StoreKind::Postgres(postgres::Settings {
+            url: text.to_owned(),
+            connections: or(&raw.connections, 10),
+            statement_timeout: or(&raw.timeout, STATEMENT_TIMEOUT),
+            connect_timeout: or(&raw.connect_timeout, 3 * SECOND),
+        }));
     }
     // The text may hold a password: it is not repeated.
     Err("must begin with \"sqlite:\" and a path, or with \"postgres://\"".to_owned())

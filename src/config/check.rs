@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use http::Method;
 
-use crate::config::{Config, Sink, StoreKind, Warning};
+use crate::config::{Config, StoreKind, Warning};
+use crate::relay::sink;
 use crate::route::{OnUnknown, Route};
 use crate::scope::Source;
 
@@ -59,13 +60,13 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
         let text = format!("{names}: retention is under an hour; a retry after it executes again");
         warn("policy.retention", text);
     }
-    if config.sinks.is_empty() && config.routes.iter().next().is_some() {
+    if config.relay.sinks.is_empty() && config.routes.iter().next().is_some() {
         warn(
             "sink",
             "there is no [[sink]]: events are written as discarded, nobody gets them".to_owned(),
         );
     }
-    for sink in &config.sinks {
+    for sink in &config.relay.sinks {
         about_sink(sink, &mut warn);
     }
     if matches!(config.store.kind, StoreKind::Sqlite(_)) && is_public(config) {
@@ -75,7 +76,7 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
     found
 }
 
-fn about_sink(sink: &Sink, warn: &mut impl FnMut(&str, String)) {
+fn about_sink(sink: &sink::Settings, warn: &mut impl FnMut(&str, String)) {
     if sink.url.scheme_str() == Some("http") && sink.allow_http {
         let text = format!("{}: events travel unencrypted", sink.name);
         warn("sink.allow_http", text);
@@ -102,7 +103,7 @@ fn resent_by_nginx(method: &Method) -> bool {
 
 /// Listening on every address: most likely a container, and containers are replicated.
 fn is_public(config: &Config) -> bool {
-    let listen = &config.server.accept.listen;
+    let listen = &config.server.listen;
     listen.starts_with("0.0.0.0:") || listen.starts_with("[::]:")
 }
 

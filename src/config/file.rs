@@ -69,8 +69,6 @@ pub struct Server {
     pub in_flight_max: Maybe<u32>,
     /// Sum of the bodies in memory.
     pub buffered_bytes_max: Maybe<usize>,
-    /// Duplicates that wait at a time.
-    pub waiting_max: Maybe<u32>,
     /// The file with the key of the digests.
     pub digest_key_file: Maybe<String>,
 }
@@ -336,7 +334,6 @@ fn server(mut s: Section<'_>) -> Server {
         shutdown_grace: s.duration("shutdown_grace"),
         in_flight_max: s.number("in_flight_max", 1..=1_000_000),
         buffered_bytes_max: s.size("buffered_bytes_max"),
-        waiting_max: s.number("waiting_max", 1..=1_000_000),
         digest_key_file: s.text("digest_key_file"),
     };
     s.not_yet(&["tls", "http2"]);
