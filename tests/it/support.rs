@@ -1,0 +1,5 @@
+//! The vocabulary of the integration tests.
+
+pub(crate) mod proxy;
+pub(crate) mod raw;
+pub(crate) mod upstream;
