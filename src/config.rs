@@ -1,2 +1,409 @@
-//! (stub)
+//! The configuration that the program runs with: complete, checked, and cut into the settings of each part.
+//!
+//! ```text
+//! file + ONCEGATE_* variables -> tree (places) -> file::File (as written) -> Config (valid) | Mistakes (all of them)
+//! ```
+//!
+//! Loading reads the file, the secret files that it names and the variables it is given, and changes nothing outside.
+//! All mistakes are reported at once, each with its place, what is wrong and what to do. A [`Config`] with a mistake in
+//! it does not exist, so nobody behind this module checks again.
+//!
+//! What must stay true: every field has its default in `config/build.rs` and its line in `config/oncegate.toml`; no
+//! message repeats a value that may be secret.
+
+pub mod build;
+pub mod check;
 pub mod file;
+pub mod tree;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use http::{Method, Uri};
+
+use crate::config::build::Builder;
+use crate::config::tree::{Node, Note, Notes, Place};
+use crate::gateway::accept;
+use crate::gateway::headers::Forwarding;
+use crate::gateway::upstream;
+use crate::record::Operation;
+use crate::route::Routes;
+use crate::scope::DigestKey;
+
+/// The name of `[upstream]` in [`Config::upstreams`] and in a route.
+pub const DEFAULT_UPSTREAM: &str = "default";
+
+/// A valid configuration.
+#[derive(Debug)]
+pub struct Config {
+    /// The callers' side.
+    pub server: Server,
+    /// The operators' side.
+    pub admin: Admin,
+    /// By name; `[upstream]` is [`DEFAULT_UPSTREAM`].
+    pub upstreams: BTreeMap<String, upstream::Settings>,
+    /// Where records are kept.
+    pub store: Store,
+    /// What is protected.
+    pub routes: Routes,
+    /// What the routes were made of, to show and to check.
+    pub facts: Vec<RouteFacts>,
+    /// Where events go.
+    pub sinks: Vec<Sink>,
+    /// The outbox and its relay.
+    pub outbox: Outbox,
+    /// The log.
+    pub log: Log,
+    /// Where the key of the digests is.
+    pub digest_key_file: DigestKeyFile,
+}
+
+/// The callers' side.
+#[derive(Debug)]
+pub struct Server {
+    /// The listener.
+    pub accept: accept::Settings,
+    /// How the upstream learns who asked.
+    pub forwarding: Forwarding,
+    /// How long a shutdown waits for what runs.
+    pub shutdown_grace: Duration,
+    /// Reserved requests at a time.
+    pub in_flight_max: usize,
+    /// Sum of the bodies of keyed requests and answers in memory, in bytes.
+    pub buffered_bytes_max: usize,
+    /// Duplicates that wait at a time.
+    pub waiting_max: usize,
+}
+
+/// The operators' side.
+pub struct Admin {
+    /// `host:port` or `unix:PATH`.
+    pub listen: String,
+    /// What an operator must present; none on a loopback address only.
+    pub token: Option<String>,
+}
+
+impl fmt::Debug for Admin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let token = self.token.as_ref().map(|_| "(secret)");
+        f.debug_struct("Admin").field("listen", &self.listen).field("token", &token).finish()
+    }
+}
+
+/// Where records are kept.
+#[derive(Debug)]
+pub struct Store {
+    /// Which database.
+    pub kind: StoreKind,
+    /// How long a silent replica keeps its records.
+    pub lease: Duration,
+    /// Whether `serve` migrates.
+    pub migrate: bool,
+    /// Connections of the pool (Postgres).
+    pub connections: u32,
+    /// For one connection to the database (Postgres).
+    pub connect_timeout: Duration,
+    /// For one statement (Postgres).
+    pub statement_timeout: Duration,
+    /// For a reservation, its tries included.
+    pub reserve_timeout: Duration,
+    /// For a completion, before the settler takes it over.
+    pub completion_timeout: Duration,
+    /// Bytes of answers in the replay cache.
+    pub cache_bytes: usize,
+    /// How often the sweeper looks.
+    pub sweep_every: Duration,
+    /// Rows of one of its statements.
+    pub sweep_batch: u32,
+}
+
+/// Which database.
+#[derive(Clone, PartialEq, Eq)]
+pub enum StoreKind {
+    /// A file, relative to the working folder.
+    Sqlite(PathBuf),
+    /// A URL, which may hold a password.
+    Postgres(String),
+}
+
+impl fmt::Debug for StoreKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Sqlite(path) => write!(f, "sqlite:{}", path.display()),
+            Self::Postgres(_) => f.write_str("postgres"),
+        }
+    }
+}
+
+/// What a route was made of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RouteFacts {
+    /// Its operation.
+    pub operation: Operation,
+    /// Its methods.
+    pub methods: Vec<Method>,
+    /// Its path template.
+    pub path: String,
+}
+
+/// Where events go.
+#[derive(Clone)]
+pub struct Sink {
+    /// Its name.
+    pub name: String,
+    /// Where deliveries are posted.
+    pub url: Uri,
+    /// `whsec_` secrets: the first is the newest, all of them sign.
+    pub secrets: Vec<String>,
+    /// For one delivery.
+    pub timeout: Duration,
+    /// Deliveries at a time.
+    pub concurrency: usize,
+    /// First pause after a failure.
+    pub backoff_base: Duration,
+    /// Longest pause.
+    pub backoff_max: Duration,
+    /// An event is dead when this many attempts failed ...
+    pub attempts_max: u32,
+    /// ... and it is this old.
+    pub age_max: Duration,
+    /// Whether private addresses may be dialled.
+    pub allow_private: bool,
+    /// Whether plain http may be used.
+    pub allow_http: bool,
+}
+
+impl fmt::Debug for Sink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The URL's path and query may hold a token.
+        f.debug_struct("Sink")
+            .field("name", &self.name)
+            .field("host", &self.url.host())
+            .field("secrets", &self.secrets.len())
+            .field("timeout", &self.timeout)
+            .field("concurrency", &self.concurrency)
+            .field("backoff", &(self.backoff_base, self.backoff_max))
+            .field("dead_after", &(self.attempts_max, self.age_max))
+            .field("allow", &(self.allow_private, self.allow_http))
+            .finish()
+    }
+}
+
+/// The outbox and its relay.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Outbox {
+    /// How long a delivered event is kept.
+    pub retention: Duration,
+    /// Longest message, in bytes.
+    pub payload_max: usize,
+    /// How often the relay looks when nobody wakes it.
+    pub poll: Duration,
+}
+
+/// The log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Log {
+    /// How a line looks.
+    pub format: LogFormat,
+    /// A level, or a list of `target=level`.
+    pub level: String,
+}
+
+/// How a line of the log looks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+/// Where the key of the digests (callers, tenants by credential) is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DigestKeyFile {
+    /// Named by `server.digest_key_file`, and readable when the configuration was loaded.
+    Given(PathBuf),
+    /// Nothing is named: made at the first start, beside the database or the configuration.
+    Made(PathBuf),
+}
+
+impl DigestKeyFile {
+    /// Reads the key. The second kind is made of random bytes, readable by its owner only, where there is none.
+    ///
+    /// # Errors
+    /// The file cannot be read or made, or is too short to be a key.
+    pub fn open(&self) -> io::Result<DigestKey> {
+        let bytes = match self {
+            Self::Given(path) => std::fs::read(path)?,
+            Self::Made(path) => match std::fs::read(path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => make_key(path)?,
+                read => read?,
+            },
+        };
+        if bytes.len() < 16 {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "the digest key is too short"));
+        }
+        Ok(DigestKey::from_bytes(&bytes))
+    }
+}
+
+/// Writes 32 random bytes under another name first, so that a crash or a second process never leaves half a key.
+fn make_key(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; 32];
+    std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    let draft = path.with_extension(format!("key.{}", std::process::id()));
+    let mut file = std::fs::OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&draft)?;
+    file.write_all(&bytes)?;
+    file.sync_all()?;
+    let linked = std::fs::hard_link(&draft, path);
+    std::fs::remove_file(&draft)?;
+    match linked {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => std::fs::read(path),
+        linked => linked.map(|()| bytes),
+    }
+}
+
+/// Something that may stand and should be known.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Warning {
+    /// The field, or the variable.
+    pub place: String,
+    /// What, and what to do.
+    pub text: String,
+}
+
+impl fmt::Display for Warning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.place, self.text)
+    }
+}
+
+/// All mistakes of a configuration, in the order of their places: one a line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mistakes {
+    file: Option<PathBuf>,
+    notes: Vec<Note>,
+}
+
+impl Mistakes {
+    /// One sentence for each.
+    #[must_use]
+    pub fn lines(&self) -> Vec<String> {
+        self.notes.iter().map(|note| self.line(note)).collect()
+    }
+
+    fn line(&self, note: &Note) -> String {
+        let file = self.file.as_ref().map(|path| path.display().to_string());
+        let source = match (&note.place.variable, file, note.place.line) {
+            (Some(variable), _, _) => Some(variable.clone()),
+            (None, Some(file), Some(line)) => Some(format!("{file}:{line}")),
+            (None, file, _) => file,
+        };
+        let path = Some(note.place.path.clone()).filter(|path| !path.is_empty());
+        let parts: Vec<String> =
+            [source, path, Some(note.text.clone())].into_iter().flatten().collect();
+        parts.join(": ")
+    }
+}
+
+impl fmt::Display for Mistakes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.lines().join("\n"))
+    }
+}
+
+impl std::error::Error for Mistakes {}
+
+impl Config {
+    /// Loads the file at `path`, lays the `ONCEGATE_*` variables over it, and `upstream_override` over `upstream.url`.
+    /// Without a file every POST and PATCH that carries a key is protected.
+    ///
+    /// # Errors
+    /// All mistakes of file and variables.
+    pub fn load(
+        path: Option<&Path>,
+        variables: impl IntoIterator<Item = (String, String)>,
+        upstream_override: Option<&str>,
+    ) -> Result<(Self, Vec<Warning>), Mistakes> {
+        let notes = Notes::default();
+        let text = match path.map(std::fs::read_to_string) {
+            None => String::new(),
+            Some(Ok(text)) => text,
+            Some(Err(error)) => {
+                notes.mistake(&Place::default(), format!("cannot read the file: {error}"));
+                return Err(Mistakes {
+                    file: path.map(Path::to_owned),
+                    notes: notes.into_parts().0,
+                });
+            }
+        };
+        let folder = path.and_then(Path::parent).unwrap_or(Path::new("")).to_owned();
+        let variables: BTreeMap<String, String> = variables.into_iter().collect();
+        let mut tree = tree::parse(&text, &notes);
+        lay_variables(&mut tree, &variables, &notes);
+        if let Some(url) = upstream_override {
+            tree.overlay("upstream", "url", "--upstream", url, &notes);
+        }
+        let without_file = path.is_none();
+        let file = file::read(&tree, &notes);
+        let builder =
+            Builder { notes: &notes, folder, require_key: !without_file, variables: &variables };
+        let config = builder.config(&file, without_file);
+        let (mistakes, warnings) = notes.into_parts();
+        if mistakes.is_empty() {
+            Ok((config, warnings.into_iter().map(Warning::from).collect()))
+        } else {
+            Err(Mistakes { file: path.map(Path::to_owned), notes: mistakes })
+        }
+    }
+}
+
+impl From<Note> for Warning {
+    fn from(note: Note) -> Self {
+        let place = note.place.variable.unwrap_or(note.place.path);
+        Self { place, text: note.text }
+    }
+}
+
+/// Variables that mean something to the command line, not to a section.
+const OTHER_VARIABLES: [&str; 2] = ["ONCEGATE_CONFIG", "ONCEGATE_UPSTREAM"];
+
+/// `ONCEGATE_STORE_URL` is `store.url`: the section is the first word, the rest is the field.
+fn lay_variables(tree: &mut Node, variables: &BTreeMap<String, String>, notes: &Notes) {
+    for (name, value) in variables {
+        let Some(rest) = name.strip_prefix("ONCEGATE_") else { continue };
+        if OTHER_VARIABLES.contains(&name.as_str()) {
+            continue;
+        }
+        let lower = rest.to_ascii_lowercase();
+        let (section, field) = lower.split_once('_').unwrap_or((&lower, ""));
+        let known = file::SECTIONS.contains(&section) && !field.is_empty();
+        if known && !is_service_link(rest) {
+            tree.overlay(section, field, name, value, notes);
+        } else {
+            let place = Place { variable: Some(name.clone()), ..Place::default() };
+            notes.warning(&place, "is not a setting of Oncegate and is ignored");
+        }
+    }
+}
+
+/// Kubernetes sets `ONCEGATE_ADMIN_SERVICE_HOST` and the like for a service named `oncegate-admin`.
+fn is_service_link(rest: &str) -> bool {
+    let port = rest.split_once("_PORT").is_some_and(|(_, after)| {
+        after.is_empty()
+            || after.strip_prefix('_').is_some_and(|a| a.starts_with(|c: char| c.is_ascii_digit()))
+    });
+    port || rest.contains("_SERVICE_HOST") || rest.contains("_SERVICE_PORT")
+}
+
+#[cfg(test)]
+mod tests;

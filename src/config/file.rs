@@ -1,1 +1,521 @@
-//! (stub)
+//! The configuration as written: one struct for each section, each field typed and with its place, nothing decided.
+//!
+//! No defaults and no rules live here. `config.rs` turns a [`File`] into what the program runs with. A field that is
+//! absent, or that cannot be read, is `None`; in the second case the mistake is in the notes.
+//!
+//! What must stay true: every field that the program knows is asked for here, and nowhere else. The list of known
+//! names is what the functions of this file ask for, so the report of unknown fields cannot fall behind.
+
+use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::config::tree::{Node, Notes, Place, Placed, Section};
+
+/// A value that may be absent.
+pub type Maybe<T> = Option<Placed<T>>;
+
+/// The whole file.
+#[derive(Debug, Default)]
+pub struct File {
+    /// `[server]`
+    pub server: Server,
+    /// `[admin]`
+    pub admin: Admin,
+    /// `[upstream]`
+    pub upstream: Upstream,
+    /// `[upstreams.NAME]`
+    pub upstreams: Vec<(String, Upstream)>,
+    /// `[store]`
+    pub store: Store,
+    /// `[policy]`
+    pub policy: Policy,
+    /// `[[route]]`
+    pub routes: Vec<Route>,
+    /// `[[sink]]`
+    pub sinks: Vec<Sink>,
+    /// `[outbox]`
+    pub outbox: Outbox,
+    /// `[log]`
+    pub log: Log,
+}
+
+/// `[server]`
+#[derive(Debug, Default)]
+pub struct Server {
+    /// `host:port` or `unix:PATH`.
+    pub listen: Maybe<String>,
+    /// Connections at a time.
+    pub connections_max: Maybe<u32>,
+    /// Header lines of a request.
+    pub headers_max: Maybe<u32>,
+    /// Bytes of a request's head.
+    pub head_bytes_max: Maybe<usize>,
+    /// For a whole head, and between requests.
+    pub header_timeout: Maybe<Duration>,
+    /// For a silent caller within a body.
+    pub body_timeout: Maybe<Duration>,
+    /// For a caller that takes nothing of its answer.
+    pub write_timeout: Maybe<Duration>,
+    /// Whether a caller that shut its write side is answered.
+    pub half_close: Maybe<bool>,
+    /// Whether routes match in any letter case.
+    pub ignore_path_case: Maybe<bool>,
+    /// Addresses and networks of proxies in front.
+    pub trusted_proxies: Maybe<Vec<Placed<String>>>,
+    /// How long a shutdown waits.
+    pub shutdown_grace: Maybe<Duration>,
+    /// Reserved requests at a time.
+    pub in_flight_max: Maybe<u32>,
+    /// Sum of the bodies in memory.
+    pub buffered_bytes_max: Maybe<usize>,
+    /// Duplicates that wait at a time.
+    pub waiting_max: Maybe<u32>,
+    /// The file with the key of the digests.
+    pub digest_key_file: Maybe<String>,
+}
+
+/// `[admin]`
+#[derive(Debug, Default)]
+pub struct Admin {
+    /// `host:port` or `unix:PATH`.
+    pub listen: Maybe<String>,
+    /// The file with the token.
+    pub token_file: Maybe<String>,
+    /// The token itself, for `ONCEGATE_ADMIN_TOKEN`.
+    pub token: Maybe<String>,
+}
+
+/// `[upstream]` and `[upstreams.NAME]`
+#[derive(Debug, Default)]
+pub struct Upstream {
+    /// Where the section stands.
+    pub place: Place,
+    /// `http://host[:port]` or `https://host[:port]`.
+    pub url: Maybe<String>,
+    /// Name, TCP and TLS together.
+    pub connect_timeout: Maybe<Duration>,
+    /// How long a pooled connection may have been idle.
+    pub idle_timeout: Maybe<Duration>,
+    /// Pass-through: how long the upstream may be silent.
+    pub answer_timeout: Maybe<Duration>,
+    /// `keep` or `set`; `[upstream]` only.
+    pub host: Maybe<String>,
+}
+
+/// `[store]`
+#[derive(Debug, Default)]
+pub struct Store {
+    /// `sqlite:PATH` or `postgres://...`.
+    pub url: Maybe<String>,
+    /// How long a silent replica keeps its records.
+    pub lease: Maybe<Duration>,
+    /// Whether `serve` migrates.
+    pub migrate: Maybe<bool>,
+    /// Connections of the pool.
+    pub connections: Maybe<u32>,
+    /// For one connection to the database.
+    pub connect_timeout: Maybe<Duration>,
+    /// For one statement.
+    pub timeout: Maybe<Duration>,
+    /// For a reservation, tries included.
+    pub reserve_timeout: Maybe<Duration>,
+    /// For a completion before it is handed to the settler.
+    pub completion_timeout: Maybe<Duration>,
+    /// Bytes of answers in memory.
+    pub cache_bytes: Maybe<usize>,
+    /// How often the sweeper looks.
+    pub sweep_every: Maybe<Duration>,
+    /// Rows of one of its statements.
+    pub sweep_batch: Maybe<u32>,
+}
+
+/// `[policy]`, and the same fields of a route.
+#[derive(Debug, Default)]
+pub struct Policy {
+    /// Where the tenant comes from.
+    pub tenant: Option<Tenant>,
+    /// The header with the key.
+    pub key_header: Maybe<String>,
+    /// Whether a request without key is refused.
+    pub require_key: Maybe<bool>,
+    /// Whether the key goes on to the upstream.
+    pub forward_key: Maybe<bool>,
+    /// Parts of a key for callers that send none.
+    pub derive_key: Maybe<Vec<Placed<String>>>,
+    /// How long a duplicate waits.
+    pub wait: Maybe<Duration>,
+    /// How long the upstream may take.
+    pub timeout: Maybe<Duration>,
+    /// How long an outcome is kept.
+    pub retention: Maybe<Duration>,
+    /// Longest request body.
+    pub max_request_body: Maybe<usize>,
+    /// Longest response body that is kept.
+    pub max_response_body: Maybe<usize>,
+    /// `hold` or `retry`.
+    pub on_unknown: Maybe<String>,
+    /// Status of a mismatch.
+    pub mismatch_status: Maybe<u32>,
+    /// Headers that are not kept.
+    pub replay_drop: Maybe<Vec<Placed<String>>>,
+    /// Statuses that free the key.
+    pub release_on: Maybe<Vec<Placed<String>>>,
+    /// Statuses after which nobody knows.
+    pub unknown_on: Maybe<Vec<Placed<String>>>,
+    /// What makes two requests the same.
+    pub fingerprint: Option<Fingerprint>,
+}
+
+/// `tenant = { ... }`
+#[derive(Debug, Default)]
+pub struct Tenant {
+    /// Where it stands.
+    pub place: Place,
+    /// A header.
+    pub header: Maybe<String>,
+    /// A parameter of the path.
+    pub path: Maybe<String>,
+    /// The host.
+    pub host: Maybe<bool>,
+    /// The user of Basic credentials.
+    pub basic_user: Maybe<bool>,
+    /// A digest of Authorization.
+    pub credential: Maybe<bool>,
+    /// One for all.
+    pub fixed: Maybe<String>,
+}
+
+/// `fingerprint = { ... }`
+#[derive(Debug, Default)]
+pub struct Fingerprint {
+    /// What of the body does not count.
+    pub ignore: Maybe<Vec<Placed<String>>>,
+    /// Headers that count too.
+    pub headers: Maybe<Vec<Placed<String>>>,
+    /// Query pairs that do not count.
+    pub ignore_query: Maybe<Vec<Placed<String>>>,
+}
+
+/// `[[route]]`
+#[derive(Debug, Default)]
+pub struct Route {
+    /// Where it stands.
+    pub place: Place,
+    /// One method.
+    pub method: Maybe<String>,
+    /// Several.
+    pub methods: Maybe<Vec<Placed<String>>>,
+    /// The path template.
+    pub path: Maybe<String>,
+    /// The operation.
+    pub operation: Maybe<String>,
+    /// The upstream's name.
+    pub upstream: Maybe<String>,
+    /// What differs from `[policy]`.
+    pub policy: Policy,
+    /// `[[route.event]]`
+    pub events: Vec<Event>,
+}
+
+/// `[[route.event]]`
+#[derive(Debug, Default)]
+pub struct Event {
+    /// Where it stands.
+    pub place: Place,
+    /// Its type.
+    pub kind: Maybe<String>,
+    /// An expression that must be true.
+    pub when: Maybe<String>,
+    /// A tree of templates.
+    pub payload: Maybe<Value>,
+    /// An expression that gives a list.
+    pub for_each: Maybe<String>,
+    /// A template that names the element.
+    pub event_key: Maybe<String>,
+    /// A template.
+    pub ordering_key: Maybe<String>,
+    /// Names of sinks.
+    pub sinks: Maybe<Vec<Placed<String>>>,
+}
+
+/// `[[sink]]`
+#[derive(Debug, Default)]
+pub struct Sink {
+    /// Where it stands.
+    pub place: Place,
+    /// Its name.
+    pub name: Maybe<String>,
+    /// Where deliveries go.
+    pub url: Maybe<String>,
+    /// One secret.
+    pub secret: Maybe<String>,
+    /// The file with its secrets.
+    pub secret_file: Maybe<String>,
+    /// The variable with its secrets.
+    pub secret_env: Maybe<String>,
+    /// For one delivery.
+    pub timeout: Maybe<Duration>,
+    /// Deliveries at a time.
+    pub concurrency: Maybe<u32>,
+    /// First pause after a failure.
+    pub backoff_base: Maybe<Duration>,
+    /// Longest pause.
+    pub backoff_max: Maybe<Duration>,
+    /// Attempts before an event may be dead.
+    pub max_attempts: Maybe<u32>,
+    /// Age before an event may be dead.
+    pub max_age: Maybe<Duration>,
+    /// Whether private addresses are allowed.
+    pub allow_private: Maybe<bool>,
+    /// Whether plain http is allowed.
+    pub allow_http: Maybe<bool>,
+    /// Consecutive failures before a pause.
+    pub pause_after: Maybe<u32>,
+}
+
+/// `[outbox]`
+#[derive(Debug, Default)]
+pub struct Outbox {
+    /// How long a delivered event is kept.
+    pub retention: Maybe<Duration>,
+    /// Longest message.
+    pub max_payload: Maybe<usize>,
+    /// How often the relay looks when nobody wakes it.
+    pub poll: Maybe<Duration>,
+}
+
+/// `[log]`
+#[derive(Debug, Default)]
+pub struct Log {
+    /// `text` or `json`.
+    pub format: Maybe<String>,
+    /// `error`, `warn`, `info`, `debug`, `trace`, or a filter.
+    pub level: Maybe<String>,
+}
+
+/// Sections whose fields a variable may set: `ONCEGATE_<SECTION>_<FIELD>`.
+pub const SECTIONS: [&str; 7] = ["server", "admin", "upstream", "store", "policy", "outbox", "log"];
+
+/// Reads the whole tree.
+#[must_use]
+pub fn read(tree: &Node, notes: &Notes) -> File {
+    let mut top = Section::top(tree, notes);
+    let file = File {
+        server: top.section("server").map(server).unwrap_or_default(),
+        admin: top.section("admin").map(admin).unwrap_or_default(),
+        upstream: top.section("upstream").map(|s| upstream(s, true)).unwrap_or_default(),
+        upstreams: top
+            .named_sections("upstreams")
+            .into_iter()
+            .map(|(name, section)| (name, upstream(section, false)))
+            .collect(),
+        store: top.section("store").map(store).unwrap_or_default(),
+        policy: top.section("policy").map(only_policy).unwrap_or_default(),
+        routes: top.sections("route").into_iter().map(route).collect(),
+        sinks: top.sections("sink").into_iter().map(sink).collect(),
+        outbox: top.section("outbox").map(outbox).unwrap_or_default(),
+        log: top.section("log").map(log).unwrap_or_default(),
+    };
+    top.finish();
+    file
+}
+
+fn server(mut s: Section<'_>) -> Server {
+    let read = Server {
+        listen: s.text("listen"),
+        connections_max: s.number("connections_max", 1..=1_000_000),
+        headers_max: s.number("headers_max", 1..=10_000),
+        head_bytes_max: s.size("head_bytes_max"),
+        header_timeout: s.duration("header_timeout"),
+        body_timeout: s.duration("body_timeout"),
+        write_timeout: s.duration("write_timeout"),
+        half_close: s.flag("half_close"),
+        ignore_path_case: s.flag("ignore_path_case"),
+        trusted_proxies: s.texts("trusted_proxies"),
+        shutdown_grace: s.duration("shutdown_grace"),
+        in_flight_max: s.number("in_flight_max", 1..=1_000_000),
+        buffered_bytes_max: s.size("buffered_bytes_max"),
+        waiting_max: s.number("waiting_max", 1..=1_000_000),
+        digest_key_file: s.text("digest_key_file"),
+    };
+    s.not_yet(&["tls", "http2"]);
+    s.finish();
+    read
+}
+
+fn admin(mut s: Section<'_>) -> Admin {
+    let read = Admin {
+        listen: s.text("listen"),
+        token_file: s.text("token_file"),
+        token: s.text("token"),
+    };
+    s.finish();
+    read
+}
+
+fn upstream(mut s: Section<'_>, main: bool) -> Upstream {
+    let read = Upstream {
+        place: s.place().clone(),
+        url: s.text("url"),
+        connect_timeout: s.duration("connect_timeout"),
+        idle_timeout: s.duration("idle_timeout"),
+        answer_timeout: s.duration("answer_timeout"),
+        host: if main { s.text("host") } else { None },
+    };
+    s.only("reuse_for_keyed", "never", &[]);
+    s.not_yet(&["tls", "http2"]);
+    s.finish();
+    read
+}
+
+fn store(mut s: Section<'_>) -> Store {
+    let read = Store {
+        url: s.text("url"),
+        lease: s.duration("lease"),
+        migrate: s.flag("migrate"),
+        connections: s.number("connections", 2..=1000),
+        connect_timeout: s.duration("connect_timeout"),
+        timeout: s.duration("timeout"),
+        reserve_timeout: s.duration("reserve_timeout"),
+        completion_timeout: s.duration("completion_timeout"),
+        cache_bytes: s.size("cache_bytes"),
+        sweep_every: s.duration("sweep_every"),
+        sweep_batch: s.number("sweep_batch", 1..=100_000),
+    };
+    s.not_yet(&["on_unavailable", "spill", "encryption"]);
+    s.finish();
+    read
+}
+
+fn only_policy(mut s: Section<'_>) -> Policy {
+    let read = policy(&mut s);
+    s.finish();
+    read
+}
+
+fn policy(s: &mut Section<'_>) -> Policy {
+    let read = Policy {
+        tenant: s.section("tenant").map(tenant),
+        key_header: s.text("key_header"),
+        require_key: s.flag("require_key"),
+        forward_key: s.flag("forward_key"),
+        derive_key: s.texts("derive_key"),
+        wait: s.duration("wait"),
+        timeout: s.duration("timeout"),
+        retention: s.duration("retention"),
+        max_request_body: s.size("max_request_body"),
+        max_response_body: s.size("max_response_body"),
+        on_unknown: s.text("on_unknown"),
+        mismatch_status: s.number("mismatch_status", 400..=499),
+        replay_drop: s.texts("replay_drop"),
+        release_on: s.codes("release_on"),
+        unknown_on: s.codes("unknown_on"),
+        fingerprint: s.section("fingerprint").map(fingerprint),
+    };
+    s.not_yet(&["late_answer", "lookup", "replay_auth", "mode"]);
+    read
+}
+
+fn tenant(mut s: Section<'_>) -> Tenant {
+    let read = Tenant {
+        place: s.place().clone(),
+        header: s.text("header"),
+        path: s.text("path"),
+        host: s.flag("host"),
+        basic_user: s.flag("basic_user"),
+        credential: s.flag("credential"),
+        fixed: s.text("fixed"),
+    };
+    s.not_yet(&["jwt_claim", "client_cert"]);
+    s.finish();
+    read
+}
+
+fn fingerprint(mut s: Section<'_>) -> Fingerprint {
+    let read = Fingerprint {
+        ignore: s.texts("ignore"),
+        headers: s.texts("headers"),
+        ignore_query: s.texts("ignore_query"),
+    };
+    s.not_yet(&["only", "ignore_xml", "xml_namespaces"]);
+    s.finish();
+    read
+}
+
+fn route(mut s: Section<'_>) -> Route {
+    let read = Route {
+        place: s.place().clone(),
+        method: s.text("method"),
+        methods: s.texts("methods"),
+        path: s.text("path"),
+        operation: s.text("operation"),
+        upstream: s.text("upstream"),
+        policy: policy(&mut s),
+        events: s.sections("event").into_iter().map(event).collect(),
+    };
+    s.finish();
+    read
+}
+
+fn event(mut s: Section<'_>) -> Event {
+    let read = Event {
+        place: s.place().clone(),
+        kind: s.text("type"),
+        when: s.text("when"),
+        payload: s.any("payload"),
+        for_each: s.text("for_each"),
+        event_key: s.text("event_key"),
+        ordering_key: s.text("ordering_key"),
+        sinks: s.texts("sinks"),
+    };
+    s.finish();
+    read
+}
+
+fn sink(mut s: Section<'_>) -> Sink {
+    let backoff = s.section("backoff").map(|mut pace| {
+        let read = (pace.duration("base"), pace.duration("max"));
+        pace.finish();
+        read
+    });
+    let (backoff_base, backoff_max) = backoff.unwrap_or_default();
+    let read = Sink {
+        place: s.place().clone(),
+        name: s.text("name"),
+        url: s.text("url"),
+        secret: s.text("secret"),
+        secret_file: s.text("secret_file"),
+        secret_env: s.text("secret_env"),
+        timeout: s.duration("timeout"),
+        concurrency: s.number("concurrency", 1..=1000),
+        backoff_base,
+        backoff_max,
+        max_attempts: s.number("max_attempts", 1..=1_000_000),
+        max_age: s.duration("max_age"),
+        allow_private: s.flag("allow_private"),
+        allow_http: s.flag("allow_http"),
+        pause_after: s.number("pause_after", 1..=1_000_000),
+    };
+    s.only("format", "standard-webhooks", &["cloudevents", "cloudevents-structured"]);
+    s.only("ordering", "none", &["key"]);
+    s.not_yet(&["events", "max_refusals"]);
+    s.finish();
+    read
+}
+
+fn outbox(mut s: Section<'_>) -> Outbox {
+    let read = Outbox {
+        retention: s.duration("retention"),
+        max_payload: s.size("max_payload"),
+        poll: s.duration("poll"),
+    };
+    s.finish();
+    read
+}
+
+fn log(mut s: Section<'_>) -> Log {
+    let read = Log { format: s.text("format"), level: s.text("level") };
+    s.finish();
+    read
+}

@@ -1,0 +1,549 @@
+//! From the file as written to what the program runs with: defaults, rules, and the parts' own settings.
+//!
+//! Each function takes a section of [`file`](crate::config::file) and fills the settings of one part. Where a rule is
+//! broken the mistake is noted with its place, and a harmless value stands in for the rest of the run: nobody sees it,
+//! because a configuration with mistakes is never handed out.
+//!
+//! What must stay true: the defaults stand here and nowhere else, and `config/oncegate.toml` shows every one of them
+//! (a test compares the two).
+
+mod routes;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use http::{HeaderName, Method, StatusCode, Uri};
+
+use crate::config::file::{self, File, Maybe};
+use crate::config::tree::{Notes, Place, Placed, unknown};
+use crate::config::{Admin, Config, DEFAULT_UPSTREAM, DigestKeyFile, Log, LogFormat, Outbox};
+use crate::config::{RouteFacts, Server, Sink, Store, StoreKind};
+use crate::fingerprint;
+use crate::gateway::accept;
+use crate::gateway::headers::{Forwarding, HostPolicy, Network};
+use crate::gateway::upstream;
+use crate::record::event::{Spec, Templates};
+use crate::record::outcome::{Code, Lists};
+use crate::record::{Operation, Tenant};
+use crate::route::{OnUnknown, Pattern, Policy, Route, Routes};
+use crate::scope::{self, Derive, Source};
+
+const SECOND: Duration = Duration::from_secs(1);
+const HOUR: Duration = Duration::from_secs(3600);
+const DAY: Duration = Duration::from_secs(24 * 3600);
+const KIB: usize = 1024;
+const MIB: usize = 1024 * KIB;
+
+/// What building needs to know besides the file.
+pub(super) struct Builder<'a> {
+    pub(super) notes: &'a Notes,
+    /// Files named in the configuration are relative to this folder.
+    pub(super) folder: PathBuf,
+    /// The default of `require_key`.
+    pub(super) require_key: bool,
+    pub(super) variables: &'a BTreeMap<String, String>,
+}
+
+fn or<T: Clone>(field: &Maybe<T>, default: T) -> T {
+    field.as_ref().map_or(default, |placed| placed.value.clone())
+}
+
+fn count(field: &Maybe<u32>, default: u32) -> usize {
+    usize::try_from(or(field, default)).unwrap_or(usize::MAX)
+}
+
+impl Builder<'_> {
+    pub(super) fn config(&self, file: &File, without_file: bool) -> Config {
+        let store = self.store(&file.store);
+        let sinks = self.sinks(&file.sinks);
+        let names: Vec<String> = sinks.iter().map(|sink| sink.name.clone()).collect();
+        let upstreams = self.upstreams(file);
+        let (routes, facts) = self.routes(file, without_file, &names, &upstreams);
+        let host = self.host(&file.upstream.host);
+        let config = Config {
+            server: self.server(&file.server, host),
+            admin: self.admin(&file.admin),
+            upstreams,
+            digest_key_file: self.digest_key(&file.server, &store, &routes),
+            store,
+            routes,
+            facts,
+            sinks,
+            outbox: self.outbox(&file.outbox),
+            log: self.log(&file.log),
+        };
+        let (ours, theirs) = (&config.server.accept.listen, &config.admin.listen);
+        if ours == theirs && !ours.ends_with(":0") {
+            let place = place_of(&file.admin.listen, "admin.listen");
+            self.notes.mistake(&place, "is the same as server.listen; they need an address each");
+        }
+        config
+    }
+
+    fn above_zero(&self, field: &Maybe<Duration>) {
+        if let Some(placed) = field.as_ref().filter(|placed| placed.value.is_zero()) {
+            self.notes.mistake(&placed.place, "must be longer than nothing");
+        }
+    }
+
+    fn listen(&self, field: &Maybe<String>, default: &str) -> String {
+        let Some(placed) = field else { return default.to_owned() };
+        let fits = match placed.value.strip_prefix("unix:") {
+            Some(path) => !path.is_empty(),
+            None => placed
+                .value
+                .rsplit_once(':')
+                .is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok()),
+        };
+        if !fits {
+            let wrong = format!(
+                "{:?} is not an address; write \"127.0.0.1:8080\" or \"unix:/run/oncegate.sock\"",
+                placed.value
+            );
+            self.notes.mistake(&placed.place, wrong);
+        }
+        placed.value.clone()
+    }
+
+    fn server(&self, raw: &file::Server, host: HostPolicy) -> Server {
+        for time in [&raw.header_timeout, &raw.body_timeout, &raw.write_timeout] {
+            self.above_zero(time);
+        }
+        let accept = accept::Settings {
+            listen: self.listen(&raw.listen, "127.0.0.1:8080"),
+            header_timeout: or(&raw.header_timeout, 30 * SECOND),
+            body_timeout: or(&raw.body_timeout, 30 * SECOND),
+            write_timeout: or(&raw.write_timeout, 60 * SECOND),
+            connections_max: count(&raw.connections_max, 10_000),
+            headers_max: count(&raw.headers_max, 100),
+            head_bytes_max: or(&raw.head_bytes_max, 64 * KIB),
+            half_close: or(&raw.half_close, false),
+        };
+        if let Some(placed) = raw.head_bytes_max.as_ref().filter(|placed| placed.value < 8 * KIB) {
+            self.notes.mistake(&placed.place, "must be at least \"8KiB\"");
+        }
+        Server {
+            accept,
+            forwarding: Forwarding { trusted: self.networks(&raw.trusted_proxies), host },
+            shutdown_grace: or(&raw.shutdown_grace, 30 * SECOND),
+            in_flight_max: count(&raw.in_flight_max, 1000),
+            buffered_bytes_max: or(&raw.buffered_bytes_max, 256 * MIB),
+            waiting_max: count(&raw.waiting_max, 2000),
+        }
+    }
+
+    fn networks(&self, field: &Maybe<Vec<Placed<String>>>) -> Vec<Network> {
+        self.each(field, |text| text.parse::<Network>())
+    }
+
+    /// Reads each entry of a list; what is wrong with an entry is noted at the entry.
+    fn each<T>(
+        &self,
+        field: &Maybe<Vec<Placed<String>>>,
+        read: impl Fn(&str) -> Result<T, String>,
+    ) -> Vec<T> {
+        let entries = field.iter().flat_map(|list| &list.value);
+        entries.filter_map(|entry| self.checked(entry, &read)).collect()
+    }
+
+    fn checked<T>(
+        &self,
+        placed: &Placed<String>,
+        read: impl Fn(&str) -> Result<T, String>,
+    ) -> Option<T> {
+        read(&placed.value).map_err(|wrong| self.notes.mistake(&placed.place, wrong)).ok()
+    }
+
+    fn host(&self, field: &Maybe<String>) -> HostPolicy {
+        let read = |text: &str| match text {
+            "keep" => Ok(HostPolicy::Keep),
+            "set" => Ok(HostPolicy::Upstream),
+            _ => Err("must be \"keep\" (what the caller sent) or \"set\" (the upstream's own)"
+                .to_owned()),
+        };
+        field.as_ref().and_then(|placed| self.checked(placed, read)).unwrap_or_default()
+    }
+
+    fn admin(&self, raw: &file::Admin) -> Admin {
+        let listen = self.listen(&raw.listen, "127.0.0.1:9090");
+        let from_file = raw.token_file.as_ref().and_then(|placed| self.secret_text(placed));
+        let token = from_file.or_else(|| raw.token.as_ref().map(|placed| placed.value.clone()));
+        if let Some(both) = raw.token_file.as_ref().filter(|_| raw.token.is_some()) {
+            self.notes.mistake(&both.place, "stands beside admin.token; keep one of them");
+        }
+        if token.as_ref().is_some_and(|token| token.trim().is_empty()) {
+            let place = place_of(&raw.token, "admin.token");
+            self.notes.mistake(&place, "the token is empty");
+        }
+        let named = raw.token_file.is_some() || raw.token.is_some();
+        if !named && !is_loopback(&listen) {
+            let wrong = "anybody who reaches this address could resolve records; set \
+                         admin.token_file, or listen on 127.0.0.1";
+            self.notes.mistake(&place_of(&raw.listen, "admin.listen"), wrong);
+        }
+        Admin { listen, token: token.map(|token| token.trim().to_owned()) }
+    }
+
+    fn secret_text(&self, file: &Placed<String>) -> Option<String> {
+        let path = self.folder.join(&file.value);
+        match std::fs::read_to_string(&path) {
+            Ok(text) => Some(text),
+            Err(error) => {
+                let wrong = format!("cannot read {}: {error}", path.display());
+                self.notes.mistake(&file.place, wrong);
+                None
+            }
+        }
+    }
+
+    fn upstreams(&self, file: &File) -> BTreeMap<String, upstream::Settings> {
+        let mut all = BTreeMap::new();
+        if let Some(main) = self.upstream(&file.upstream, "upstream") {
+            all.insert(DEFAULT_UPSTREAM.to_owned(), main);
+        }
+        for (name, raw) in &file.upstreams {
+            if name == DEFAULT_UPSTREAM {
+                self.notes.mistake(&raw.place, "this name means [upstream]; choose another one");
+            }
+            if let Some(settings) = self.upstream(raw, &raw.place.path) {
+                all.insert(name.clone(), settings);
+            }
+        }
+        all
+    }
+
+    fn upstream(&self, raw: &file::Upstream, path: &str) -> Option<upstream::Settings> {
+        for time in [&raw.connect_timeout, &raw.answer_timeout] {
+            self.above_zero(time);
+        }
+        let Some(url) = &raw.url else {
+            let place = raw.place.clone();
+            let place = Place { path: format!("{path}.url"), ..place };
+            self.notes
+                .mistake(&place, "is missing; write where the API is: \"http://127.0.0.1:3000\"");
+            return None;
+        };
+        Some(upstream::Settings {
+            url: self.checked(url, read_upstream_url)?,
+            connect_timeout: or(&raw.connect_timeout, 2 * SECOND),
+            idle_timeout: or(&raw.idle_timeout, 4 * SECOND),
+            answer_timeout: or(&raw.answer_timeout, 60 * SECOND),
+        })
+    }
+
+    fn store(&self, raw: &file::Store) -> Store {
+        for time in [&raw.connect_timeout, &raw.timeout, &raw.reserve_timeout, &raw.sweep_every] {
+            self.above_zero(time);
+        }
+        if let Some(short) = raw.lease.as_ref().filter(|lease| lease.value < 3 * SECOND) {
+            self.notes
+                .mistake(&short.place, "must be at least \"3s\": it is renewed three times in it");
+        }
+        let kind = raw.url.as_ref().and_then(|url| self.checked(url, read_store_url));
+        Store {
+            kind: kind.unwrap_or_else(|| StoreKind::Sqlite(PathBuf::from("oncegate.db"))),
+            lease: or(&raw.lease, 15 * SECOND),
+            migrate: or(&raw.migrate, true),
+            connections: or(&raw.connections, 10),
+            connect_timeout: or(&raw.connect_timeout, 3 * SECOND),
+            statement_timeout: or(&raw.timeout, 5 * SECOND),
+            reserve_timeout: or(&raw.reserve_timeout, 5 * SECOND),
+            completion_timeout: or(&raw.completion_timeout, 2 * SECOND),
+            cache_bytes: or(&raw.cache_bytes, 64 * MIB),
+            sweep_every: or(&raw.sweep_every, 10 * SECOND),
+            sweep_batch: or(&raw.sweep_batch, 500),
+        }
+    }
+
+    fn digest_key(&self, raw: &file::Server, store: &Store, routes: &Routes) -> DigestKeyFile {
+        if let Some(placed) = &raw.digest_key_file {
+            let path = self.folder.join(&placed.value);
+            match std::fs::read(&path) {
+                Ok(bytes) if bytes.len() < 16 => {
+                    self.notes
+                        .mistake(&placed.place, "holds fewer than 16 bytes; use 32 random ones");
+                }
+                Ok(_) => {}
+                Err(error) => {
+                    let wrong = format!("cannot read {}: {error}", path.display());
+                    self.notes.mistake(&placed.place, wrong);
+                }
+            }
+            return DigestKeyFile::Given(path);
+        }
+        let folder = match &store.kind {
+            StoreKind::Sqlite(path) => path.parent().unwrap_or(Path::new("")).to_owned(),
+            StoreKind::Postgres(_) => {
+                if routes.iter().any(|route| route.scope.tenant == Source::Credential) {
+                    let wrong = "is missing; a tenant by credential is a digest under this key, and every \
+                                 replica on the same database needs the same key";
+                    self.notes.mistake(&Place::absent("server.digest_key_file"), wrong);
+                }
+                self.folder.clone()
+            }
+        };
+        DigestKeyFile::Made(folder.join("oncegate.key"))
+    }
+
+    fn sinks(&self, raws: &[file::Sink]) -> Vec<Sink> {
+        let mut names = BTreeSet::new();
+        for raw in raws {
+            if let Some(name) = &raw.name
+                && !names.insert(&name.value)
+            {
+                self.notes.mistake(&name.place, format!("{:?} names two sinks", name.value));
+            }
+        }
+        raws.iter().filter_map(|raw| self.sink(raw)).collect()
+    }
+
+    fn sink(&self, raw: &file::Sink) -> Option<Sink> {
+        self.above_zero(&raw.timeout);
+        let (base, max) = (or(&raw.backoff_base, SECOND), or(&raw.backoff_max, HOUR));
+        if base > max || base.is_zero() {
+            let place = raw.place.field("backoff");
+            self.notes.mistake(&place, "base must be longer than nothing and not longer than max");
+        }
+        if let Some(placed) = &raw.pause_after {
+            let text = "has no effect yet: a failing sink is tried again by backoff, not paused";
+            self.notes.warning(&placed.place, text);
+        }
+        let (allow_private, allow_http) =
+            (or(&raw.allow_private, false), or(&raw.allow_http, false));
+        let url = self.required(raw.url.as_ref(), &raw.place, "url");
+        let url = url.and_then(|url| {
+            self.checked(url, |text| read_sink_url(text, allow_private, allow_http))
+        });
+        let secrets = self.secrets(raw);
+        let name = self.required(raw.name.as_ref(), &raw.place, "name");
+        let name = name.and_then(|name| self.checked(name, read_name));
+        Some(Sink {
+            name: name?,
+            url: url?,
+            secrets,
+            timeout: or(&raw.timeout, 15 * SECOND),
+            concurrency: count(&raw.concurrency, 16),
+            backoff_base: base,
+            backoff_max: max,
+            attempts_max: or(&raw.max_attempts, 20),
+            age_max: or(&raw.max_age, 3 * DAY),
+            allow_private,
+            allow_http,
+        })
+    }
+
+    fn required<'f, T>(
+        &self,
+        field: Option<&'f Placed<T>>,
+        section: &Place,
+        name: &str,
+    ) -> Option<&'f Placed<T>> {
+        if field.is_none() {
+            // Where the field is there and wrong, that mistake is noted at its own place already.
+            self.notes.missing(&section.field(name));
+        }
+        field
+    }
+
+    /// The sink's secrets, from where they are named: one a line, blank lines and `#` comments left out.
+    fn secrets(&self, raw: &file::Sink) -> Vec<String> {
+        let named: Vec<_> =
+            [&raw.secret, &raw.secret_file, &raw.secret_env].into_iter().flatten().collect();
+        let [one] = named.as_slice() else {
+            let wrong = "needs exactly one of secret_file, secret_env and secret: deliveries are signed with it";
+            self.notes.mistake(&raw.place, wrong);
+            return Vec::new();
+        };
+        let text = if raw.secret_file.is_some() {
+            self.secret_text(one)
+        } else if raw.secret_env.is_some() {
+            let value = self.variables.get(&one.value).cloned();
+            if value.is_none() {
+                self.notes.mistake(&one.place, format!("the variable {} is not set", one.value));
+            }
+            value
+        } else {
+            Some(one.value.clone())
+        };
+        let Some(text) = text else { return Vec::new() };
+        let lines = text.lines().map(str::trim).filter(|l| !l.is_empty() && !l.starts_with('#'));
+        let secrets: Vec<String> = lines.map(str::to_owned).collect();
+        if secrets.is_empty() || !secrets.iter().all(|secret| is_secret(secret)) {
+            let wrong = "each line must be `whsec_` and the base64 of 24 to 64 random bytes: \
+                         `echo whsec_$(head -c 32 /dev/urandom | base64)`";
+            self.notes.mistake(&one.place, wrong);
+        }
+        secrets
+    }
+
+    fn outbox(&self, raw: &file::Outbox) -> Outbox {
+        self.above_zero(&raw.poll);
+        if let Some(placed) = raw.max_payload.as_ref().filter(|placed| placed.value < KIB) {
+            self.notes.mistake(&placed.place, "must be at least \"1KiB\"");
+        }
+        Outbox {
+            retention: or(&raw.retention, 7 * DAY),
+            payload_max: payload_max(raw),
+            poll: or(&raw.poll, SECOND),
+        }
+    }
+
+    fn log(&self, raw: &file::Log) -> Log {
+        let read = |text: &str| match text {
+            "text" => Ok(LogFormat::Text),
+            "json" => Ok(LogFormat::Json),
+            _ => Err("must be \"text\" or \"json\"".to_owned()),
+        };
+        let format = raw.format.as_ref().and_then(|placed| self.checked(placed, read));
+        let level = or(&raw.level, "info".to_owned());
+        if let (Some(placed), Err(_)) =
+            (&raw.level, level.parse::<tracing_subscriber::filter::Targets>())
+        {
+            let wrong = "must be error, warn, info, debug or trace, or a list such as \"info,oncegate::relay=debug\"";
+            self.notes.mistake(&placed.place, wrong);
+        }
+        Log { format: format.unwrap_or(LogFormat::Text), level }
+    }
+}
+
+fn payload_max(raw: &file::Outbox) -> usize {
+    or(&raw.max_payload, 256 * KIB)
+}
+
+fn place_of<T>(field: &Maybe<T>, path: &str) -> Place {
+    field.as_ref().map_or_else(|| Place::absent(path), |placed| placed.place.clone())
+}
+
+fn is_loopback(listen: &str) -> bool {
+    let host = listen.rsplit_once(':').map_or(listen, |(host, _)| host);
+    listen.starts_with("unix:")
+        || host == "localhost"
+        || listen.parse::<SocketAddr>().is_ok_and(|address| address.ip().is_loopback())
+}
+
+fn read_upstream_url(text: &str) -> Result<Uri, String> {
+    const HOW: &str = "write \"http://host:port\" or \"https://host\", without a path";
+    let url: Uri = text.parse().map_err(|_| format!("{text:?} is not a URL; {HOW}"))?;
+    let scheme = url.scheme_str().unwrap_or_default();
+    let authority = url.authority().map(http::uri::Authority::as_str).unwrap_or_default();
+    let bare = matches!(url.path(), "" | "/") && url.query().is_none();
+    if !matches!(scheme, "http" | "https") || authority.is_empty() {
+        return Err(format!("{text:?} names no http or https server; {HOW}"));
+    }
+    if !bare || authority.contains('@') {
+        return Err(format!("a path, a query or a user has no meaning here; {HOW}"));
+    }
+    Ok(url)
+}
+
+fn read_store_url(text: &str) -> Result<StoreKind, String> {
+    if let Some(path) = text.strip_prefix("sqlite:").filter(|path| !path.is_empty()) {
+        return Ok(StoreKind::Sqlite(PathBuf::from(path)));
+    }
+    if text.starts_with("postgres://") || text.starts_with("postgresql://") {
+        return Ok(StoreKind::Postgres(text.to_owned()));
+    }
+    // The text may hold a password: it is not repeated.
+    Err("must begin with \"sqlite:\" and a path, or with \"postgres://\"".to_owned())
+}
+
+fn read_sink_url(text: &str, allow_private: bool, allow_http: bool) -> Result<Uri, String> {
+    let wrong = || "not a URL; write \"https://host/path\"".to_owned();
+    let url: Uri = text.parse().map_err(|_| wrong())?;
+    let host = url.host().filter(|host| !host.is_empty()).ok_or_else(wrong)?;
+    match url.scheme_str() {
+        Some("https") => {}
+        Some("http") if allow_http || allow_private => {}
+        Some("http") => {
+            return Err("plain http shows events to everybody on the way; use https, or set \
+                        allow_http = true (allow_private = true for a private address)"
+                .to_owned());
+        }
+        _ => return Err(wrong()),
+    }
+    let address = host.trim_matches(['[', ']']).parse::<IpAddr>();
+    if !allow_private && address.is_ok_and(is_private) {
+        return Err(
+            "is a private address; set allow_private = true if deliveries may go there".to_owned()
+        );
+    }
+    Ok(url)
+}
+
+fn is_private(address: IpAddr) -> bool {
+    match address.to_canonical() {
+        IpAddr::V4(v4) => {
+            v4.is_private() || v4.is_loopback() || v4.is_link_local() || v4.is_unspecified()
+        }
+        IpAddr::V6(v6) => {
+            let link_local = v6.segments().first().is_some_and(|first| first & 0xffc0 == 0xfe80);
+            v6.is_loopback() || v6.is_unique_local() || link_local || v6.is_unspecified()
+        }
+    }
+}
+
+fn read_name(text: &str) -> Result<String, String> {
+    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    if !text.is_empty() && text.len() <= 64 && text.chars().all(plain) {
+        return Ok(text.to_owned());
+    }
+    Err("must be 1 to 64 letters, digits, '-', '_' or '.'".to_owned())
+}
+
+fn is_secret(text: &str) -> bool {
+    use base64::Engine as _;
+    let decoded = text
+        .strip_prefix("whsec_")
+        .and_then(|encoded| base64::engine::general_purpose::STANDARD.decode(encoded).ok());
+    decoded.is_some_and(|bytes| (24..=64).contains(&bytes.len()))
+}
+
+fn read_header(text: &str) -> Result<HeaderName, String> {
+    text.parse().map_err(|_| format!("{text:?} cannot be the name of a header"))
+}
+
+fn read_method(text: &str) -> Result<Method, String> {
+    let capital = text.bytes().all(|byte| byte.is_ascii_uppercase());
+    match text.parse::<Method>() {
+        Ok(Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE | Method::CONNECT) => Err(
+            format!("{text} changes nothing at the upstream, or cannot be kept; it passes through"),
+        ),
+        Ok(method) if capital => Ok(method),
+        Ok(_) | Err(_) => {
+            Err(format!("{text:?} is not a method; write it in capitals, such as \"POST\""))
+        }
+    }
+}
+
+/// `429`, `"503+retry-after"` (only with that header) or `"503-retry-after"` (only without it).
+fn read_code(text: &str) -> Result<Code, String> {
+    let how = || {
+        format!(
+            "{text:?} is not a status; write 429, \"503+retry-after\" (with that header) or \"503-retry-after\" (without it)"
+        )
+    };
+    let digits = text.get(..3).ok_or_else(how)?;
+    let status: u16 = digits.parse().map_err(|_| how())?;
+    let status = StatusCode::from_u16(status).map_err(|_| how())?;
+    if !(200..=599).contains(&status.as_u16()) {
+        return Err(format!("{status} is no final answer; write a status from 200 to 599"));
+    }
+    match text.get(3..).unwrap_or_default() {
+        "" => Ok(Code::Always(status)),
+        "+retry-after" => Ok(Code::WithRetryAfter(status)),
+        "-retry-after" => Ok(Code::WithoutRetryAfter(status)),
+        _ => Err(how()),
+    }
+}
+
+fn same_answer(one: Code, other: Code) -> bool {
+    let parts = |code| match code {
+        Code::Always(status) => (status, true, true),
+        Code::WithRetryAfter(status) => (status, true, false),
+        Code::WithoutRetryAfter(status) => (status, false, true),
+    };
+    let ((status, with, without), (status2, with2, without2)) = (parts(one), parts(other));
+    status == status2 && (with && with2 || without && without2)
+}

@@ -1,0 +1,395 @@
+//! From `[policy]` and `[[route]]` to the table of routes: each route is made of the recipes of the steps.
+//!
+//! A field of a route stands in for the same field of `[policy]`, and that for the default. A route without a name for
+//! its operation is one operation for each method, named after method and path.
+//!
+//! What must stay true: a mistake in `[policy]` is noted even where no route uses it, and once, not per route.
+
+use super::{
+    BTreeMap, BTreeSet, Builder, Code, DAY, DEFAULT_UPSTREAM, Derive, File, HeaderName, Lists, MIB,
+    Maybe, Method, OnUnknown, Operation, Pattern, Place, Placed, Policy, Route, RouteFacts, Routes,
+    SECOND, Source, Spec, StatusCode, Templates, Tenant, file, fingerprint, payload_max, read_code,
+    read_header, read_method, same_answer, scope, unknown, upstream,
+};
+
+/// A field of the route, else of the policy.
+fn pick<'f, T>(route: &'f Maybe<T>, policy: &'f Maybe<T>) -> &'f Maybe<T> {
+    if route.is_some() { route } else { policy }
+}
+
+fn pick_or<T: Clone>(route: &Maybe<T>, policy: &Maybe<T>, default: T) -> T {
+    super::or(pick(route, policy), default)
+}
+
+/// What all routes share.
+struct Common<'f> {
+    file: &'f File,
+    sinks: &'f [String],
+    upstreams: &'f BTreeMap<String, upstream::Settings>,
+}
+
+impl Builder<'_> {
+    pub(super) fn routes(
+        &self,
+        file: &File,
+        without_file: bool,
+        sinks: &[String],
+        upstreams: &BTreeMap<String, upstream::Settings>,
+    ) -> (Routes, Vec<RouteFacts>) {
+        let common = Common { file, sinks, upstreams };
+        // [policy] alone, so that its mistakes are seen without a route.
+        let none = file::Policy::default();
+        let _ = (self.scope(&none, &file.policy, ""), self.policy(&none, &file.policy));
+        let _ = (self.outcome(&none, &file.policy), self.fingerprint(None, &file.policy));
+        let made = if without_file { every_write() } else { Vec::new() };
+        let raws = if without_file { &made } else { &file.routes };
+        let entries: Vec<_> = raws.iter().flat_map(|raw| self.route(raw, &common)).collect();
+        let facts = entries
+            .iter()
+            .map(|(pattern, route)| RouteFacts {
+                operation: route.operation.clone(),
+                methods: pattern.methods.clone(),
+                path: pattern.path.clone(),
+            })
+            .collect();
+        self.refuse_repeated_operations(raws);
+        let routes = Routes::build(entries, super::or(&file.server.ignore_path_case, false));
+        let routes = routes.unwrap_or_else(|wrong| {
+            for text in wrong {
+                self.notes.mistake(&Place::absent("route"), text);
+            }
+            Routes::default()
+        });
+        (routes, facts)
+    }
+
+    /// Two routes of one operation would share keys, which is right only for one route with several methods.
+    fn refuse_repeated_operations(&self, raws: &[file::Route]) {
+        let mut seen = BTreeSet::new();
+        for operation in raws.iter().filter_map(|raw| raw.operation.as_ref()) {
+            if !seen.insert(&operation.value) {
+                let wrong = format!(
+                    "{:?} is the operation of another route already; two operations share no key",
+                    operation.value
+                );
+                self.notes.mistake(&operation.place, wrong);
+            }
+        }
+    }
+
+    fn route(&self, raw: &file::Route, common: &Common<'_>) -> Vec<(Pattern, Route)> {
+        let methods = self.methods(raw);
+        let path = self.required(raw.path.as_ref(), &raw.place, "path");
+        let upstream = self.route_upstream(raw, common);
+        let Some(path) = path.map(|path| path.value.clone()) else { return Vec::new() };
+        let by_method = |method: Method| {
+            let name = format!("{method} {path}");
+            self.route_of(raw, common, &name, &raw.place, vec![method], &path, &upstream)
+        };
+        match &raw.operation {
+            Some(name) => self
+                .route_of(raw, common, &name.value, &name.place, methods, &path, &upstream)
+                .into_iter()
+                .collect(),
+            None => methods.into_iter().filter_map(by_method).collect(),
+        }
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the parts of one route, used in this file only")]
+    fn route_of(
+        &self,
+        raw: &file::Route,
+        common: &Common<'_>,
+        name: &str,
+        name_place: &Place,
+        methods: Vec<Method>,
+        path: &str,
+        upstream: &str,
+    ) -> Option<(Pattern, Route)> {
+        let policy = &common.file.policy;
+        let Some(operation) = Operation::parse(name) else {
+            let wrong = "an operation is 1 to 255 bytes of visible text";
+            self.notes.mistake(name_place, wrong);
+            return None;
+        };
+        let events = self.events(raw, &operation, common);
+        let route = Route {
+            operation,
+            scope: self.scope(&raw.policy, policy, path),
+            fingerprint: self.fingerprint(raw.policy.fingerprint.as_ref(), policy)?,
+            outcome: self.outcome(&raw.policy, policy),
+            events: events?,
+            policy: self.policy(&raw.policy, policy),
+            upstream: upstream.to_owned(),
+        };
+        Some((Pattern { methods, path: path.to_owned() }, route))
+    }
+
+    fn methods(&self, raw: &file::Route) -> Vec<Method> {
+        match (&raw.method, &raw.methods) {
+            (Some(one), None) => self.checked(one, read_method).into_iter().collect(),
+            (None, Some(list)) if list.value.is_empty() => {
+                self.notes.mistake(&list.place, "names no method");
+                Vec::new()
+            }
+            (None, several @ Some(_)) => self.each(several, read_method),
+            (Some(both), Some(_)) => {
+                self.notes.mistake(&both.place, "stands beside methods; keep one of them");
+                Vec::new()
+            }
+            (None, None) => {
+                self.notes.missing(&raw.place.field("method"));
+                Vec::new()
+            }
+        }
+    }
+
+    fn route_upstream(&self, raw: &file::Route, common: &Common<'_>) -> String {
+        let Some(named) = &raw.upstream else { return DEFAULT_UPSTREAM.to_owned() };
+        let defined = named.value == DEFAULT_UPSTREAM
+            || common.file.upstreams.iter().any(|(name, _)| *name == named.value);
+        if !defined {
+            let names = common.upstreams.keys().map(String::as_str);
+            let hint = unknown(&named.value, names).replace("unknown field", "no such upstream");
+            self.notes.mistake(&named.place, hint);
+        }
+        named.value.clone()
+    }
+
+    fn events(
+        &self,
+        raw: &file::Route,
+        operation: &Operation,
+        common: &Common<'_>,
+    ) -> Option<Templates> {
+        let specs: Vec<Spec> =
+            raw.events.iter().filter_map(|event| self.event(event, common)).collect();
+        let max = payload_max(&common.file.outbox);
+        let mut whole = specs.len() == raw.events.len();
+        // One by one first, so that a mistake is noted at its own event.
+        for (event, spec) in raw.events.iter().zip(&specs).filter(|_| whole) {
+            let alone =
+                Templates::compile(operation, std::slice::from_ref(spec), common.sinks, max);
+            if let Err(wrong) = alone {
+                wrong.into_iter().for_each(|text| self.notes.mistake(&event.place, text));
+            }
+        }
+        let compiled = Templates::compile(operation, &specs, common.sinks, max);
+        whole &= compiled.is_ok();
+        if let Err(wrong) = &compiled
+            && !self.notes.has_mistake_under(&raw.place.field("event"))
+        {
+            wrong.iter().for_each(|text| self.notes.mistake(&raw.place, text));
+        }
+        compiled.ok().filter(|_| whole)
+    }
+
+    fn event(&self, raw: &file::Event, common: &Common<'_>) -> Option<Spec> {
+        let sinks = raw.sinks.as_ref().map(|list| {
+            for sink in &list.value {
+                let known = common.file.sinks.iter().filter_map(|raw| raw.name.as_ref());
+                let known: Vec<&str> = known.map(|name| name.value.as_str()).collect();
+                if !known.contains(&sink.value.as_str()) {
+                    let hint = unknown(&sink.value, known.into_iter());
+                    self.notes.mistake(&sink.place, hint.replace("unknown field", "no such sink"));
+                }
+            }
+            list.value.iter().map(|sink| sink.value.clone()).collect()
+        });
+        let text = |field: &Maybe<String>| field.as_ref().map(|placed| placed.value.clone());
+        Some(Spec {
+            kind: self.required(raw.kind.as_ref(), &raw.place, "type")?.value.clone(),
+            when: text(&raw.when),
+            payload: raw.payload.as_ref().map(|placed| placed.value.clone()),
+            for_each: text(&raw.for_each),
+            event_key: text(&raw.event_key),
+            ordering_key: text(&raw.ordering_key),
+            sinks,
+        })
+    }
+
+    fn policy(&self, route: &file::Policy, policy: &file::Policy) -> Policy {
+        for times in [route, policy] {
+            self.above_zero(&times.timeout);
+            self.above_zero(&times.retention);
+        }
+        let on_unknown = |text: &str| match text {
+            "hold" => Ok(OnUnknown::Hold),
+            "retry" => Ok(OnUnknown::Retry),
+            "lookup" => {
+                Err("\"lookup\" is not supported yet; use \"hold\" or \"retry\"".to_owned())
+            }
+            _ => Err("must be \"hold\" or \"retry\"".to_owned()),
+        };
+        let chosen = pick(&route.on_unknown, &policy.on_unknown).as_ref();
+        let mismatch = super::or(pick(&route.mismatch_status, &policy.mismatch_status), 409);
+        let mismatch =
+            u16::try_from(mismatch).ok().and_then(|code| StatusCode::from_u16(code).ok());
+        let dropped = pick(&route.replay_drop, &policy.replay_drop);
+        let replay_drop = match dropped {
+            Some(_) => self.each(dropped, read_header),
+            None => vec![http::header::SET_COOKIE],
+        };
+        Policy {
+            wait: pick_or(&route.wait, &policy.wait, 10 * SECOND),
+            timeout: pick_or(&route.timeout, &policy.timeout, 30 * SECOND),
+            retention: pick_or(&route.retention, &policy.retention, DAY),
+            request_body_max: pick_or(&route.max_request_body, &policy.max_request_body, MIB),
+            response_body_max: pick_or(&route.max_response_body, &policy.max_response_body, MIB),
+            on_unknown: chosen
+                .and_then(|placed| self.checked(placed, on_unknown))
+                .unwrap_or(OnUnknown::Hold),
+            mismatch_status: mismatch.unwrap_or(StatusCode::CONFLICT),
+            replay_drop,
+        }
+    }
+
+    /// A list that is written wins over a default of the other list that names the same answer.
+    fn outcome(&self, route: &file::Policy, policy: &file::Policy) -> Lists {
+        let release = pick(&route.release_on, &policy.release_on);
+        let unknown = pick(&route.unknown_on, &policy.unknown_on);
+        let mut lists = Lists::default();
+        if release.is_some() {
+            lists.release_on = self.each(release, read_code);
+        }
+        if unknown.is_some() {
+            lists.unknown_on = self.each(unknown, read_code);
+        }
+        let in_both = |code: &Code, other: &[Code]| other.iter().any(|c| same_answer(*code, *c));
+        match (release, unknown) {
+            (Some(_), None) => lists.unknown_on.retain(|code| !in_both(code, &lists.release_on)),
+            (None, Some(_)) => lists.release_on.retain(|code| !in_both(code, &lists.unknown_on)),
+            (Some(_), Some(written)) => {
+                if lists.unknown_on.iter().any(|code| in_both(code, &lists.release_on)) {
+                    let wrong = "names an answer that release_on names too; keep it in one of them";
+                    self.notes.mistake(&written.place, wrong);
+                }
+            }
+            (None, None) => {}
+        }
+        lists
+    }
+
+    fn fingerprint(
+        &self,
+        route: Option<&file::Fingerprint>,
+        policy: &file::Policy,
+    ) -> Option<fingerprint::Recipe> {
+        let Some(raw) = route.or(policy.fingerprint.as_ref()) else {
+            return fingerprint::Recipe::compile(&fingerprint::Settings::default()).ok();
+        };
+        // One by one first, so that a mistake is noted at its own entry.
+        let ignore = self.each(&raw.ignore, |entry| {
+            let alone =
+                fingerprint::Settings { ignore: vec![entry.to_owned()], ..Default::default() };
+            compiled(&alone).map(|_| entry.to_owned())
+        });
+        let headers = self.each(&raw.headers, |entry| {
+            let alone =
+                fingerprint::Settings { headers: vec![entry.to_owned()], ..Default::default() };
+            read_header(entry).and_then(|_| compiled(&alone)).map(|_| entry.to_owned())
+        });
+        let ignore_query = self.each(&raw.ignore_query, |entry| Ok(entry.to_owned()));
+        compiled(&fingerprint::Settings { ignore, headers, ignore_query }).ok()
+    }
+
+    fn scope(&self, route: &file::Policy, policy: &file::Policy, path: &str) -> scope::Recipe {
+        let header = pick(&route.key_header, &policy.key_header).as_ref();
+        let key_header = header.and_then(|placed| self.checked(placed, read_header));
+        let derive = pick(&route.derive_key, &policy.derive_key).as_ref();
+        let tenant = route.tenant.as_ref().or(policy.tenant.as_ref());
+        scope::Recipe {
+            key_header: key_header.unwrap_or(HeaderName::from_static("idempotency-key")),
+            key_required: pick_or(&route.require_key, &policy.require_key, self.require_key),
+            forward_key: pick_or(&route.forward_key, &policy.forward_key, true),
+            derive_key: derive.and_then(|parts| self.derive(parts)),
+            tenant: tenant.map_or_else(default_tenant, |raw| self.tenant(raw, path)),
+        }
+    }
+
+    fn derive(&self, parts: &Placed<Vec<Placed<String>>>) -> Option<Derive> {
+        let texts: Vec<String> = parts.value.iter().map(|part| part.value.clone()).collect();
+        if texts.is_empty() {
+            self.notes.mistake(&parts.place, "names no part; leave it out, or name at least one");
+            return None;
+        }
+        for part in &parts.value {
+            self.checked(part, |text| Derive::parse(&[text.to_owned()]));
+        }
+        Derive::parse(&texts).ok()
+    }
+
+    fn tenant(&self, raw: &file::Tenant, path: &str) -> Source {
+        let flag = |field: &Maybe<bool>, source: Source| {
+            field.as_ref().map(|placed| {
+                if !placed.value {
+                    self.notes.mistake(&placed.place, "can only be true; else leave it out");
+                }
+                Some(source)
+            })
+        };
+        let header =
+            |placed: &Placed<String>| self.checked(placed, read_header).map(Source::Header);
+        let fixed = |placed: &Placed<String>| {
+            let read = |text: &str| {
+                Tenant::parse(text)
+                    .ok_or_else(|| "is not 1 to 255 bytes of visible text".to_owned())
+            };
+            self.checked(placed, read).map(Source::Fixed)
+        };
+        let found: Vec<Option<Source>> = [
+            raw.header.as_ref().map(header),
+            raw.path.as_ref().map(|placed| self.tenant_parameter(placed, path)),
+            flag(&raw.host, Source::Host),
+            flag(&raw.basic_user, Source::BasicUser),
+            flag(&raw.credential, Source::Credential),
+            raw.fixed.as_ref().map(fixed),
+        ]
+        .into_iter()
+        .flatten()
+        .collect();
+        if found.len() != 1 && !self.notes.has_mistake_under(&raw.place) {
+            let wrong = "name exactly one of header, path, host, basic_user, credential and fixed";
+            self.notes.mistake(&raw.place, wrong);
+        }
+        found.into_iter().flatten().next().unwrap_or_else(default_tenant)
+    }
+
+    /// `path` is empty for [policy] alone, which has no path to look at.
+    fn tenant_parameter(&self, placed: &Placed<String>, path: &str) -> Option<Source> {
+        let name = &placed.value;
+        let named = path.contains(&format!("{{{name}}}")) || path.contains(&format!("{{*{name}}}"));
+        if !named && !path.is_empty() {
+            let wrong = format!("the path {path:?} has no parameter {{{name}}}");
+            self.notes.mistake(&placed.place, wrong);
+        }
+        Some(Source::Path(name.clone()))
+    }
+}
+
+fn compiled(settings: &fingerprint::Settings) -> Result<fingerprint::Recipe, String> {
+    fingerprint::Recipe::compile(settings).map_err(|wrong| wrong.join("; "))
+}
+
+fn default_tenant() -> Source {
+    Source::Fixed(Tenant::stored("default"))
+}
+
+/// What is protected without a file: every POST and PATCH.
+fn every_write() -> Vec<file::Route> {
+    let text = |value: &str| {
+        let place = Place::absent("route");
+        Placed { value: value.to_owned(), place }
+    };
+    ["/{*path}", "/"]
+        .into_iter()
+        .map(|path| file::Route {
+            methods: Some(Placed {
+                value: vec![text("POST"), text("PATCH")],
+                place: Place::absent("route"),
+            }),
+            path: Some(text(path)),
+            ..file::Route::default()
+        })
+        .collect()
+}

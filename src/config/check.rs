@@ -1,0 +1,123 @@
+//! What may stand in a valid configuration and is still unsafe, or easily misunderstood. Pure: `check` and `serve` print it.
+
+use std::time::Duration;
+
+use http::Method;
+
+use crate::config::{Config, Sink, StoreKind, Warning};
+use crate::route::{OnUnknown, Route};
+use crate::scope::Source;
+
+/// The warnings about a configuration, in the order of its sections.
+#[must_use]
+pub fn warnings(config: &Config) -> Vec<Warning> {
+    let mut found = Vec::new();
+    let mut warn = |place: &str, text: String| {
+        found.push(Warning { place: place.to_owned(), text });
+    };
+    if config.routes.iter().next().is_none() {
+        warn("route", "there is no [[route]]: everything passes through unprotected".to_owned());
+    }
+    let on = |test: fn(&Route) -> bool| operations(config, test);
+    if let Some(names) = on(tenant_is_a_claim) {
+        let text = format!(
+            "{names}: the tenant is what the caller says, and nobody verifies it. Whoever can name a tenant can read \
+             its stored answers: let something in front set it"
+        );
+        warn("policy.tenant", text);
+    }
+    if let Some(names) = on(|route| route.policy.on_unknown == OnUnknown::Retry) {
+        let text = format!(
+            "{names}: after an unknown outcome the next duplicate executes again. Use retry only where the upstream \
+             itself deduplicates by the forwarded key"
+        );
+        warn("policy.on_unknown", text);
+    }
+    if let Some(names) = on(|r| r.policy.on_unknown == OnUnknown::Retry && !r.scope.forward_key) {
+        let text = format!(
+            "{names}: retry without forward_key gives the upstream no key to deduplicate by"
+        );
+        warn("policy.forward_key", text);
+    }
+    if on(|route| route.scope.forward_key).is_some() {
+        let text = "a Go proxy (Traefik, Caddy, a mesh) behind Oncegate may send a write without a body twice when it \
+                    carries Idempotency-Key; with such a hop set forward_key = false";
+        warn("policy.forward_key", text.to_owned());
+    }
+    if config.facts.iter().any(|facts| facts.methods.iter().any(resent_by_nginx)) {
+        let text = "an nginx behind Oncegate sends PUT and DELETE again when a connection breaks: set \
+                    `proxy_next_upstream off` there";
+        warn("route.method", text.to_owned());
+    }
+    if let Some(names) = on(|route| route.policy.wait > route.policy.timeout) {
+        warn(
+            "policy.wait",
+            format!("{names}: a duplicate may wait longer than the upstream may take"),
+        );
+    }
+    if let Some(names) = on(|route| route.policy.retention < Duration::from_secs(3600)) {
+        let text = format!("{names}: retention is under an hour; a retry after it executes again");
+        warn("policy.retention", text);
+    }
+    if config.sinks.is_empty() && config.routes.iter().next().is_some() {
+        warn(
+            "sink",
+            "there is no [[sink]]: events are written as discarded, nobody gets them".to_owned(),
+        );
+    }
+    for sink in &config.sinks {
+        about_sink(sink, &mut warn);
+    }
+    if matches!(config.store.kind, StoreKind::Sqlite(_)) && is_public(config) {
+        let text = "sqlite serves one replica; for several use postgres://";
+        warn("store.url", text.to_owned());
+    }
+    found
+}
+
+fn about_sink(sink: &Sink, warn: &mut impl FnMut(&str, String)) {
+    if sink.url.scheme_str() == Some("http") && sink.allow_http {
+        let text = format!("{}: events travel unencrypted", sink.name);
+        warn("sink.allow_http", text);
+    }
+    if sink.age_max < Duration::from_secs(3600) {
+        let text = format!(
+            "{}: an outage of an hour can use up max_age; events may be dead by then",
+            sink.name
+        );
+        warn("sink.max_age", text);
+    }
+}
+
+fn tenant_is_a_claim(route: &Route) -> bool {
+    match route.scope.tenant {
+        Source::Header(_) | Source::Path(_) | Source::BasicUser | Source::Host => true,
+        Source::Fixed(_) | Source::Credential => false,
+    }
+}
+
+fn resent_by_nginx(method: &Method) -> bool {
+    *method == Method::PUT || *method == Method::DELETE
+}
+
+/// Listening on every address: most likely a container, and containers are replicated.
+fn is_public(config: &Config) -> bool {
+    let listen = &config.server.accept.listen;
+    listen.starts_with("0.0.0.0:") || listen.starts_with("[::]:")
+}
+
+/// The operations that a test holds for: "orders.create, orders.cancel and 3 more".
+fn operations(config: &Config, test: fn(&Route) -> bool) -> Option<String> {
+    let names: Vec<&str> = config
+        .routes
+        .iter()
+        .filter(|route| test(route))
+        .map(|route| route.operation.as_str())
+        .collect();
+    let (shown, rest) = names.split_at(names.len().min(3));
+    match (shown, rest.len()) {
+        ([], _) => None,
+        (shown, 0) => Some(shown.join(", ")),
+        (shown, more) => Some(format!("{} and {more} more", shown.join(", "))),
+    }
+}

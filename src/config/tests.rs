@@ -1,0 +1,526 @@
+use super::*;
+
+const SECRET: &str = "whsec_MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE=";
+
+fn load(text: &str, variables: &[(&str, &str)]) -> Result<(Config, Vec<Warning>), Mistakes> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("og.toml");
+    std::fs::write(&path, text).unwrap();
+    std::fs::write(folder.path().join("sink.secret"), format!("# newest\n{SECRET}\n{SECRET}\n"))
+        .unwrap();
+    let variables = variables.iter().map(|(name, value)| (name.to_string(), value.to_string()));
+    let mut loaded = Config::load(Some(&path), variables, None);
+    if let Err(mistakes) = &mut loaded {
+        mistakes.file = Some(PathBuf::from("og.toml"));
+    }
+    loaded
+}
+
+fn good(text: &str, variables: &[(&str, &str)]) -> Config {
+    load(text, variables).unwrap_or_else(|mistakes| panic!("{mistakes}")).0
+}
+
+fn mistakes(text: &str) -> Vec<String> {
+    load(text, &[]).expect_err("this file has mistakes").lines()
+}
+
+/// What a file says besides what every file must say.
+fn with(text: &str) -> String {
+    format!("upstream.url = \"http://127.0.0.1:1\"\n{text}")
+}
+
+#[test]
+fn every_mistake_has_its_place_its_cause_and_its_remedy() {
+    let cases: &[(&str, &str)] = &[
+        ("[srever]", "og.toml:2: srever: unknown field; did you mean `server`?"),
+        ("store = 3", "og.toml:2: store: this is an integer, it must be a table"),
+        ("policy.wiat = \"1s\"", "og.toml:2: policy.wiat: unknown field; did you mean `wait`?"),
+        ("log.zzz = 1", "og.toml:2: log.zzz: unknown field; known here: format, level"),
+        (
+            "[policy]\nwait = 10",
+            "og.toml:3: policy.wait: this is an integer; write a duration with its unit, such as \"500ms\", \"10s\" or \"24h\"",
+        ),
+        (
+            "[policy]\nwait = \"10 parsecs\"",
+            "og.toml:3: policy.wait: \"10 parsecs\" is not a duration; write a duration with its unit, such as \"500ms\", \"10s\" or \"24h\"",
+        ),
+        (
+            "policy.max_request_body = \"1 mile\"",
+            "og.toml:2: policy.max_request_body: not a size; write a size such as \"64KiB\" or \"1MiB\", or a number of bytes",
+        ),
+        (
+            "policy.require_key = \"yes\"",
+            "og.toml:2: policy.require_key: this is a text, it must be true or false, without quotes",
+        ),
+        ("policy.timeout = \"0s\"", "og.toml:2: policy.timeout: must be longer than nothing"),
+        (
+            "policy.mismatch_status = 500",
+            "og.toml:2: policy.mismatch_status: must be a whole number from 400 to 499",
+        ),
+        (
+            "policy.on_unknown = \"lookup\"",
+            "og.toml:2: policy.on_unknown: \"lookup\" is not supported yet; use \"hold\" or \"retry\"",
+        ),
+        ("policy.lookup = {}", "og.toml:2: policy.lookup: is not supported yet; leave it out"),
+        (
+            "policy.tenant = { jwt_claim = \"t\" }",
+            "og.toml:2: policy.tenant.jwt_claim: is not supported yet; leave it out",
+        ),
+        (
+            "policy.tenant = { host = true, header = \"X-T\" }",
+            "og.toml:2: policy.tenant: name exactly one of header, path, host, basic_user, credential and fixed",
+        ),
+        (
+            "policy.key_header = \"a b\"",
+            "og.toml:2: policy.key_header: \"a b\" cannot be the name of a header",
+        ),
+        (
+            "policy.unknown_on = [\"503 with Retry-After\"]",
+            "og.toml:2: policy.unknown_on[0]: \"503 with Retry-After\" is not a status; write 429, \"503+retry-after\" (with that header) or \"503-retry-after\" (without it)",
+        ),
+        (
+            "policy.unknown_on = [429]\npolicy.release_on = [400, 429]",
+            "og.toml:2: policy.unknown_on: names an answer that release_on names too; keep it in one of them",
+        ),
+        (
+            "admin.listen = \"0.0.0.0:9090\"",
+            "og.toml:2: admin.listen: anybody who reaches this address could resolve records; set admin.token_file, or listen on 127.0.0.1",
+        ),
+        (
+            "server.listen = \"8080\"",
+            "og.toml:2: server.listen: \"8080\" is not an address; write \"127.0.0.1:8080\" or \"unix:/run/oncegate.sock\"",
+        ),
+        (
+            "server.listen = \"127.0.0.1:9090\"",
+            "og.toml: admin.listen: is the same as server.listen; they need an address each",
+        ),
+        (
+            "server.trusted_proxies = [\"10.0.0.0/40\"]",
+            "og.toml:2: server.trusted_proxies[0]: \"10.0.0.0/40\" is not an address or a network such as 10.0.0.0/8",
+        ),
+        (
+            "store.url = \"mysql://root:geheim@db/x\"",
+            "og.toml:2: store.url: must begin with \"sqlite:\" and a path, or with \"postgres://\"",
+        ),
+        (
+            "store.lease = \"1s\"",
+            "og.toml:2: store.lease: must be at least \"3s\": it is renewed three times in it",
+        ),
+        (
+            "upstream.reuse_for_keyed = \"5s\"",
+            "og.toml:2: upstream.reuse_for_keyed: must be \"never\"",
+        ),
+        (
+            "store.url = \"postgres://db/x\"\n[[route]]\nmethod = \"POST\"\npath = \"/\"\ntenant = { credential = true }",
+            "og.toml: server.digest_key_file: is missing; a tenant by credential is a digest under this key, and every replica on the same database needs the same key",
+        ),
+        ("[[route]]\npath = \"/\"", "og.toml:2: route[0].method: is missing"),
+        (
+            "[[route]]\nmethod = \"post\"\npath = \"/\"",
+            "og.toml:3: route[0].method: \"post\" is not a method; write it in capitals, such as \"POST\"",
+        ),
+        (
+            "[[route]]\nmethod = \"GET\"\npath = \"/\"",
+            "og.toml:3: route[0].method: GET changes nothing at the upstream, or cannot be kept; it passes through",
+        ),
+        (
+            "[[route]]\nmethod = \"POST\"\npath = \"/a/{id}\"\ntenant = { path = \"account\" }",
+            "og.toml:5: route[0].tenant.path: the path \"/a/{id}\" has no parameter {account}",
+        ),
+        (
+            "[[route]]\nmethod = \"POST\"\npath = \"/\"\nupstream = \"bilink\"\n[upstreams.billing]\nurl = \"http://b\"",
+            "og.toml:5: route[0].upstream: no such upstream; did you mean `billing`?",
+        ),
+        (
+            "[[route]]\nmethod = \"POST\"\npath = \"/a\"\noperation = \"x\"\n[[route]]\nmethod = \"POST\"\npath = \"/b\"\noperation = \"x\"",
+            "og.toml:9: route[1].operation: \"x\" is the operation of another route already; two operations share no key",
+        ),
+        (
+            "[[route]]\nmethod = \"POST\"\npath = \"/a\"\n[[route.event]]\ntype = \"a\"\nsinks = [\"mian\"]",
+            "og.toml:7: route[0].event[0].sinks[0]: no such sink; known here: ",
+        ),
+        (
+            "[[route]]\nmethod = \"POST\"\npath = \"/a\"\n[[route.event]]\nwhen = \"true\"",
+            "og.toml:5: route[0].event[0].type: is missing",
+        ),
+        (
+            "[[sink]]\nname = \"a\"\nsecret_file = \"sink.secret\"\nurl = \"http://example.com/\"",
+            "og.toml:5: sink[0].url: plain http shows events to everybody on the way; use https, or set allow_http = true (allow_private = true for a private address)",
+        ),
+        (
+            "[[sink]]\nname = \"a\"\nsecret_file = \"sink.secret\"\nurl = \"https://[::1]/\"",
+            "og.toml:5: sink[0].url: is a private address; set allow_private = true if deliveries may go there",
+        ),
+        (
+            "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"",
+            "og.toml:2: sink[0]: needs exactly one of secret_file, secret_env and secret: deliveries are signed with it",
+        ),
+        (
+            "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret = \"geheim\"",
+            "og.toml:5: sink[0].secret: each line must be `whsec_` and the base64 of 24 to 64 random bytes: `echo whsec_$(head -c 32 /dev/urandom | base64)`",
+        ),
+        (
+            "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret_env = \"NOT_SET\"",
+            "og.toml:5: sink[0].secret_env: the variable NOT_SET is not set",
+        ),
+        (
+            "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret_file = \"sink.secret\"\nformat = \"cloudevents\"",
+            "og.toml:6: sink[0].format: \"cloudevents\" is not supported yet; only \"standard-webhooks\" is",
+        ),
+        (
+            "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret_file = \"sink.secret\"\nbackoff = { base = \"2h\", max = \"1h\" }",
+            "og.toml:2: sink[0].backoff: base must be longer than nothing and not longer than max",
+        ),
+    ];
+    for (text, expected) in cases {
+        assert_eq!(mistakes(&with(text)), [*expected], "{text}");
+    }
+}
+
+#[test]
+fn a_file_that_is_not_toml_says_where() {
+    let found = mistakes("[upstream]\nurl = \"http://127.0.0.1:1\"\n[policy]\nwait = = 3\n");
+    assert!(found[0].starts_with("og.toml:4: not TOML: "), "{found:?}");
+}
+
+#[test]
+fn a_missing_upstream_is_named() {
+    let expected =
+        "og.toml: upstream.url: is missing; write where the API is: \"http://127.0.0.1:3000\"";
+    assert_eq!(mistakes(""), [expected]);
+}
+
+#[test]
+fn all_mistakes_are_reported_at_once_in_the_order_of_the_file() {
+    let text = "[server]\nlisen = \"a\"\n[policy]\nwait = 1\nkey_header = \"a b\"\n[[route]]\nmethod = \"POST\"\n\
+                path = \"/a\"\n[[route]]\nmethod = \"POST\"\npath = \"/b\"\nretention = \"\"\n";
+    let found = mistakes(text);
+    let places: Vec<_> =
+        found.iter().map(|l| l.splitn(3, ": ").take(2).collect::<Vec<_>>()).collect();
+    let expected = [
+        ["og.toml:2", "server.lisen"],
+        ["og.toml:4", "policy.wait"],
+        ["og.toml:5", "policy.key_header"],
+        ["og.toml:12", "route[1].retention"],
+        ["og.toml", "upstream.url"],
+    ];
+    assert_eq!(places, expected);
+}
+
+#[test]
+fn no_message_and_no_debug_output_shows_a_secret() {
+    let text = with(&format!(
+        "store.url = \"postgres://u:geheim@db/x\"\nadmin.token = \"geheim\"\n[[sink]]\nname = \"a\"\n\
+         url = \"https://example.com/geheim\"\nsecret = \"{SECRET}\"\n"
+    ));
+    let shown = format!("{:?}", good(&text, &[]));
+    assert!(!shown.contains("geheim") && !shown.contains(SECRET), "{shown}");
+    let wrong = with(
+        "store.url = \"x:geheim\"\n[[sink]]\nname = \"a\"\nurl = \"geheim\"\nsecret = \"geheim\"\n",
+    );
+    let found = mistakes(&wrong).join("\n");
+    assert!(!found.contains("geheim"), "{found}");
+}
+
+#[test]
+fn variables_override_the_file() {
+    let variables = [
+        ("ONCEGATE_STORE_URL", "postgres://db/x"),
+        ("ONCEGATE_UPSTREAM_CONNECT_TIMEOUT", "7s"),
+        ("ONCEGATE_SERVER_IN_FLIGHT_MAX", "12"),
+        ("ONCEGATE_SERVER_HALF_CLOSE", "true"),
+        ("ONCEGATE_SERVER_BUFFERED_BYTES_MAX", "3MiB"),
+        ("ONCEGATE_POLICY_TENANT", "{ fixed = \"us\" }"),
+        ("ONCEGATE_CONFIG", "/etc/x.toml"),
+        ("HOME", "/root"),
+    ];
+    let text =
+        with("upstream.connect_timeout = \"1s\"\n[[route]]\nmethod = \"POST\"\npath = \"/a\"\n");
+    let (config, warnings) = load(&text, &variables).unwrap();
+    assert_eq!(config.store.kind, StoreKind::Postgres("postgres://db/x".to_owned()));
+    assert_eq!(config.upstreams[DEFAULT_UPSTREAM].connect_timeout, Duration::from_secs(7));
+    assert_eq!(config.server.in_flight_max, 12);
+    assert!(config.server.accept.half_close);
+    assert_eq!(config.server.buffered_bytes_max, 3 << 20);
+    let tenant = crate::scope::Source::Fixed(crate::record::Tenant::stored("us"));
+    assert_eq!(config.routes.iter().next().unwrap().scope.tenant, tenant);
+    assert_eq!(warnings, []);
+}
+
+#[test]
+fn a_wrong_variable_is_named_and_a_strange_one_only_warned_of() {
+    let wrong = [("ONCEGATE_STORE_LEESE", "15s"), ("ONCEGATE_POLICY_WAIT", "soon")];
+    let found = load(&with(""), &wrong).unwrap_err().lines();
+    let expected = [
+        "ONCEGATE_STORE_LEESE: store.leese: unknown field; did you mean `lease`?",
+        "ONCEGATE_POLICY_WAIT: policy.wait: \"soon\" is not a duration; write a duration with its unit, such as \"500ms\", \"10s\" or \"24h\"",
+    ];
+    assert_eq!(found.len(), 2, "{found:?}");
+    assert!(expected.iter().all(|line| found.contains(&line.to_string())), "{found:?}");
+
+    let strange = [
+        ("ONCEGATE_FOO_BAR", "1"),
+        ("ONCEGATE_ADMIN_SERVICE_HOST", "10.0.0.1"),
+        ("ONCEGATE_ADMIN_PORT_9090_TCP", "tcp://10.0.0.1:9090"),
+        ("ONCEGATE_ADMIN_PORT", "tcp://10.0.0.1:9090"),
+    ];
+    let (_, warnings) = load(&with(""), &strange).unwrap();
+    let places: Vec<_> = warnings.iter().map(|warning| warning.place.as_str()).collect();
+    let expected = [
+        "ONCEGATE_ADMIN_PORT",
+        "ONCEGATE_ADMIN_PORT_9090_TCP",
+        "ONCEGATE_ADMIN_SERVICE_HOST",
+        "ONCEGATE_FOO_BAR",
+    ];
+    assert_eq!(places, expected);
+}
+
+#[test]
+fn without_a_file_every_post_and_patch_with_a_key_is_protected() {
+    let (config, _) = Config::load(None, [], Some("http://127.0.0.1:3000")).unwrap();
+    assert_eq!(config.store.kind, StoreKind::Sqlite(PathBuf::from("oncegate.db")));
+    let facts: Vec<_> = config.facts.iter().map(|facts| facts.operation.as_str()).collect();
+    assert_eq!(facts, ["POST /{*path}", "PATCH /{*path}", "POST /", "PATCH /"]);
+    assert!(config.routes.iter().all(|route| !route.scope.key_required));
+    let without = Config::load(None, [], None).unwrap_err().lines();
+    assert_eq!(
+        without,
+        ["upstream.url: is missing; write where the API is: \"http://127.0.0.1:3000\""]
+    );
+}
+
+#[test]
+fn a_route_overrides_the_policy_field_by_field() {
+    let text = with(
+        "policy.wait = \"1s\"\npolicy.retention = \"1h\"\npolicy.unknown_on = [429]\n\
+         [[route]]\nmethods = [\"POST\", \"PUT\"]\npath = \"/a\"\nwait = \"2s\"\nmax_request_body = 17\n\
+         [[route]]\nmethods = [\"POST\", \"PUT\"]\npath = \"/b\"\noperation = \"b\"\nrelease_on = [\"503+retry-after\", 429]\nunknown_on = [502]",
+    );
+    let config = good(&text, &[]);
+    let names: Vec<_> = config.routes.iter().map(|route| route.operation.as_str()).collect();
+    assert_eq!(names, ["POST /a", "PUT /a", "b"]);
+    let a = config.routes.by_operation("PUT /a").unwrap();
+    assert_eq!(a.policy.wait, Duration::from_secs(2));
+    assert_eq!(a.policy.retention, Duration::from_secs(3600));
+    assert_eq!(a.policy.request_body_max, 17);
+    // What is written wins over the default of the other list.
+    let code = |status: u16| http::StatusCode::from_u16(status).unwrap();
+    use crate::record::outcome::Class;
+    assert_eq!(a.outcome.class(code(429), &http::HeaderMap::new()), Class::Unknown);
+    assert_eq!(a.outcome.class(code(401), &http::HeaderMap::new()), Class::Released);
+    let b = config.routes.by_operation("b").unwrap();
+    assert_eq!(b.outcome.class(code(429), &http::HeaderMap::new()), Class::Released);
+    assert_eq!(b.outcome.class(code(401), &http::HeaderMap::new()), Class::Stored);
+    assert_eq!(b.policy.wait, Duration::from_secs(1));
+}
+
+#[test]
+fn secrets_come_from_a_file_a_variable_or_the_field() {
+    let sink = |line: &str| {
+        with(&format!("[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\n{line}\n"))
+    };
+    let file = good(&sink("secret_file = \"sink.secret\""), &[]);
+    assert_eq!(file.sinks[0].secrets, [SECRET, SECRET]);
+    let variable = good(&sink("secret_env = \"S\""), &[("S", SECRET)]);
+    assert_eq!(variable.sinks[0].secrets, [SECRET]);
+    let token = good(&with(""), &[("ONCEGATE_ADMIN_TOKEN", " t \n")]);
+    assert_eq!(token.admin.token.as_deref(), Some("t"));
+}
+
+#[test]
+fn the_digest_key_is_made_once_and_only_for_its_owner() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("oncegate.key");
+    let made = DigestKeyFile::Made(path.clone());
+    let first = made.open().unwrap().digest(b"x");
+    let bytes = std::fs::read(&path).unwrap();
+    assert_eq!(bytes.len(), 32);
+    assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    assert_eq!(made.open().unwrap().digest(b"x"), first);
+    assert_eq!(std::fs::read(&path).unwrap(), bytes);
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "no draft is left");
+    std::fs::write(&path, b"short").unwrap();
+    assert!(made.open().is_err());
+}
+
+fn repository(path: &str) -> String {
+    std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap()
+}
+
+/// The reference with all its defaults switched on.
+fn switched_on(reference: &str) -> String {
+    let line = |line: &str| {
+        let named = line
+            .strip_prefix('#')
+            .filter(|rest| rest.starts_with(|c: char| c.is_ascii_lowercase()));
+        named.unwrap_or(line).to_owned()
+    };
+    reference.lines().map(line).collect::<Vec<_>>().join("\n")
+}
+
+#[test]
+fn the_reference_shows_every_default_as_it_is() {
+    let reference = repository("config/oncegate.toml");
+    let switched = switched_on(&reference);
+    assert_ne!(reference, switched);
+    let (plain, all) = (good(&reference, &[]), good(&switched, &[]));
+    let shown = |config: &Config| {
+        let text = format!("{config:#?}");
+        // The folder of the test differs from load to load.
+        text.lines()
+            .filter(|line| !line.contains("oncegate.key"))
+            .map(str::to_owned)
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(shown(&plain), shown(&all));
+}
+
+#[test]
+fn the_reference_names_every_field() {
+    let reference = repository("config/oncegate.toml");
+    let notes = Notes::default();
+    let tree = tree::parse(&reference, &notes);
+    let _ = file::read(&tree, &notes);
+    let asked = notes.asked();
+    assert!(asked.len() > 90, "{}", asked.len());
+    for path in asked {
+        let field = path.rsplit('.').next().unwrap();
+        let named = reference.lines().any(|line| {
+            let line = line.trim_start_matches(['#', ' ']);
+            line.starts_with(&format!("{field} = "))
+                || line.starts_with(&format!("[{path}]"))
+                || line.starts_with(&format!("[[{path}]]"))
+        }) || reference.contains(&format!("{{ {field} = "))
+            || reference.contains(&format!(", {field} = "))
+            || reference.contains("[upstreams.") && path == "upstreams";
+        assert!(named, "config/oncegate.toml does not show {path}");
+    }
+}
+
+#[test]
+fn the_small_examples_load() {
+    let config = good(&repository("config/sidecar.toml"), &[("SINK_SECRET", SECRET)]);
+    assert_eq!((config.facts.len(), config.sinks.len()), (1, 1));
+    good(&repository("config/legacy.toml"), &[]);
+}
+
+#[test]
+fn the_contract_s_example_loads() {
+    let text = r#"
+[server]
+listen = "127.0.0.1:8080"
+[admin]
+listen = "127.0.0.1:9090"
+[upstream]
+url = "http://127.0.0.1:3000"
+connect_timeout = "2s"
+[store]
+url = "sqlite:oncegate.db"
+lease = "15s"
+[policy]
+tenant = { header = "X-Tenant-Id" }
+require_key = true
+wait = "10s"
+timeout = "30s"
+retention = "24h"
+max_request_body = "1MiB"
+max_response_body = "1MiB"
+[[route]]
+method = "POST"
+path = "/accounts/{account}/orders"
+operation = "orders.create"
+fingerprint = { ignore = ["$.sent_at"] }
+[[route.event]]
+type = "order.created"
+when = "response.status == 201"
+payload = { order_id = "{{ response.json.id }}", amount = "{{ request.json.amount }}" }
+[[route.event]]
+type = "audit.order"
+[[sink]]
+name = "main"
+url = "http://127.0.0.1:4000/hook"
+secret_file = "sink.secret"
+format = "standard-webhooks"
+timeout = "15s"
+concurrency = 16
+backoff = { base = "1s", max = "1h" }
+max_attempts = 20
+max_age = "3d"
+pause_after = 10
+ordering = "none"
+allow_private = true
+[outbox]
+retention = "7d"
+"#;
+    let (config, warnings) = load(text, &[]).unwrap();
+    assert_eq!(
+        config.routes.by_operation("orders.create").unwrap().policy.request_body_max,
+        1 << 20
+    );
+    assert_eq!(warnings.len(), 1, "pause_after only: {warnings:?}");
+    // The values of the contract are the defaults: leaving them out changes nothing.
+    let kept = [
+        "url",
+        "tenant",
+        "method",
+        "path",
+        "operation",
+        "fingerprint",
+        "type",
+        "when",
+        "payload",
+        "name",
+        "secret_file",
+        "allow_private",
+    ];
+    let short: Vec<_> = text
+        .lines()
+        .filter(|line| {
+            line.starts_with('[') || kept.iter().any(|name| line.starts_with(&format!("{name} =")))
+        })
+        .collect();
+    let bare = good(&short.join("\n"), &[]);
+    let shown = |config: &Config| {
+        format!(
+            "{:?}",
+            (
+                &config.server,
+                &config.admin,
+                &config.store,
+                &config.sinks,
+                &config.outbox,
+                &config.upstreams
+            )
+        )
+    };
+    assert_eq!(shown(&config), shown(&bare));
+}
+
+#[test]
+fn check_names_what_is_unsafe() {
+    let of = |text: &str| {
+        let config = good(&with(text), &[]);
+        check::warnings(&config).into_iter().map(|warning| warning.place).collect::<Vec<_>>()
+    };
+    assert_eq!(of(""), ["route"]);
+    let quiet = format!(
+        "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret = \"{SECRET}\"\n\
+         [[route]]\nmethod = \"POST\"\npath = \"/a\"\nforward_key = false\n"
+    );
+    assert_eq!(of(&quiet), Vec::<String>::new());
+    let loud = "[[route]]\nmethod = \"PUT\"\npath = \"/a\"\non_unknown = \"retry\"\ntenant = { header = \"X-T\" }\n\
+                retention = \"1m\"\nwait = \"5m\"\n";
+    assert_eq!(
+        of(loud),
+        [
+            "policy.tenant",
+            "policy.on_unknown",
+            "policy.forward_key",
+            "route.method",
+            "policy.wait",
+            "policy.retention",
+            "sink"
+        ]
+    );
+}
