@@ -252,6 +252,7 @@ async fn connection<S>(
         .timer(TokioTimer::new())
         .header_read_timeout(settings.header_timeout)
         .max_headers(settings.headers_max)
+        .max_header_size(settings.head_bytes_max)
         .max_buf_size(settings.head_bytes_max.max(8192))
         .half_close(settings.half_close)
         .preserve_header_case(true)

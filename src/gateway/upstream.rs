@@ -182,7 +182,8 @@ impl Upstream {
         let deadline = Instant::now() + self.0.settings.connect_timeout;
         let stream = timeout_at(deadline, self.connect(deadline));
         let stream = stream.await.map_err(|_| DialError::TimedOut)??;
-        Connection::open(stream).await.map(Dialed)
+        let connection = Connection::open(stream).await?;
+        Ok(Dialed { connection, authority: self.0.authority.clone() })
     }
 
     async fn connect(&self, deadline: Instant) -> Result<Box<dyn Stream>, DialError> {
@@ -211,7 +212,10 @@ impl Upstream {
         loop {
             let (mut connection, reused) = match self.check_out() {
                 Some(connection) => (connection, true),
-                None => (self.dial().await.map_err(|e| unreachable_upstream(&e))?.0, false),
+                None => {
+                    let dialed = self.dial().await.map_err(|e| unreachable_upstream(&e))?;
+                    (dialed.connection, false)
+                }
             };
             let before = connection.meter.written();
             let sent = self.exchange(&mut connection, request).await?;
@@ -219,10 +223,10 @@ impl Upstream {
                 Ok(answer) => return self.stream(connection, answer),
                 Err(error) => error,
             };
-            match error.take_message() {
-                Some(unsent) if connection.end().await.written() == before && reused => {
-                    request = unsent;
-                }
+            let unsent = error.take_message();
+            let unmoved = connection.end().await.written() == before;
+            match unsent {
+                Some(unsent) if unmoved && reused => request = unsent,
                 Some(_) => return Err(PassError::Unreachable),
                 None => return Err(failed(error.error())),
             }
@@ -357,7 +361,10 @@ async fn connect_any(addresses: Vec<SocketAddr>, deadline: Instant) -> io::Resul
 }
 
 /// A connection on which nothing has been written yet.
-pub struct Dialed(Connection);
+pub struct Dialed {
+    connection: Connection,
+    authority: HeaderValue,
+}
 
 impl Dialed {
     /// Sends a request, once, and waits for the head of its answer.
@@ -370,12 +377,12 @@ impl Dialed {
         request: Request<Full<Bytes>>,
         may_write: impl Fn() -> bool + Send + Sync + 'static,
     ) -> Result<Response<Answer>, SendError> {
-        let Self(mut connection) = self;
+        let Self { mut connection, authority } = self;
         connection.meter.ask(may_write);
         if let Err(error) = connection.sender.ready().await {
             return Err(connection.end().await.judge(error.into()));
         }
-        let answer = match connection.sender.try_send_request(framed(request)).await {
+        let answer = match connection.sender.try_send_request(framed(request, authority)).await {
             Ok(answer) => answer,
             Err(error) => {
                 return Err(connection.end().await.judge(error.into_error().into()));
@@ -388,8 +395,8 @@ impl Dialed {
     }
 }
 
-/// One computed length, and nothing else that says where the request ends.
-fn framed(request: Request<Full<Bytes>>) -> Request<Body> {
+/// One computed length, and nothing else that says where the request ends; a Host in any case.
+fn framed(request: Request<Full<Bytes>>, authority: HeaderValue) -> Request<Body> {
     let (mut head, body) = request.into_parts();
     let length = http_body::Body::size_hint(&body).exact().unwrap_or(0);
     let counted = head.headers.remove(header::CONTENT_LENGTH).is_some();
@@ -400,6 +407,7 @@ fn framed(request: Request<Full<Bytes>>) -> Request<Body> {
     if length > 0 || counted || expected {
         head.headers.insert(header::CONTENT_LENGTH, HeaderValue::from(length));
     }
+    head.headers.entry(header::HOST).or_insert(authority);
     head.version = Version::HTTP_11;
     Request::from_parts(head, body.map_err(|never| match never {}).boxed_unsync())
 }
@@ -588,9 +596,21 @@ impl Meter {
         Err(io::Error::other("held back"))
     }
 
-    fn count(&self, written: &Poll<io::Result<usize>>) {
-        if let Poll::Ready(Ok(bytes)) = written {
-            self.written.fetch_add(u64::try_from(*bytes).unwrap_or(u64::MAX), Ordering::AcqRel);
+    /// Counts what was written, and keeps an error back once anything was.
+    ///
+    /// An upstream that answers early and closes makes our next write fail while its answer waits to be read. So writing
+    /// just stops; reading then finds the answer, or the end of the connection.
+    fn count(&self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
+        match written {
+            Poll::Ready(Ok(bytes)) => {
+                self.written.fetch_add(u64::try_from(bytes).unwrap_or(u64::MAX), Ordering::AcqRel);
+                written
+            }
+            Poll::Ready(Err(error)) if self.written() > 0 => {
+                tracing::debug!(%error, "the upstream takes no more");
+                Poll::Pending
+            }
+            Poll::Ready(Err(_)) | Poll::Pending => written,
         }
     }
 
@@ -633,8 +653,7 @@ impl AsyncWrite for Counted {
     ) -> Poll<io::Result<usize>> {
         self.meter.check()?;
         let written = Pin::new(&mut self.stream).poll_write(cx, buf);
-        self.meter.count(&written);
-        written
+        self.meter.count(written)
     }
 
     fn poll_write_vectored(
@@ -644,8 +663,7 @@ impl AsyncWrite for Counted {
     ) -> Poll<io::Result<usize>> {
         self.meter.check()?;
         let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
-        self.meter.count(&written);
-        written
+        self.meter.count(written)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -653,7 +671,8 @@ impl AsyncWrite for Counted {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
+        let flushed = Pin::new(&mut self.stream).poll_flush(cx);
+        self.meter.count(flushed.map_ok(|()| 0)).map_ok(|_| ())
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

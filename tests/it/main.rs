@@ -6,7 +6,11 @@
     clippy::panic,
     clippy::indexing_slicing,
     clippy::string_slice,
+    clippy::cast_possible_truncation,
     clippy::let_underscore_must_use,
+    clippy::large_futures,
+    clippy::too_many_lines,
+    clippy::excessive_nesting,
     unreachable_pub,
     missing_docs,
     reason = "a test that panics fails, which is what it is for"
@@ -17,5 +21,7 @@ mod support;
 mod admin;
 mod cli;
 mod lease;
+mod proxy;
 mod relay;
 mod sweep;
+mod upstream;

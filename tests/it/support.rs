@@ -1,8 +1,11 @@
 //! The vocabulary of the tests.
 
 pub(crate) mod fake;
+pub(crate) mod proxy;
+pub(crate) mod raw;
 pub(crate) mod shelf;
 pub(crate) mod sink;
+pub(crate) mod upstream;
 
 use std::time::Duration;
 

@@ -1,0 +1,301 @@
+//! A request that is reserved is sent at most once, and it is known whether a byte of it went out.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Method, Request, Response};
+use http_body_util::{BodyExt, Full};
+use oncegate::gateway::upstream::{Answer, DialError, Dialed, SendError, Settings, Upstream};
+use tokio::io::AsyncWriteExt;
+use tokio::net::{TcpListener, TcpStream};
+
+use crate::support::raw::{PATIENCE, headers};
+use crate::support::upstream::{OK, Reply, Upstream as Scripted};
+
+fn upstream(addr: SocketAddr) -> Upstream {
+    Upstream::new(Settings::at(format!("http://{addr}").parse().unwrap())).unwrap()
+}
+
+fn post(body: &'static str) -> Request<Full<Bytes>> {
+    Request::post("/orders").header("host", "a").body(Full::from(body)).unwrap()
+}
+
+async fn send(dialed: Dialed) -> Result<Response<Answer>, SendError> {
+    tokio::time::timeout(PATIENCE, dialed.send(post("hi"), || true)).await.unwrap()
+}
+
+/// A connection, dialed, and its other end.
+async fn pair() -> (Dialed, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let upstream = upstream(listener.local_addr().unwrap());
+    let (dialed, accepted) = tokio::join!(upstream.dial(), listener.accept());
+    (dialed.unwrap(), accepted.unwrap().0)
+}
+
+async fn whole(answer: Response<Answer>) -> Result<String, String> {
+    let (head, body) = answer.into_parts();
+    let bytes = body.collect().await.map_err(|e| e.to_string())?.to_bytes();
+    Ok(format!("{} {}", head.status.as_u16(), String::from_utf8_lossy(&bytes)))
+}
+
+#[tokio::test]
+async fn a_refused_connection_has_sent_nothing() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let addr = listener.local_addr().unwrap();
+    drop(listener);
+    assert!(matches!(upstream(addr).dial().await, Err(DialError::Connect(_))));
+}
+
+#[tokio::test]
+async fn a_name_without_address_has_sent_nothing() {
+    let url = "http://no-such-name.invalid:80".parse().unwrap();
+    let mut settings = Settings::at(url);
+    settings.connect_timeout = PATIENCE;
+    let dialed = Upstream::new(settings).unwrap().dial().await;
+    assert!(matches!(dialed, Err(DialError::Resolve(_))));
+}
+
+#[tokio::test]
+async fn no_answer_to_the_tls_handshake_is_a_dial_that_took_too_long() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let mut settings = Settings::at(format!("https://127.0.0.1:{port}").parse().unwrap());
+    settings.connect_timeout = Duration::from_millis(300);
+    let Ok(upstream) = Upstream::new(settings) else { return };
+    assert!(matches!(upstream.dial().await, Err(DialError::TimedOut)));
+}
+
+#[tokio::test]
+async fn a_fin_before_the_send_means_nothing_was_sent() {
+    let (dialed, other) = pair().await;
+    drop(other);
+    assert!(matches!(send(dialed).await, Err(SendError::NothingSent(_))));
+}
+
+#[tokio::test]
+async fn a_reset_before_the_send_means_nothing_was_sent() {
+    let (dialed, other) = pair().await;
+    other.set_zero_linger().unwrap();
+    drop(other);
+    assert!(matches!(send(dialed).await, Err(SendError::NothingSent(_))));
+}
+
+#[tokio::test]
+async fn unasked_bytes_before_the_send_mean_nothing_was_sent() {
+    let (dialed, mut other) = pair().await;
+    other.write_all(OK.as_bytes()).await.unwrap();
+    let result = send(dialed).await;
+    assert!(matches!(result, Err(SendError::NothingSent(_))), "{:?}", result.err());
+}
+
+#[tokio::test]
+async fn a_fin_after_the_request_means_unknown() {
+    let scripted = Scripted::always(Reply::fin("")).await;
+    let dialed = upstream(scripted.addr).dial().await.unwrap();
+    assert!(matches!(send(dialed).await, Err(SendError::Broken(_))));
+    assert_eq!(scripted.seen().len(), 1);
+}
+
+#[tokio::test]
+async fn a_reset_after_the_request_means_unknown() {
+    let scripted = Scripted::always(Reply::reset("")).await;
+    let dialed = upstream(scripted.addr).dial().await.unwrap();
+    assert!(matches!(send(dialed).await, Err(SendError::Broken(_))));
+    assert_eq!(scripted.seen().len(), 1);
+}
+
+#[tokio::test]
+async fn what_may_not_be_written_is_held_and_nothing_arrives() {
+    let scripted = Scripted::always(Reply::keep(OK)).await;
+    let dialed = upstream(scripted.addr).dial().await.unwrap();
+    let asked = Arc::new(AtomicUsize::new(0));
+    let counter = Arc::clone(&asked);
+    let may_write = move || {
+        counter.fetch_add(1, Ordering::SeqCst);
+        false
+    };
+    let result = dialed.send(post("hi"), may_write).await;
+    assert!(matches!(result, Err(SendError::Held)));
+    scripted.wait_for_closed(1).await;
+    assert_eq!((scripted.seen().len(), scripted.cut()), (0, 0));
+    assert_eq!(asked.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn permission_is_asked_once_before_the_first_byte() {
+    let scripted = Scripted::always(Reply::keep(OK)).await;
+    let dialed = upstream(scripted.addr).dial().await.unwrap();
+    let asked = Arc::new(AtomicUsize::new(0));
+    let counter = Arc::clone(&asked);
+    let body = Full::from(vec![b'x'; 5_000_000]);
+    let request = Request::post("/orders").header("host", "a").body(body).unwrap();
+    let may_write = move || counter.fetch_add(1, Ordering::SeqCst) == 0;
+    let answer = dialed.send(request, may_write).await.unwrap();
+    assert_eq!(whole(answer).await.unwrap(), "200 ok");
+    assert_eq!(asked.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn each_dial_is_a_connection_of_its_own_and_closes_with_its_answer() {
+    // F6
+    let scripted = Scripted::always(Reply::keep(OK)).await;
+    let upstream = upstream(scripted.addr);
+    for round in 1..=20 {
+        let answer = send(upstream.dial().await.unwrap()).await.unwrap();
+        assert_eq!(whole(answer).await.unwrap(), "200 ok");
+        scripted.wait_for_closed(round).await;
+    }
+    let connections: Vec<_> = scripted.seen().iter().map(|seen| seen.connection).collect();
+    assert_eq!(connections, (1..=20).collect::<Vec<_>>());
+}
+
+#[tokio::test]
+async fn letting_go_of_a_request_or_an_answer_closes_the_connection() {
+    let slow = Reply::keep(OK).after(Duration::from_secs(3600));
+    let scripted = Scripted::start(move |number, _| match number {
+        1 => slow.clone(),
+        _ => Reply::keep("HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nok"),
+    })
+    .await;
+    let (dialed, other) = pair().await;
+    let waiting = tokio::spawn(send(dialed));
+    other.readable().await.unwrap();
+    waiting.abort();
+    let mut buffer = Vec::new();
+    let mut other = other;
+    let read = tokio::io::AsyncReadExt::read_to_end(&mut other, &mut buffer);
+    tokio::time::timeout(PATIENCE, read).await.unwrap().unwrap();
+
+    let upstream = upstream(scripted.addr);
+    let first = tokio::spawn(send(upstream.dial().await.unwrap()));
+    scripted.wait_for_requests(1).await;
+    first.abort();
+    let answer = send(upstream.dial().await.unwrap()).await.unwrap();
+    drop(answer);
+    scripted.wait_for_closed(1).await;
+}
+
+#[tokio::test]
+async fn a_cut_answer_is_an_error_of_its_body() {
+    // E1
+    for bytes in [
+        "HTTP/1.1 201 Created\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n",
+        "HTTP/1.1 201 Created\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n",
+        "HTTP/1.1 201 Created\r\nContent-Length: 10\r\n\r\nabc",
+    ] {
+        for reply in [Reply::fin(bytes), Reply::reset(bytes)] {
+            let scripted = Scripted::always(reply).await;
+            match send(upstream(scripted.addr).dial().await.unwrap()).await {
+                Ok(answer) => assert!(whole(answer).await.is_err(), "{bytes:?}"),
+                Err(error) => assert!(matches!(error, SendError::Broken(_))),
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_answer_that_ends_nowhere_or_switches_protocols_is_broken() {
+    // E6, E8, A3
+    for bytes in [
+        "HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\n",
+        "HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\nxx",
+        "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok!",
+        "rubbish\r\n\r\n",
+    ] {
+        let scripted = Scripted::always(Reply::fin(bytes)).await;
+        let result = send(upstream(scripted.addr).dial().await.unwrap()).await;
+        assert!(matches!(result, Err(SendError::Broken(_))), "{bytes:?}");
+    }
+}
+
+#[tokio::test]
+async fn interim_answers_are_skipped() {
+    let interim = "HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n";
+    let scripted = Scripted::always(Reply::keep(format!("{interim}{OK}"))).await;
+    let answer = send(upstream(scripted.addr).dial().await.unwrap()).await.unwrap();
+    assert_eq!(whole(answer).await.unwrap(), "200 ok");
+}
+
+#[tokio::test]
+async fn an_answer_with_a_big_or_odd_head_is_still_an_answer() {
+    // E2
+    let many: String = (0..150).map(|n| format!("X-{n}: {n}\r\n")).collect();
+    let big = format!("X-Big: {}\r\n", "b".repeat(70_000));
+    for (lines, name, value) in [
+        (many.as_str(), "x-149", Some("149")),
+        (big.as_str(), "x-big", None),
+        ("X-Fold: a\r\n  b\r\n", "x-fold", Some("a b")),
+        ("X-A : b\r\n", "x-a", Some("b")),
+        ("X(A): b\r\nX-B: c\r\n", "x-b", Some("c")),
+    ] {
+        let bytes = format!("HTTP/1.1 201 Created\r\n{lines}Content-Length: 2\r\n\r\nok");
+        let scripted = Scripted::always(Reply::keep(bytes)).await;
+        let answer = send(upstream(scripted.addr).dial().await.unwrap()).await.unwrap();
+        let found = answer.headers()[name].to_str().unwrap().to_owned();
+        match value {
+            Some(value) => {
+                let joined = found.split_ascii_whitespace().collect::<Vec<_>>().join(" ");
+                assert_eq!(joined, value);
+            }
+            None => assert_eq!(found.len(), 70_000),
+        }
+        assert_eq!(whole(answer).await.unwrap(), "201 ok", "{name}");
+    }
+}
+
+#[tokio::test]
+async fn an_answer_without_a_reason_or_with_an_odd_status_is_still_an_answer() {
+    // E2
+    for (line, status) in [("200", 200), ("200 ", 200), ("299 X\u{e9}", 299), ("999 No", 999)] {
+        let bytes = format!("HTTP/1.1 {line}\r\nContent-Length: 2\r\n\r\nok");
+        let scripted = Scripted::always(Reply::keep(bytes)).await;
+        let answer = send(upstream(scripted.addr).dial().await.unwrap()).await.unwrap();
+        assert_eq!(answer.status().as_u16(), status, "{line}");
+    }
+}
+
+#[tokio::test]
+async fn a_request_goes_out_with_one_computed_length() {
+    let scripted = Scripted::always(Reply::keep(OK)).await;
+    let upstream = upstream(scripted.addr);
+    let ask = |method: Method, body: &'static str| {
+        Request::builder()
+            .method(method)
+            .uri("/x?y=%2F")
+            .header("content-length", "77")
+            .header("transfer-encoding", "chunked")
+            .header("expect", "100-continue")
+            .body(Full::from(body))
+            .unwrap()
+    };
+    for (request, length) in [
+        (ask(Method::POST, "hi"), "2"),
+        (ask(Method::POST, ""), "0"),
+        (ask(Method::DELETE, "hi"), "2"),
+        (ask(Method::GET, "hi"), "2"),
+    ] {
+        let dialed = upstream.dial().await.unwrap();
+        let answer = dialed.send(request, || true).await.unwrap();
+        assert_eq!(whole(answer).await.unwrap(), "200 ok");
+        let seen = scripted.seen().pop().unwrap();
+        assert_eq!(headers(&seen.head, "content-length"), [length]);
+        assert_eq!(headers(&seen.head, "transfer-encoding").len(), 0);
+        assert_eq!(headers(&seen.head, "expect").len(), 0);
+        assert_eq!(headers(&seen.head, "host").len(), 1, "{}", seen.head);
+        assert_eq!(seen.target(), "/x?y=%2F");
+    }
+}
+
+#[test]
+fn an_upstream_is_an_origin() {
+    for wrong in ["http://a/b", "http://u:p@a", "ftp://a", "/x", "http://a/?q"] {
+        assert!(Upstream::new(Settings::at(wrong.parse().unwrap())).is_err(), "{wrong}");
+    }
+    for right in ["http://a", "http://[::1]:80/", "http://a:3000"] {
+        assert!(Upstream::new(Settings::at(right.parse().unwrap())).is_ok(), "{right}");
+    }
+}
