@@ -16,6 +16,7 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -32,7 +33,8 @@ use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper::client::conn::{TrySendError, http1};
 use hyper_util::rt::TokioIo;
-use rustls::pki_types::ServerName;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, ServerName};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
@@ -65,6 +67,8 @@ pub struct Settings {
     pub idle_timeout: Duration,
     /// Pass-through: how long the upstream may neither take more of the request nor begin its answer.
     pub answer_timeout: Duration,
+    /// For https: PEM file with the only certificates to trust. None: the system's.
+    pub ca_file: Option<PathBuf>,
 }
 
 impl Settings {
@@ -76,6 +80,7 @@ impl Settings {
             connect_timeout: Duration::from_secs(2),
             idle_timeout: Duration::from_secs(4),
             answer_timeout: Duration::from_secs(60),
+            ca_file: None,
         }
     }
 }
@@ -164,7 +169,8 @@ impl Upstream {
             return Err(wrong("must not carry credentials"));
         }
         let host = authority.host().trim_start_matches('[').trim_end_matches(']').to_owned();
-        let tls = if secure { Some(tls(&host).map_err(|e| wrong(&e))?) } else { None };
+        let ca_file = settings.ca_file.as_deref();
+        let tls = if secure { Some(tls(&host, ca_file).map_err(|e| wrong(&e))?) } else { None };
         let port = authority.port_u16().unwrap_or(if secure { 443 } else { 80 });
         let authority = HeaderValue::from_str(authority.as_str()).map_err(|e| e.to_string())?;
         let pool = Mutex::default();
@@ -327,14 +333,9 @@ fn failed(error: &hyper::Error) -> PassError {
     if error.is_user() { PassError::Caller } else { PassError::Failed }
 }
 
-fn tls(host: &str) -> Result<(TlsConnector, ServerName<'static>), String> {
+fn tls(host: &str, ca: Option<&Path>) -> Result<(TlsConnector, ServerName<'static>), String> {
     let name = ServerName::try_from(host.to_owned()).map_err(|e| e.to_string())?;
-    let mut roots = rustls::RootCertStore::empty();
-    // A few broken certificates among the system's are normal, and no reason to refuse the others.
-    roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
-    if roots.is_empty() {
-        return Err("the system has no root certificates".to_owned());
-    }
+    let roots = roots(ca)?;
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let config = rustls::ClientConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
@@ -342,6 +343,24 @@ fn tls(host: &str) -> Result<(TlsConnector, ServerName<'static>), String> {
         .with_root_certificates(roots)
         .with_no_client_auth();
     Ok((TlsConnector::from(Arc::new(config)), name))
+}
+
+fn roots(ca: Option<&Path>) -> Result<rustls::RootCertStore, String> {
+    let mut roots = rustls::RootCertStore::empty();
+    if let Some(path) = ca {
+        let wrong = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
+        for certificate in CertificateDer::pem_file_iter(path).map_err(|e| wrong(&e))? {
+            let certificate = certificate.map_err(|e| wrong(&e))?;
+            roots.add(certificate).map_err(|e| wrong(&e))?;
+        }
+    } else {
+        // A few broken certificates among the system's are normal, and no reason to refuse the others.
+        roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+    }
+    if roots.is_empty() {
+        return Err("there are no root certificates to trust".to_owned());
+    }
+    Ok(roots)
 }
 
 /// Tries the addresses in order, each with its share of the time that is left.

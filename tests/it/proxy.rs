@@ -464,6 +464,22 @@ async fn a_refusal_reaches_a_caller_that_is_still_sending() {
     }
 }
 
+#[tokio::test]
+async fn a_caller_may_go_on_sending_for_a_while_after_its_answer() {
+    // D2: many clients take a failed send for a failed request, and never read the answer.
+    let upstream = Upstream::always(Reply::keep(OK)).await;
+    let addr = start_proxy(upstream.addr).await;
+    let request = "POST /x HTTP/1.1\r\nHost: a/b\r\nContent-Length: 100000000\r\n\r\n";
+    let mut raw = Raw::sending(addr, request).await;
+    assert_eq!(status(&raw.answer().await), 400);
+    for piece in 0..20 {
+        let sent = raw.stream.write_all(&[b'x'; 8192]).await;
+        assert!(sent.is_ok(), "piece {piece}: {sent:?}");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    assert_eq!(raw.rest().await, (String::new(), End::Fin));
+}
+
 /// Sends and sends until there is something to read, then a little more, then reads: as a simple client does.
 async fn send_until_answered(raw: &mut Raw) -> String {
     let piece = vec![b'x'; 16 * 1024];

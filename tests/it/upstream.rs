@@ -9,8 +9,10 @@ use bytes::Bytes;
 use http::{Method, Request, Response};
 use http_body_util::{BodyExt, Full};
 use oncegate::gateway::upstream::{Answer, DialError, Dialed, SendError, Settings, Upstream};
-use tokio::io::AsyncWriteExt;
+use rustls::pki_types::PrivateKeyDer;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::TlsAcceptor;
 
 use crate::support::raw::{PATIENCE, headers};
 use crate::support::upstream::{OK, Reply, Upstream as Scripted};
@@ -58,13 +60,82 @@ async fn a_name_without_address_has_sent_nothing() {
     assert!(matches!(dialed, Err(DialError::Resolve(_))));
 }
 
-#[tokio::test]
-async fn no_answer_to_the_tls_handshake_is_a_dial_that_took_too_long() {
+/// A TLS server with a certificate of its own, and the settings of an upstream that trusts it.
+struct Secure {
+    listener: TcpListener,
+    acceptor: TlsAcceptor,
+    settings: Settings,
+    _directory: tempfile::TempDir,
+}
+
+async fn secure(name: &str) -> Secure {
+    let made = rcgen::generate_simple_self_signed([name.to_owned()]).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let ca_file = directory.path().join("ca.pem");
+    std::fs::write(&ca_file, made.cert.pem()).unwrap();
+    let key = PrivateKeyDer::try_from(made.signing_key.serialize_der()).unwrap();
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = rustls::ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_no_client_auth()
+        .with_single_cert(vec![made.cert.der().clone()], key)
+        .unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
-    let mut settings = Settings::at(format!("https://127.0.0.1:{port}").parse().unwrap());
-    settings.connect_timeout = Duration::from_millis(300);
-    let Ok(upstream) = Upstream::new(settings) else { return };
+    let mut settings = Settings::at(format!("https://localhost:{port}").parse().unwrap());
+    settings.connect_timeout = PATIENCE;
+    settings.ca_file = Some(ca_file);
+    let acceptor = TlsAcceptor::from(Arc::new(config));
+    Secure { listener, acceptor, settings, _directory: directory }
+}
+
+#[tokio::test]
+async fn over_tls_only_an_answer_that_ends_lawfully_is_whole() {
+    let secure = secure("localhost").await;
+    let upstream = Upstream::new(secure.settings.clone()).unwrap();
+    for (bytes, closes_well, is_whole) in [
+        (OK, false, true),
+        ("HTTP/1.1 200 OK\r\n\r\nok", true, true),
+        ("HTTP/1.1 200 OK\r\n\r\nok", false, false),
+        ("HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nok", true, false),
+    ] {
+        let server = async {
+            let (tcp, _) = secure.listener.accept().await.unwrap();
+            let mut tls = secure.acceptor.accept(tcp).await.unwrap();
+            let mut request = vec![0; 2000];
+            let read = tls.read(&mut request).await.unwrap();
+            assert!(request[..read].starts_with(b"POST /orders HTTP/1.1\r\n"));
+            tls.write_all(bytes.as_bytes()).await.unwrap();
+            tls.flush().await.unwrap();
+            if closes_well {
+                tls.shutdown().await.unwrap();
+            }
+        };
+        let client = async { send(upstream.dial().await.unwrap()).await };
+        let ((), answer) = tokio::join!(server, client);
+        let body = whole(answer.unwrap()).await;
+        assert_eq!(body.as_deref().ok(), is_whole.then_some("200 ok"), "{bytes:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_certificate_of_somebody_else_means_nothing_was_sent() {
+    let secure = secure("other.example").await;
+    let upstream = Upstream::new(secure.settings.clone()).unwrap();
+    let server = async {
+        let (tcp, _) = secure.listener.accept().await.unwrap();
+        assert!(secure.acceptor.accept(tcp).await.is_err());
+    };
+    let ((), dialed) = tokio::join!(server, upstream.dial());
+    assert!(matches!(dialed, Err(DialError::Tls(_))));
+}
+
+#[tokio::test]
+async fn no_answer_to_the_tls_handshake_is_a_dial_that_took_too_long() {
+    let mut secure = secure("localhost").await;
+    secure.settings.connect_timeout = Duration::from_millis(300);
+    let upstream = Upstream::new(secure.settings.clone()).unwrap();
     assert!(matches!(upstream.dial().await, Err(DialError::TimedOut)));
 }
 
