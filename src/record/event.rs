@@ -13,7 +13,7 @@
 mod context;
 mod template;
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashMap};
 use std::time::SystemTime;
 
 use bytes::Bytes;
@@ -136,6 +136,14 @@ struct Compiled {
     sinks: Vec<String>,
 }
 
+impl Compiled {
+    /// Whether it needs any variables: the default event does not.
+    fn reads(&self) -> bool {
+        let Self { when, data, for_each, ordering_key, .. } = self;
+        when.is_some() || data.is_some() || for_each.is_some() || ordering_key.is_some()
+    }
+}
+
 impl Templates {
     /// Compiles a route's events; no specs: the default event.
     ///
@@ -172,12 +180,13 @@ impl Templates {
     /// The events of a stored outcome, in the order of the configuration.
     #[must_use]
     pub fn render(&self, origin: &Origin<'_>) -> Rendered {
-        let variables = context::variables(origin);
+        let reads = self.specs.iter().any(Compiled::reads);
+        let variables = if reads { context::variables(origin) } else { Value::UNDEFINED };
         let mut writer = Writer {
             origin,
             at: humantime::format_rfc3339_micros(latest(origin.at)).to_string(),
             payload_max: self.payload_max,
-            keys: HashSet::new(),
+            keys: HashMap::new(),
             rendered: Rendered::default(),
         };
         for spec in &self.specs {
@@ -239,7 +248,8 @@ struct Writer<'o> {
     origin: &'o Origin<'o>,
     at: String,
     payload_max: usize,
-    keys: HashSet<String>,
+    /// The keys that are taken, and how many events asked for each.
+    keys: HashMap<String, u32>,
     rendered: Rendered,
 }
 
@@ -310,8 +320,7 @@ impl Writer<'_> {
         });
         let payload = message.or_else(|error| {
             self.rendered.failed += 1;
-            let mut short = error;
-            short.truncate(short.floor_char_boundary(500));
+            let short = error.chars().take(500).collect::<String>();
             raw(&serde_json::json!({ "error": short }))
                 .and_then(|data| self.message(spec, id, &data))
         });
@@ -327,11 +336,14 @@ impl Writer<'_> {
         let slash = if element.is_empty() { "" } else { "/" };
         let plain = format!("{record}/{kind}{slash}{element}");
         let mut key = plain.clone();
-        let mut count = 1_u32;
-        while !self.keys.insert(key.clone()) {
+        let mut count = self.keys.get(&plain).copied().unwrap_or(0);
+        while self.keys.contains_key(&key) {
             count += 1;
             key = format!("{plain}#{count}");
         }
+        // The next one of this name need not try again what is taken.
+        self.keys.insert(plain, count.max(1));
+        self.keys.entry(key.clone()).or_insert(1);
         key
     }
 
@@ -529,6 +541,41 @@ mod tests {
         assert_eq!(names, ["a", "b", "a#2", "3", "0", "1", "2", "3#2"]);
         assert_eq!(data(&rendered.events[1]), json!({"sku": "b", "at": 1}));
         assert_eq!(rendered.failed, 2);
+    }
+
+    #[test]
+    fn what_is_named_in_other_ways_is_kept_too() {
+        let body = r#"{"lines":[{"id":4},{"id":5}],"m":{"k":1},"items":7,"n":{"items":[1]}}"#;
+        for (template, value) in [
+            ("{{ request.json.lines[1].id }}", json!(5)),
+            ("{{ request.json.lines|length }}", json!(2)),
+            ("{{ request['json']['items'] }}", json!(7)),
+            ("{{ request.json.items }}", json!(7)),
+            ("{{ request.json.n.items[0] }}", json!(1)),
+            ("{{ request.json.m|items }}", json!([["k", 1]])),
+            ("{{ request.json['lines'][0]['id'] }}", json!(4)),
+            ("{{ request.json.none is defined }}", json!(false)),
+            ("{% set r = request %}{{ r.json.items }}", json!("7")),
+            ("{% for l in request.json.lines %}{{ l.id }}{% endfor %}", json!("45")),
+        ] {
+            let rendered =
+                render(&[Spec { payload: Some(json!(template)), ..spec("e") }], body, 201, "{}");
+            assert_eq!(data(&rendered.events[0]), value, "{template}");
+        }
+    }
+
+    #[test]
+    fn many_equal_element_keys_take_no_quadratic_time() {
+        let each = Spec {
+            for_each: Some("response.json".to_owned()),
+            event_key: Some("same".to_owned()),
+            payload: Some(json!(1)),
+            ..spec("e")
+        };
+        let rendered = render(&[each], "", 201, &format!("[{}0]", "0,".repeat(4999)));
+        let keys = rendered.events.iter().map(|event| &event.key).collect::<BTreeSet<_>>();
+        assert_eq!(keys.len(), 5000);
+        assert_eq!(rendered.events[4999].key, format!("{RECORD}/e/same#5000"));
     }
 
     #[test]

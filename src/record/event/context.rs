@@ -13,9 +13,6 @@ use crate::record::KeptBody;
 /// Longest context, in bytes.
 const CONTEXT_MAX: usize = 64 * 1024;
 
-/// Methods of maps: after them a path goes no deeper, and the whole map is needed.
-const MAP_METHODS: [&str; 4] = ["keys", "values", "items", "get"];
-
 /// The context: `{"request": {...}}` with what is needed, or `{"too_large": true}`.
 pub(super) fn extract(needs: &BTreeSet<String>, request: &RequestParts<'_>) -> Bytes {
     let (path, query) = request.target.split_once('?').unwrap_or((request.target, ""));
@@ -23,18 +20,18 @@ pub(super) fn extract(needs: &BTreeSet<String>, request: &RequestParts<'_>) -> B
     for need in needs {
         let mut steps = need.split('.');
         let part = steps.next().unwrap_or_default();
-        let whole = |name: &str| need.split('.').next() == Some(name);
-        let value = if whole("method") {
+        let is = |name: &str| part == name;
+        let value = if is("method") {
             request.method.as_str().into()
-        } else if whole("path") {
+        } else if is("path") {
             path.into()
-        } else if whole("query") {
+        } else if is("query") {
             pairs(query.as_bytes())
-        } else if whole("headers") {
+        } else if is("headers") {
             headers(request.headers)
-        } else if whole("params") {
+        } else if is("params") {
             request.params.iter().map(|(name, value)| ((*name).to_owned(), json!(value))).collect()
-        } else if whole("form") {
+        } else if is("form") {
             pairs(request.body)
         } else {
             serde_json::from_slice(request.body).unwrap_or(Json::Null)
@@ -51,23 +48,15 @@ pub(super) fn extract(needs: &BTreeSet<String>, request: &RequestParts<'_>) -> B
 
 /// Copies what the steps lead to, with the maps on the way to it.
 fn copy(from: &Json, steps: &[&str], to: &mut Json) {
-    match (from, steps) {
-        (Json::Object(members), [step, rest @ ..]) => {
-            let method = MAP_METHODS.contains(step);
-            match members.get(*step) {
-                Some(_) if method => *to = from.clone(),
-                None if method => *to = from.clone(),
-                found => {
-                    if !to.is_object() {
-                        *to = Json::Object(Map::new());
-                    }
-                    if let (Some(found), Json::Object(to)) = (found, to) {
-                        copy(found, rest, to.entry(*step).or_insert(Json::Null));
-                    }
-                }
-            }
-        }
-        _ => *to = from.clone(),
+    let (Json::Object(members), [step, rest @ ..]) = (from, steps) else {
+        *to = from.clone();
+        return;
+    };
+    if !to.is_object() {
+        *to = Json::Object(Map::new());
+    }
+    if let (Some(found), Json::Object(to)) = (members.get(*step), to) {
+        copy(found, rest, to.entry(*step).or_insert(Json::Null));
     }
 }
 
