@@ -180,7 +180,7 @@ async fn f12_a_verdict_that_the_database_does_not_take_is_repeated_and_nothing_i
 }
 
 #[tokio::test]
-async fn f12_a_verdict_outlives_its_claim_in_nobodys_memory_and_costs_one_more_delivery() {
+async fn f12_a_verdict_is_forgotten_when_its_claim_is_over_and_costs_one_more_delivery() {
     let fake = Arc::new(Fake::default());
     let id = fake.add("{}");
     let outage = Arc::clone(&fake);
@@ -199,6 +199,8 @@ async fn f12_a_verdict_outlives_its_claim_in_nobodys_memory_and_costs_one_more_d
     sent(&fake, 1).await;
     running.stop().await;
     assert_eq!((sink.seen().len(), sink.ids().len()), (2, 1));
+    let claims: Vec<_> = fake.acknowledged.lock().unwrap().iter().map(|a| a.claim_no).collect();
+    assert_eq!(claims, [2], "the first claim's verdict is forgotten");
 }
 
 #[tokio::test]
