@@ -1,7 +1,8 @@
 //! The embedded store: one SQLite file, one gateway.
 //!
 //! Reservations and completions are grouped as on Postgres, one commit for what queued while the last one ran. One
-//! thread writes, one reads (write-ahead logging lets them run side by side), one moves the log into the database.
+//! thread writes, one reads (write-ahead logging lets them run side by side), one reads long lists so that no look-up
+//! waits for them, and one moves the log into the database.
 //! What must stay true:
 //!
 //! - Only `serve` takes the lock file ([`lock`]), so one process proposes reservations. Commands open the same file
@@ -47,6 +48,7 @@ const KNOWN: u32 = 1;
 pub struct Sqlite {
     writer: Worker,
     reader: Worker,
+    lists: Worker,
     reservations: Batcher<Reservations>,
     completions: Batcher<Completions>,
     place: String,
@@ -62,7 +64,7 @@ impl Sqlite {
         let place = path.display().to_string();
         let path = path.to_owned();
         let opened = tokio::task::spawn_blocking(move || start(&path)).await;
-        let (writer, reader) = match opened {
+        let (writer, reader, lists) = match opened {
             Ok(Ok(workers)) => workers,
             Ok(Err(cause)) => return Err(OpenError::Connect { place, cause }),
             Err(cause) => return Err(OpenError::Connect { place, cause: cause.into() }),
@@ -71,7 +73,7 @@ impl Sqlite {
         let (completions, completing) = Batcher::new(Completions(writer.clone()));
         tokio::spawn(reserving);
         tokio::spawn(completing);
-        let store = Self { writer, reader, reservations, completions, place };
+        let store = Self { writer, reader, lists, reservations, completions, place };
         match store.version().await? {
             found if found > KNOWN => Err(OpenError::NewerSchema { found, known: KNOWN }),
             _ => Ok(store),
@@ -105,15 +107,17 @@ impl Sqlite {
     }
 }
 
-/// Opens the connections and starts their threads: the writer and the reader.
-fn start(path: &Path) -> Result<(Worker, Worker), Cause> {
+/// Opens the connections and starts their threads: the writer, the reader of the request path, and the one for lists.
+fn start(path: &Path) -> Result<(Worker, Worker, Worker), Cause> {
     // The writer first: it makes the file and sets its journal mode.
     let writer = connect(path, Role::Writer)?;
     let reader = connect(path, Role::Reader)?;
+    let lists = connect(path, Role::Reader)?;
     let nudge = checkpoints(path, connect(path, Role::Checkpoint)?)?;
     let writer = Worker::start("sqlite-writer", writer, nudge)?;
     let reader = Worker::start("sqlite-reader", reader, || ())?;
-    Ok((writer, reader))
+    let lists = Worker::start("sqlite-lists", lists, || ())?;
+    Ok((writer, reader, lists))
 }
 
 fn version(tx: &Tx<'_>) -> rusqlite::Result<u32> {
@@ -274,16 +278,16 @@ impl Store for Sqlite {
 
     async fn list_records(&self, filter: &RecordFilter) -> Result<Vec<RecordRow>, Error> {
         let filter = filter.clone();
-        self.reader.read(move |tx| show::list_records(tx, &filter)).await
+        self.lists.read(move |tx| show::list_records(tx, &filter)).await
     }
 
     async fn show_record(&self, id: RecordId) -> Result<Option<RecordRow>, Error> {
-        self.reader.read(move |tx| show::show_record(tx, id)).await
+        self.lists.read(move |tx| show::show_record(tx, id)).await
     }
 
     async fn list_events(&self, filter: &EventFilter) -> Result<Vec<EventRow>, Error> {
         let filter = filter.clone();
-        self.reader.read(move |tx| show::list_events(tx, &filter)).await
+        self.lists.read(move |tx| show::list_events(tx, &filter)).await
     }
 
     async fn operator_release(
@@ -311,7 +315,7 @@ impl Store for Sqlite {
     }
 
     async fn audit_of(&self, record: RecordId) -> Result<Vec<AuditRow>, Error> {
-        self.reader.read(move |tx| operator::audit_of(tx, record)).await
+        self.lists.read(move |tx| operator::audit_of(tx, record)).await
     }
 
     async fn acted_on(&self, window: Duration) -> Result<Vec<RecordId>, Error> {
@@ -324,6 +328,6 @@ impl Store for Sqlite {
     }
 
     async fn gauges(&self) -> Result<Gauges, Error> {
-        self.reader.read(show::gauges).await
+        self.lists.read(show::gauges).await
     }
 }

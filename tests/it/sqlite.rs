@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use oncegate::record::{Fingerprint, Key, Operation, OwnerId, RecordId, Scope, Tenant};
@@ -128,26 +129,29 @@ async fn a_command_works_beside_a_busy_serve() {
     let serve = open(&path).await;
     let owner = OwnerId::fresh();
     serve.heartbeat(owner, Duration::from_secs(60)).await.unwrap();
+    let stop = Arc::new(AtomicBool::new(false));
     let load = tokio::spawn({
-        let serve = Arc::clone(&serve);
+        let (serve, stop) = (Arc::clone(&serve), Arc::clone(&stop));
         async move {
-            for n in 0..300 {
-                reserve(serve.as_ref(), n, owner).await;
+            let mut reserved = 0;
+            while !stop.load(Ordering::Relaxed) {
+                reserve(serve.as_ref(), reserved, owner).await;
+                reserved += 1;
             }
+            reserved
         }
     });
     let command = open(&path).await;
-    let mut written = 0;
-    while !load.is_finished() {
+    for n in 0..50 {
         let other = OwnerId::fresh();
         command.heartbeat(other, Duration::from_secs(60)).await.unwrap();
-        reserve(command.as_ref(), 1000 + written, other).await;
-        written += 1;
+        reserve(command.as_ref(), 1_000_000 + n, other).await;
     }
-    load.await.unwrap();
-    assert!(written > 0);
-    assert_eq!(records(serve.as_ref()).await, 300 + written);
-    assert_eq!(records(command.as_ref()).await, 300 + written);
+    stop.store(true, Ordering::Relaxed);
+    let reserved = load.await.unwrap();
+    assert!(reserved > 0);
+    assert_eq!(records(serve.as_ref()).await, reserved + 50);
+    assert_eq!(records(command.as_ref()).await, reserved + 50);
 }
 
 #[tokio::test(flavor = "multi_thread")]

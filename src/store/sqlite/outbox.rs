@@ -177,8 +177,9 @@ pub(super) fn next_due(tx: &Tx<'_>, sink: &str) -> rusqlite::Result<Option<Durat
 }
 
 pub(super) fn sweep(tx: &Tx<'_>, retention: Duration, limit: u32) -> rusqlite::Result<u64> {
-    // Aged by its end, not by its beginning: a late delivery stays visible for a whole retention.
-    const ENDED: &str = "SELECT DISTINCT d.event_id FROM outbox_done d
+    // Aged by its end, not by its beginning: a late delivery stays visible for a whole retention. The index is named,
+    // because its key of event and sink looks better to the planner and is read from end to end.
+    const ENDED: &str = "SELECT d.event_id FROM outbox_done d INDEXED BY outbox_done_finished
         WHERE d.outcome <> 'dead' AND d.finished_at <= ?1
           AND NOT EXISTS (SELECT 1 FROM outbox_queue q WHERE q.event_id = d.event_id)
           AND NOT EXISTS (SELECT 1 FROM outbox_done o WHERE o.event_id = d.event_id
@@ -186,11 +187,12 @@ pub(super) fn sweep(tx: &Tx<'_>, retention: Duration, limit: u32) -> rusqlite::R
         LIMIT ?2";
     let before = tx.now - micros(retention);
     let ended: Vec<String> = tx.rows(ENDED, params![before, limit], |row| row.get(0))?;
+    let mut swept = 0;
     for id in &ended {
         tx.execute("DELETE FROM outbox_done WHERE event_id = ?1", [id])?;
-        tx.execute("DELETE FROM outbox_messages WHERE id = ?1", [id])?;
+        swept += tx.execute("DELETE FROM outbox_messages WHERE id = ?1", [id])? as u64;
     }
-    Ok(ended.len() as u64)
+    Ok(swept)
 }
 
 /// An ended delivery that goes back into the queue: event, sink as it stands, sink to which it goes.

@@ -106,28 +106,86 @@ fn event_row(row: &Row<'_>) -> rusqlite::Result<EventRow> {
     })
 }
 
+/// One half of the view `outbox_events`, with its own order and limit, so that a page of the newest reads a page
+/// and not the table.
+struct Arm {
+    table: &'static str,
+    columns: &'static str,
+    /// Whether it holds rows of this status, and by which condition.
+    holds: fn(EventStatus) -> Option<&'static str>,
+}
+
+const PENDING: Arm = Arm {
+    table: "outbox_queue",
+    columns: "'pending' AS status, x.attempts, x.next_attempt_at, x.last_error, m.created_at,
+       NULL AS sent_at",
+    holds: |status| match status {
+        EventStatus::Pending => Some("true"),
+        EventStatus::Sent | EventStatus::Dead | EventStatus::Discarded => None,
+    },
+};
+
+const DONE: Arm = Arm {
+    table: "outbox_done",
+    columns: "x.outcome AS status, x.attempts, NULL AS next_attempt_at, x.last_error, m.created_at,
+       CASE WHEN x.outcome = 'sent' THEN x.finished_at END AS sent_at",
+    // Literals, so that the index of dead events can be used.
+    holds: |status| match status {
+        EventStatus::Pending => None,
+        EventStatus::Sent => Some("x.outcome = 'sent'"),
+        EventStatus::Dead => Some("x.outcome = 'dead'"),
+        EventStatus::Discarded => Some("x.outcome = 'discarded'"),
+    },
+};
+
+impl Arm {
+    /// The query of this half; `None` where it holds no such status.
+    fn query(&self, now: i64, filter: &EventFilter) -> Option<Filter> {
+        let status = match filter.status {
+            None => "true",
+            Some(status) => (self.holds)(status)?,
+        };
+        let Self { table, columns, .. } = self;
+        // What is owed or dead is little and is read first; else the newest messages are.
+        let few = matches!(filter.status, Some(EventStatus::Pending | EventStatus::Dead));
+        let from = if few {
+            format!("{table} x CROSS JOIN outbox_messages m ON x.event_id = m.id")
+        } else {
+            format!("outbox_messages m CROSS JOIN {table} x ON x.event_id = m.id")
+        };
+        let sql = format!(
+            "SELECT * FROM (SELECT m.id AS id, event_key, event_type, tenant_id, operation,
+               idempotency_key, record_id, x.sink AS sink, m.ordering_key, payload, {columns}
+             FROM {from} WHERE {status}"
+        );
+        let mut query = Filter { sql, values: Vec::new() };
+        query.equal("m.id", filter.id.map(|id| id.to_string()));
+        query.equal("record_id", filter.record.map(|id| id.to_string()));
+        query.equal("tenant_id", filter.tenant.as_deref());
+        query.equal("operation", filter.operation.as_deref());
+        query.equal("idempotency_key", filter.key.as_deref());
+        query.equal("x.sink", filter.sink.as_deref());
+        if let Some(since) = filter.since {
+            query.and("m.created_at >= ?", [(now - micros(since)).into()]);
+        }
+        if let Some((at, id, sink)) = &filter.after {
+            let values = [stored(*at).into(), id.to_string().into(), sink.clone().into()];
+            query.and("(m.created_at, m.id, x.sink) < (?, ?, ?)", values);
+        }
+        query.sql.push_str(" ORDER BY m.created_at DESC, m.id DESC, x.sink DESC LIMIT ?)");
+        query.values.push(i64::from(filter.limit).into());
+        Some(query)
+    }
+}
+
 pub(super) fn list_events(tx: &Tx<'_>, filter: &EventFilter) -> rusqlite::Result<Vec<EventRow>> {
-    let sql = "SELECT id, event_key, event_type, tenant_id, operation, idempotency_key, record_id,
-          sink, ordering_key, payload, status, attempts, next_attempt_at, last_error, created_at,
-          sent_at FROM outbox_events WHERE true";
-    let mut query = Filter { sql: sql.into(), values: Vec::new() };
-    query.equal("id", filter.id.map(|id| id.to_string()));
-    query.equal("record_id", filter.record.map(|id| id.to_string()));
-    query.equal("tenant_id", filter.tenant.as_deref());
-    query.equal("operation", filter.operation.as_deref());
-    query.equal("idempotency_key", filter.key.as_deref());
-    query.equal("sink", filter.sink.as_deref());
-    query.equal("status", filter.status.map(|status| status.as_str()));
-    if let Some(since) = filter.since {
-        query.and("created_at >= ?", [(tx.now - micros(since)).into()]);
-    }
-    if let Some((at, id, sink)) = &filter.after {
-        let values = [stored(*at).into(), id.to_string().into(), sink.clone().into()];
-        query.and("(created_at, id, sink) < (?, ?, ?)", values);
-    }
-    query.sql.push_str(" ORDER BY created_at DESC, id DESC, sink DESC LIMIT ?");
-    query.values.push(i64::from(filter.limit).into());
-    tx.rows(&query.sql, params_from_iter(query.values), event_row)
+    let arms = [PENDING, DONE].into_iter().filter_map(|arm| arm.query(tx.now, filter));
+    let (texts, values): (Vec<_>, Vec<_>) = arms.map(|arm| (arm.sql, arm.values)).unzip();
+    let mut values: Vec<Value> = values.into_iter().flatten().collect();
+    let mut sql = texts.join(" UNION ALL ");
+    sql.push_str(" ORDER BY created_at DESC, id DESC, sink DESC LIMIT ?");
+    values.push(i64::from(filter.limit).into());
+    tx.rows(&sql, params_from_iter(values), event_row)
 }
 
 pub(super) fn gauges(tx: &Tx<'_>) -> rusqlite::Result<Gauges> {
