@@ -252,6 +252,7 @@ impl Builder<'_> {
             connect_timeout: or(&raw.connect_timeout, 2 * SECOND),
             idle_timeout: or(&raw.idle_timeout, 4 * SECOND),
             answer_timeout: or(&raw.answer_timeout, 60 * SECOND),
+            ca_file: None,
         })
     }
 
