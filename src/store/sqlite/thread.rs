@@ -8,13 +8,14 @@
 //! - An error before `COMMIT` is rolled back: nothing was changed. A `COMMIT` that fails is in doubt, unless the
 //!   transaction is still open and can be rolled back.
 //! - The writer never runs a checkpoint: a thread of its own does, so that no commit waits for one. Only a log that
-//!   has grown beyond [`WAL_MAX`] is restarted under the write lock, right after a checkpoint that left little to do.
+//!   has grown beyond [`WAL_MAX`] is restarted while the writer waits, right after a checkpoint that left little to do.
 //!
 //! When the last handle is dropped the threads finish what is queued and end. When the process dies here, SQLite's
 //! own recovery replays the log: what was answered was in it and synced.
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -239,7 +240,8 @@ pub(super) fn connect(path: &Path, role: Role) -> Result<Connection, Cause> {
     Ok(conn)
 }
 
-/// Starts the thread that moves the log into the database. It is nudged through the returned function, and ends when that is dropped.
+/// Starts the thread that moves the log into the database. The writer calls the returned function between two jobs: it
+/// nudges the thread, and waits while the log is being restarted. The thread ends when the function is dropped.
 pub(super) fn checkpoints(
     path: &Path,
     conn: Connection,
@@ -248,11 +250,13 @@ pub(super) fn checkpoints(
     log.push("-wal");
     let log = PathBuf::from(log);
     let (nudge, nudges) = sync_channel::<()>(1);
+    let gate = Arc::new(Mutex::new(()));
+    let closing = Arc::clone(&gate);
     thread::Builder::new().name("sqlite-checkpoint".into()).spawn(move || {
         while let Ok(()) = nudges.recv() {
             let size = std::fs::metadata(&log).map_or(0, |file| file.len());
             if size >= WAL_SMALL
-                && let Err(error) = checkpoint(&conn, size)
+                && let Err(error) = checkpoint(&conn, size, &closing)
             {
                 tracing::debug!(%error, "a checkpoint failed and is repeated");
             }
@@ -264,6 +268,7 @@ pub(super) fn checkpoints(
     Ok(move || {
         // Full: a nudge is waiting already.
         nudge.try_send(()).unwrap_or(());
+        drop(gate.lock().unwrap_or_else(PoisonError::into_inner));
     })
 }
 
@@ -274,10 +279,12 @@ fn paused(nudges: &Receiver<()>) -> bool {
     !matches!(nudges.recv_timeout(Duration::ZERO), Err(RecvTimeoutError::Disconnected))
 }
 
-fn checkpoint(conn: &Connection, size: u64) -> rusqlite::Result<()> {
+fn checkpoint(conn: &Connection, size: u64, gate: &Mutex<()>) -> rusqlite::Result<()> {
     let mode = |sql: &str| conn.query_row(sql, [], |_| Ok(()));
     mode("PRAGMA wal_checkpoint(PASSIVE)")?;
     if size >= WAL_MAX {
+        // A busy writer leaves the lock for microseconds: without the gate this would hardly ever get it.
+        let _closed = gate.lock().unwrap_or_else(PoisonError::into_inner);
         mode("PRAGMA wal_checkpoint(TRUNCATE)")?;
     }
     Ok(())
@@ -331,7 +338,7 @@ mod tests {
         let log = dir.path().join("t.db-wal");
         assert!(std::fs::metadata(&log).unwrap().len() > WAL_SMALL);
         let checkpointer = connect(&path, Role::Checkpoint).unwrap();
-        checkpoint(&checkpointer, WAL_MAX).unwrap();
+        checkpoint(&checkpointer, WAL_MAX, &Mutex::new(())).unwrap();
         assert_eq!(std::fs::metadata(&log).unwrap().len(), 0);
     }
 }
