@@ -195,7 +195,7 @@ impl Store for Postgres {
     }
 
     async fn reserve(&self, proposal: Proposal, deadline: Instant) -> Result<Reserved, Error> {
-        self.reservations.submit(proposal, deadline).await
+        self.reservations.submit(proposal, deadline).await?
     }
 
     async fn take_over(&self, proposal: Proposal, from: Takeover) -> Result<Changed, Error> {

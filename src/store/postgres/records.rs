@@ -83,17 +83,18 @@ pub(super) struct Reservations(pub(super) Lane);
 #[async_trait]
 impl Work for Reservations {
     type Item = Proposal;
-    type Reply = Reserved;
+    /// A row in the way that cannot be read fails its own proposal only: the batch has committed by then.
+    type Reply = Result<Reserved, Error>;
 
     fn scope(item: &Proposal) -> &Scope {
         &item.scope
     }
 
-    async fn run(&self, items: &[Arc<Proposal>]) -> Result<Vec<Reserved>, RunError> {
+    async fn run(&self, items: &[Arc<Proposal>]) -> Result<Vec<Self::Reply>, RunError> {
         let mut outcomes = self.insert(items).await?;
         let losers: Vec<_> = items
             .iter()
-            .filter(|item| !matches!(outcomes.get(&item.id), Some(Reserved::Held)))
+            .filter(|item| !matches!(outcomes.get(&item.id), Some(Ok(Reserved::Held))))
             .collect();
         if !losers.is_empty() {
             outcomes.extend(self.read(&losers).await?);
@@ -114,7 +115,7 @@ impl Reservations {
     async fn insert(
         &self,
         items: &[Arc<Proposal>],
-    ) -> Result<HashMap<RecordId, Reserved>, RunError> {
+    ) -> Result<HashMap<RecordId, Result<Reserved, Error>>, RunError> {
         let ids: Vec<Uuid> = items.iter().map(|item| item.id.into()).collect();
         let owners: Vec<Uuid> = items.iter().map(|item| item.owner.into()).collect();
         let (tenants, operations, keys) = scopes(items.iter().map(|item| &item.scope));
@@ -145,7 +146,7 @@ impl Reservations {
                 (false, true) => Reserved::Vanished,
                 (false, false) => Reserved::LeaseEnded,
             };
-            Ok((get::<Uuid>(row, "id")?.into(), outcome))
+            Ok((get::<Uuid>(row, "id")?.into(), Ok(outcome)))
         };
         rows.iter().map(outcome).collect::<Result<_, Error>>().map_err(RunError::from)
     }
@@ -154,7 +155,7 @@ impl Reservations {
     async fn read(
         &self,
         losers: &[&Arc<Proposal>],
-    ) -> Result<HashMap<RecordId, Reserved>, RunError> {
+    ) -> Result<HashMap<RecordId, Result<Reserved, Error>>, RunError> {
         let ids: Vec<Uuid> = losers.iter().map(|item| item.id.into()).collect();
         let (tenants, operations, keys) = scopes(losers.iter().map(|item| &item.scope));
         let params: Params<'_> = &[
@@ -166,14 +167,16 @@ impl Reservations {
         let rows = self.0.run(Effect::Read, READ_LOSERS, params).await.map_err(committed)?;
         let outcome = |row: &Row| {
             let proposal = RecordId::from(get::<Uuid>(row, "proposal")?);
-            let record = rows::record(row)?;
-            // The insert that made it was run before, and its answer was lost.
-            let own = record.fence == Fence { id: proposal, attempt: Attempt::FIRST };
-            let outcome = if own { Reserved::Held } else { Reserved::Exists(Box::new(record)) };
-            Ok((proposal, outcome))
+            Ok((proposal, rows::record(row).map(|record| met(proposal, record))))
         };
         rows.iter().map(outcome).collect::<Result<_, Error>>().map_err(RunError::from)
     }
+}
+
+/// What a proposal met. Its own row: the insert that made it was run before, and its answer was lost.
+fn met(proposal: RecordId, record: Record) -> Reserved {
+    let own = Fence { id: proposal, attempt: Attempt::FIRST };
+    if record.fence == own { Reserved::Held } else { Reserved::Exists(Box::new(record)) }
 }
 
 /// The batch's insert has committed by now: until the losers are read, its end is not known to the callers.

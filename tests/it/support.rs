@@ -1,0 +1,3 @@
+//! What the tests need around the program.
+
+pub(crate) mod postgres;
