@@ -13,29 +13,28 @@
 //! When the process dies in the middle of a statement, the statement either committed or it did not; leases tell
 //! the other replicas, and the reservation's or completion's own words say which it was when it is run again.
 
+mod complete;
 mod door;
+mod leases;
 mod migrate;
 mod operate;
 mod outbox;
 mod records;
 mod rows;
 mod show;
+mod tls;
 
 use std::str::FromStr as _;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use rustls::ClientConfig;
-use rustls::crypto::ring;
 use tokio_postgres::Config;
-use tokio_postgres::config::{Host, SslMode};
-use tokio_postgres_rustls::MakeRustlsConnect;
+use tokio_postgres::config::Host;
 use uuid::Uuid;
 
 use super::batch::{Batcher, RunError};
 use super::{
-    Acknowledgement, Acted, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion, Error,
+    Acknowledgement, Acted, AuditRow, Beat, Changed, Claim, Claimed, Completion, Error,
     EventFilter, EventRow, Gauges, OpenError, Operator, Proposal, RecordFilter, RecordRow,
     Redeliver, Reserved, Settled, Store, Takeover,
 };
@@ -61,7 +60,7 @@ pub struct Postgres {
     dial: Dial,
     heart: Lane,
     reservations: Batcher<records::Reservations>,
-    completions: Batcher<records::Completions>,
+    completions: Batcher<complete::Completions>,
 }
 
 impl Postgres {
@@ -80,7 +79,7 @@ impl Postgres {
         let door = Door::new(dial.clone(), settings.connections.saturating_sub(2));
         let (reservations, worker) = Batcher::new(records::Reservations(Lane::new(dial.clone())));
         tokio::spawn(worker);
-        let (completions, worker) = Batcher::new(records::Completions(Lane::new(dial.clone())));
+        let (completions, worker) = Batcher::new(complete::Completions(Lane::new(dial.clone())));
         tokio::spawn(worker);
         Ok(Self { door, heart: Lane::new(dial.clone()), dial, reservations, completions })
     }
@@ -112,27 +111,10 @@ fn dial(settings: &Settings) -> Result<Dial, OpenError> {
     if config.get_tcp_user_timeout().is_none() {
         config.tcp_user_timeout(settings.statement_timeout.saturating_mul(2));
     }
-    let tls = tls(config.get_ssl_mode())
+    let tls = tls::connector(config.get_ssl_mode())
         .map_err(|cause| OpenError::Connect { place: place(&config), cause })?;
     let Settings { statement_timeout, connect_timeout, .. } = *settings;
     Ok(Dial { config, tls, connect_timeout, statement_timeout })
-}
-
-/// TLS by the system's roots. Without a demand for it (`sslmode=disable`), no root is read.
-fn tls(mode: SslMode) -> Result<MakeRustlsConnect, Cause> {
-    let mut roots = rustls::RootCertStore::empty();
-    if mode != SslMode::Disable {
-        let found = rustls_native_certs::load_native_certs();
-        for error in &found.errors {
-            tracing::debug!(%error, "a root certificate of the system cannot be read");
-        }
-        roots.add_parsable_certificates(found.certs);
-    }
-    let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
-        .with_safe_default_protocol_versions()?
-        .with_root_certificates(roots)
-        .with_no_client_auth();
-    Ok(MakeRustlsConnect::new(config))
 }
 
 /// Where the database is, without user or password.
@@ -181,17 +163,11 @@ fn failed(error: RunError) -> Error {
 #[async_trait]
 impl Store for Postgres {
     async fn heartbeat(&self, owner: OwnerId, lease: Duration) -> Result<Beat, Error> {
-        match records::heartbeat(&self.heart, owner, lease).await {
-            // The connection was lost while idle, say. A heartbeat may be repeated.
-            Err(Error::Unavailable(_) | Error::InDoubt(_)) => {
-                records::heartbeat(&self.heart, owner, lease).await
-            }
-            result => result,
-        }
+        leases::heartbeat(&self.heart, owner, lease).await
     }
 
     async fn retire(&self, owner: OwnerId) -> Result<(), Error> {
-        records::retire(&self.door, owner).await
+        leases::retire(&self.door, owner).await
     }
 
     async fn reserve(&self, proposal: Proposal, deadline: Instant) -> Result<Reserved, Error> {
@@ -250,7 +226,7 @@ impl Store for Postgres {
     }
 
     async fn sweep_leases(&self) -> Result<u64, Error> {
-        records::sweep_leases(&self.door).await
+        leases::sweep(&self.door).await
     }
 
     async fn list_records(&self, filter: &RecordFilter) -> Result<Vec<RecordRow>, Error> {

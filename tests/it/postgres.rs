@@ -33,7 +33,7 @@ fn settings(url: &str) -> Settings {
         url: url.to_owned(),
         connections: 8,
         statement_timeout: Duration::from_secs(20),
-        connect_timeout: Duration::from_secs(10),
+        connect_timeout: Duration::from_secs(5),
     }
 }
 
@@ -673,4 +673,87 @@ async fn an_orderly_restart_of_the_database_is_ridden_out() {
     cluster.start();
     store.ping().await.unwrap();
     held(&store, &proposal(owner, "b")).await;
+}
+
+#[tokio::test]
+async fn a_statement_that_hangs_is_given_up_and_its_reservation_is_found_again() {
+    let (store, url) = fresh().await;
+    let owner = owner(&store).await;
+    let hasty = Settings { statement_timeout: Duration::from_millis(200), ..settings(&url) };
+    let hasty = Postgres::open(hasty).await.unwrap();
+    let db = sql(&url).await;
+    db.batch_execute("BEGIN; LOCK TABLE idempotency_records IN ACCESS EXCLUSIVE MODE")
+        .await
+        .unwrap();
+    let p = proposal(owner, "k");
+    let found = hasty.find(&p.scope).await;
+    assert!(matches!(found, Err(Error::Unavailable(_))), "{found:?}");
+    let shortly = Instant::now() + Duration::from_secs(1);
+    let reserved = hasty.reserve(p.clone(), shortly).await;
+    assert!(matches!(reserved, Err(Error::InDoubt(_))), "{reserved:?}");
+    assert_eq!(hasty.heartbeat(owner, LEASE).await.unwrap(), Beat::Renewed, "a lane of its own");
+    db.batch_execute("ROLLBACK").await.unwrap();
+    held(&hasty, &p).await;
+    assert_eq!(store.find(&p.scope).await.unwrap().unwrap().fence, first(&p));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn serialization_failures_and_deadlocks_are_repeated() {
+    let (store, url) = fresh().await;
+    let database = url.rsplit('/').next().unwrap();
+    let strict = "SET default_transaction_isolation = 'serializable'";
+    Cluster::shared().execute("postgres", &format!("ALTER DATABASE {database} {strict}"));
+    drop(store);
+    let one = Arc::new(Postgres::open(settings(&url)).await.unwrap());
+    let two = Arc::new(Postgres::open(settings(&url)).await.unwrap());
+    let owner = owner(&one).await;
+    let mut tasks = tokio::task::JoinSet::new();
+    for n in 0..200 {
+        let store = Arc::clone(if n % 2 == 0 { &one } else { &two });
+        tasks.spawn(async move {
+            let p = proposal(owner, &format!("k{}", n % 50));
+            if store.reserve(p.clone(), soon()).await.unwrap() == Reserved::Held {
+                done(&store, completion(&p, &["main"])).await;
+            }
+        });
+    }
+    while let Some(task) = tasks.join_next().await {
+        task.unwrap();
+    }
+    let db = sql(&url).await;
+    assert_eq!(number(&db, "SELECT count(*) FROM outbox_events").await, 50);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn several_relays_share_the_events_and_none_is_claimed_twice() {
+    let (store, _) = fresh().await;
+    let owner = owner(&store).await;
+    let store = Arc::new(store);
+    for n in 0..60 {
+        let p = proposal(owner, &format!("k{n}"));
+        held(&store, &p).await;
+        done(&store, completion(&p, &["main"])).await;
+    }
+    let mut tasks = tokio::task::JoinSet::new();
+    for _ in 0..6 {
+        let store = Arc::clone(&store);
+        tasks.spawn(async move { claim_all(&store).await });
+    }
+    let all: Vec<Uuid> = tasks.join_all().await.into_iter().flatten().collect();
+    assert_eq!(all.len(), 60);
+    assert_eq!(all.into_iter().collect::<HashSet<_>>().len(), 60);
+}
+
+/// Claims until nothing is left, seven at a time.
+async fn claim_all(store: &Postgres) -> Vec<Uuid> {
+    let every = Claim { sweep: true, ..claim(7) };
+    let mut mine = Vec::new();
+    loop {
+        let taken = store.claim(&every).await.unwrap();
+        assert!(taken.len() <= 7, "a claim took more than it may");
+        if taken.is_empty() {
+            return mine;
+        }
+        mine.extend(taken.into_iter().map(|claimed| claimed.event_id));
+    }
 }
