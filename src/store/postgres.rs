@@ -24,7 +24,9 @@ mod rows;
 mod show;
 mod tls;
 
+use std::fmt;
 use std::str::FromStr as _;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -42,7 +44,7 @@ use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 use door::{Dial, Door, Lane};
 
 /// How to reach the database.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Settings {
     /// `postgres://user@host/database`, with several hosts and `target_session_attrs` for fail-over.
     pub url: String,
@@ -54,6 +56,13 @@ pub struct Settings {
     pub connect_timeout: Duration,
 }
 
+/// Without the URL, which may hold a password.
+impl fmt::Debug for Settings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Settings").field("connections", &self.connections).finish_non_exhaustive()
+    }
+}
+
 /// A database of Postgres.
 pub struct Postgres {
     door: Door,
@@ -61,6 +70,7 @@ pub struct Postgres {
     heart: Lane,
     reservations: Batcher<records::Reservations>,
     completions: Batcher<complete::Completions>,
+    swept_to: Mutex<records::Place>,
 }
 
 impl Postgres {
@@ -81,7 +91,14 @@ impl Postgres {
         tokio::spawn(worker);
         let (completions, worker) = Batcher::new(complete::Completions(Lane::new(dial.clone())));
         tokio::spawn(worker);
-        Ok(Self { door, heart: Lane::new(dial.clone()), dial, reservations, completions })
+        Ok(Self {
+            door,
+            heart: Lane::new(dial.clone()),
+            dial,
+            reservations,
+            completions,
+            swept_to: Mutex::default(),
+        })
     }
 
     /// Brings the schema to the version that this program knows, where that is `allowed`; else only checks it.
@@ -218,7 +235,10 @@ impl Store for Postgres {
     }
 
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {
-        records::sweep(&self.door, limit).await
+        let from = *self.swept_to.lock().unwrap_or_else(PoisonError::into_inner);
+        let (gone, to) = records::sweep(&self.door, limit, from).await?;
+        *self.swept_to.lock().unwrap_or_else(PoisonError::into_inner) = to;
+        Ok(gone)
     }
 
     async fn sweep_events(&self, retention: Duration, limit: u32) -> Result<u64, Error> {

@@ -255,6 +255,32 @@ async fn an_expired_record_is_taken_over_under_a_new_id_and_swept() {
 }
 
 #[tokio::test]
+async fn expired_records_behind_many_that_stay_are_found_in_bounded_looks() {
+    let (store, url) = fresh().await;
+    let db = sql(&url).await;
+    db.batch_execute(
+        "INSERT INTO idempotency_records (id, tenant_id, operation, key, request_hash, raw_hash,
+             recipe, status, attempt, owner, created_at, completed_at, expires_at, response_status)
+         SELECT gen_random_uuid(), 'acme', 'o', 'k' || n, '', '', '', 'completed', 1,
+                gen_random_uuid(), now() - interval '2 days' + n * interval '1 second', now(),
+                now() + CASE WHEN n % 1500 = 0 THEN '-1s' ELSE '1 day' END::interval, 201
+         FROM generate_series(1, 4500) n;
+         INSERT INTO idempotency_records (id, tenant_id, operation, key, request_hash, raw_hash,
+             recipe, status, attempt, owner, created_at)
+         SELECT gen_random_uuid(), 'acme', 'o', s, '', '', '', s, 1, gen_random_uuid(),
+                now() - interval '9 days' FROM unnest(ARRAY['unknown', 'in_progress']) s",
+    )
+    .await
+    .unwrap();
+    let mut swept = 0;
+    for _ in 0..6 {
+        swept += store.sweep_records(100).await.unwrap();
+    }
+    assert_eq!(swept, 3);
+    assert_eq!(number(&db, "SELECT count(*) FROM idempotency_records").await, 4499);
+}
+
+#[tokio::test]
 async fn an_event_is_claimed_failed_retried_buried_and_redelivered_under_growing_numbers() {
     let (store, _) = fresh().await;
     let p = proposal(owner(&store).await, "k");
@@ -580,6 +606,24 @@ async fn a_reservation_whose_answer_was_lost_is_recognised_as_ones_own() {
     assert_eq!(direct.find(&p.scope).await.unwrap().unwrap().fence, first(&p));
     let db = sql(&url).await;
     assert_eq!(number(&db, "SELECT count(*) FROM idempotency_records").await, 1);
+}
+
+#[tokio::test]
+async fn a_completion_whose_answer_was_lost_is_done_once_and_read_back() {
+    let (direct, url) = fresh().await;
+    let p = proposal(owner(&direct).await, "k");
+    held(&direct, &p).await;
+    let swallowed = Arc::new(AtomicUsize::new(0));
+    let port = lossy_proxy("-- complete", Arc::clone(&swallowed)).await;
+    let database = url.rsplit('/').next().unwrap();
+    let through = format!("postgres://postgres@127.0.0.1:{port}/{database}?sslmode=disable");
+    let store = Postgres::open(settings(&through)).await.unwrap();
+    let settled = store.complete(completion(&p, &["main"]), soon()).await.unwrap();
+    assert_eq!((swallowed.load(Ordering::SeqCst), settled), (1, Settled::Fenced));
+    let found = store.find(&p.scope).await.unwrap().unwrap();
+    assert_eq!(found.fence, first(&p));
+    assert!(matches!(found.state, State::Completed(_)));
+    assert_eq!(store.claim(&claim(9)).await.unwrap().len(), 1);
 }
 
 /// A proxy before the shared cluster that loses the answer to the first statement with `needle`, then resets.

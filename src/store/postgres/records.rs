@@ -6,6 +6,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use async_trait::async_trait;
 use tokio_postgres::Row;
@@ -375,7 +376,7 @@ lost AS (
 // which may be many and are all completed, are not looked through again.
 const CLEAR_DEAD: &str = "-- clear_dead
 UPDATE oncegate_owners o SET cleared = true
-WHERE o.lease_until <= clock_timestamp() - interval '10 minutes' AND NOT o.cleared
+WHERE o.lease_until <= clock_timestamp() - interval '1 minute' AND NOT o.cleared
   AND NOT EXISTS (SELECT FROM idempotency_records r
                   WHERE r.owner = o.owner AND r.status = 'in_progress')";
 
@@ -387,17 +388,42 @@ pub(super) async fn mark_dead(door: &Door, limit: u32) -> Result<u64, Error> {
     Ok(lost)
 }
 
+// No index knows what has expired, since none may change at a completion. So each sweep looks at a bounded number
+// of the oldest records, where what has expired usually stands, and at as many after the place where the last one
+// ended: records of a short retention among many of a long one are found in time, and no sweep reads everything.
 const SWEEP_RECORDS: &str = "-- sweep_records
-WITH found AS MATERIALIZED (
-    SELECT tenant_id, operation, key, id FROM idempotency_records
+WITH oldest AS MATERIALIZED (
+    SELECT tenant_id, operation, key, id, status, expires_at FROM idempotency_records
+    ORDER BY created_at, id LIMIT $2),
+onward AS MATERIALIZED (
+    SELECT tenant_id, operation, key, id, status, expires_at, created_at FROM idempotency_records
+    WHERE (created_at, id) > (coalesce($3, '-infinity'::timestamptz),
+                              coalesce($4, '00000000-0000-0000-0000-000000000000'::uuid))
+    ORDER BY created_at, id LIMIT $2),
+found AS MATERIALIZED (
+    SELECT tenant_id, operation, key, id FROM oldest
     WHERE status = 'completed' AND expires_at <= clock_timestamp()
-    ORDER BY created_at LIMIT $1 FOR UPDATE SKIP LOCKED),
+    UNION
+    SELECT tenant_id, operation, key, id FROM onward
+    WHERE status = 'completed' AND expires_at <= clock_timestamp()
+    LIMIT $1),
+locked AS MATERIALIZED (
+    SELECT r.tenant_id, r.operation, r.key, r.id
+    FROM found f JOIN idempotency_records r
+      ON r.tenant_id = f.tenant_id AND r.operation = f.operation AND r.key = f.key
+    FOR UPDATE OF r SKIP LOCKED),
 gone AS (
-    DELETE FROM idempotency_records r USING found f
+    DELETE FROM idempotency_records r USING locked f
     WHERE r.tenant_id = f.tenant_id AND r.operation = f.operation AND r.key = f.key
       AND r.id = f.id AND r.status = 'completed' AND r.expires_at <= clock_timestamp()
     RETURNING r.id)
-SELECT count(*) AS count FROM gone";
+SELECT (SELECT count(*) FROM gone) AS count, last.created_at, last.id
+FROM (SELECT count(*) AS seen FROM onward) AS all_seen
+LEFT JOIN (SELECT created_at, id FROM onward ORDER BY created_at DESC, id DESC LIMIT 1) AS last
+  ON all_seen.seen = $2";
+
+/// Where a sweep ended among the records, which stand in the order of their creation. `None`: at their end.
+pub(super) type Place = Option<(SystemTime, Uuid)>;
 
 // A note is younger than this as long as the record may be on its way back to unknown.
 const SWEEP_NOTES: &str = "-- sweep_notes
@@ -405,8 +431,20 @@ DELETE FROM oncegate_unknown u
 WHERE u.noted_at < clock_timestamp() - interval '10 minutes'
   AND NOT EXISTS (SELECT FROM idempotency_records r WHERE r.id = u.id AND r.status = 'unknown')";
 
-pub(super) async fn sweep(door: &Door, limit: u32) -> Result<u64, Error> {
-    let gone = rows::count(&door.write(SWEEP_RECORDS, &[(&i64::from(limit), Type::INT8)]).await?)?;
+pub(super) async fn sweep(door: &Door, limit: u32, from: Place) -> Result<(u64, Place), Error> {
+    let limit = i64::from(limit);
+    let look = limit.saturating_mul(10).clamp(1000, 20_000);
+    let (at, id) = from.unzip();
+    let params: Params<'_> =
+        &[(&limit, Type::INT8), (&look, Type::INT8), (&at, Type::TIMESTAMPTZ), (&id, Type::UUID)];
+    let rows = door.write(SWEEP_RECORDS, params).await?;
+    let place: Place = match rows.first() {
+        Some(row) => get::<Option<_>>(row, "created_at")?.zip(get::<Option<_>>(row, "id")?),
+        None => None,
+    };
     door.write(SWEEP_NOTES, &[]).await?;
-    Ok(gone)
+    let gone = rows::count(&rows)?;
+    // A full sweep may have left some of what it looked at.
+    let full = i64::try_from(gone).is_ok_and(|gone| gone >= limit);
+    Ok((gone, if full { from } else { place }))
 }
