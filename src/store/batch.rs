@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
 
 use super::Error;
@@ -93,9 +94,13 @@ impl<W: Work> Batcher<W> {
         let (reply, answer) = oneshot::channel();
         let stage = Arc::new(AtomicU8::new(QUEUED));
         let job = Job { item: Arc::new(item), deadline, stage: Arc::clone(&stage), reply };
-        self.queue
-            .try_send(job)
-            .map_err(|_| Error::Unavailable("the store's queue is full".into()))?;
+        self.queue.try_send(job).map_err(|refused| {
+            let why = match refused {
+                TrySendError::Full(_) => "the store's queue is full",
+                TrySendError::Closed(_) => "the store's worker ended",
+            };
+            Error::Unavailable(why.into())
+        })?;
         let withdraw = Withdraw(&stage);
         match tokio::time::timeout_at(deadline.into(), answer).await {
             Ok(Ok(result)) => result,
@@ -170,9 +175,9 @@ fn next_batch<W: Work>(waiting: &mut VecDeque<Job<W>>) -> Vec<Job<W>> {
 
 /// Runs a batch to its end. Halves it on refused data; runs it again while its end is in doubt.
 async fn run_batch<W: Work>(work: &W, batch: Vec<Job<W>>) {
-    let mut pieces = vec![batch];
-    while let Some(mut piece) = pieces.pop() {
-        let Some(result) = run_until_known(work, &mut piece).await else { continue };
+    let mut pieces = vec![(batch, false)];
+    while let Some((mut piece, mut doubt)) = pieces.pop() {
+        let Some(result) = run_until_known(work, &mut piece, &mut doubt).await else { continue };
         match result {
             Ok(replies) => {
                 for (job, reply) in piece.into_iter().zip(replies) {
@@ -181,7 +186,7 @@ async fn run_batch<W: Work>(work: &W, batch: Vec<Job<W>>) {
             }
             Err(Error::Refused(_)) if piece.len() > 1 => {
                 let half = piece.split_off(piece.len() / 2);
-                pieces.extend([piece, half]);
+                pieces.extend([(piece, doubt), (half, doubt)]);
             }
             Err(error) => fail_all(piece, &error),
         }
@@ -189,12 +194,12 @@ async fn run_batch<W: Work>(work: &W, batch: Vec<Job<W>>) {
 }
 
 /// Runs a piece until its end is known. Jobs whose deadline passes meanwhile are answered and leave the piece;
-/// `None` where none is left.
+/// `None` where none is left. `doubt`: an earlier run of these items may have committed.
 async fn run_until_known<W: Work>(
     work: &W,
     piece: &mut Vec<Job<W>>,
+    doubt: &mut bool,
 ) -> Option<Result<Vec<W::Reply>, Error>> {
-    let mut doubt = false;
     let mut pause = RETRY_FIRST;
     loop {
         let items: Vec<_> = piece.iter().map(|job| Arc::clone(&job.item)).collect();
@@ -202,17 +207,17 @@ async fn run_until_known<W: Work>(
             Ok(replies) => return Some(Ok(replies)),
             Err(RunError::Again(error)) => error,
             Err(RunError::Failed(error @ Error::InDoubt(_))) => {
-                doubt = true;
+                *doubt = true;
                 error
             }
-            Err(RunError::Failed(error)) if doubt && !matches!(error, Error::Refused(_)) => error,
+            Err(RunError::Failed(error)) if *doubt && !matches!(error, Error::Refused(_)) => error,
             Err(RunError::Failed(error)) => return Some(Err(error)),
         };
         tokio::time::sleep(jitter(pause)).await;
         pause = (pause * 2).min(RETRY_MAX);
         let now = Instant::now();
         for job in piece.extract_if(.., |job| job.deadline <= now) {
-            let result = if doubt { in_doubt(&error) } else { unavailable(&error) };
+            let result = if *doubt { in_doubt(&error) } else { unavailable(&error) };
             answer(job, Err(result));
         }
         if piece.is_empty() {
@@ -263,4 +268,262 @@ fn chain(error: &Error) -> String {
         cause = error.source();
     }
     texts.join(": ")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use tokio::sync::Notify;
+
+    use super::*;
+    use crate::record::{Key, Operation, Tenant};
+
+    #[derive(Debug)]
+    struct Item {
+        scope: Scope,
+        bad: bool,
+    }
+
+    fn item(key: &str) -> Item {
+        let scope = Scope {
+            tenant: Tenant::stored("t"),
+            operation: Operation::stored("o"),
+            key: Key::stored(key),
+        };
+        Item { scope, bad: false }
+    }
+
+    /// Plays a database: keeps what it was asked to run, fails as told, and can be held at the start of a run.
+    #[derive(Default)]
+    struct Fake {
+        runs: Mutex<Vec<Vec<String>>>,
+        failures: Mutex<VecDeque<RunError>>,
+        always: Mutex<Option<fn() -> RunError>>,
+        held: Mutex<Option<Arc<Notify>>>,
+        begun: Notify,
+    }
+
+    impl Fake {
+        fn runs(&self) -> Vec<Vec<String>> {
+            self.runs.lock().unwrap().clone()
+        }
+
+        fn fail_once(&self, error: RunError) {
+            self.failures.lock().unwrap().push_back(error);
+        }
+
+        fn hold(&self) -> Arc<Notify> {
+            let gate = Arc::new(Notify::new());
+            *self.held.lock().unwrap() = Some(Arc::clone(&gate));
+            gate
+        }
+    }
+
+    struct Work(Arc<Fake>);
+
+    #[async_trait]
+    impl super::Work for Work {
+        type Item = Item;
+        type Reply = String;
+
+        fn scope(item: &Item) -> &Scope {
+            &item.scope
+        }
+
+        async fn run(&self, items: &[Arc<Item>]) -> Result<Vec<String>, RunError> {
+            let keys: Vec<_> = items.iter().map(|item| item.scope.key.to_string()).collect();
+            self.0.runs.lock().unwrap().push(keys.clone());
+            self.0.begun.notify_one();
+            // How a run ends is settled before it is held, so that a test can prepare the next one meanwhile.
+            let failure = self.0.failures.lock().unwrap().pop_front();
+            let failure = failure.or_else(|| self.0.always.lock().unwrap().map(|error| error()));
+            let gate = self.0.held.lock().unwrap().take();
+            if let Some(gate) = gate {
+                gate.notified().await;
+            }
+            if let Some(error) = failure {
+                return Err(error);
+            }
+            if items.iter().any(|item| item.bad) {
+                return Err(Error::Refused("bad".into()).into());
+            }
+            Ok(keys)
+        }
+    }
+
+    fn start() -> (Arc<Fake>, Arc<Batcher<Work>>) {
+        let fake = Arc::new(Fake::default());
+        let (batcher, worker) = Batcher::new(Work(Arc::clone(&fake)));
+        tokio::spawn(worker);
+        (fake, Arc::new(batcher))
+    }
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(20)
+    }
+
+    type Submitted = tokio::task::JoinHandle<Result<String, Error>>;
+
+    fn submit(batcher: &Arc<Batcher<Work>>, item: Item, deadline: Instant) -> Submitted {
+        let batcher = Arc::clone(batcher);
+        tokio::spawn(async move { batcher.submit(item, deadline).await })
+    }
+
+    /// Lets spawned tasks reach their first wait: on a runtime of one thread they run in order.
+    async fn settle() {
+        for _ in 0..100 {
+            tokio::task::yield_now().await;
+        }
+    }
+
+    fn doubt() -> RunError {
+        RunError::Failed(Error::InDoubt("lost".into()))
+    }
+
+    fn unavailable() -> RunError {
+        RunError::Failed(Error::Unavailable("gone".into()))
+    }
+
+    #[tokio::test]
+    async fn a_lone_item_waits_for_nobody() {
+        let (fake, batcher) = start();
+        assert_eq!(batcher.submit(item("a"), soon()).await.unwrap(), "a");
+        assert_eq!(fake.runs(), [["a"]]);
+    }
+
+    #[tokio::test]
+    async fn what_queued_while_a_batch_ran_is_the_next_batch_and_each_gets_its_own_reply() {
+        let (fake, batcher) = start();
+        let gate = fake.hold();
+        let first = submit(&batcher, item("first"), soon());
+        fake.begun.notified().await;
+        let keys: Vec<String> = (0..BATCH_MAX + 1).map(|n| format!("k{n}")).collect();
+        let waiting: Vec<_> = keys.iter().map(|key| submit(&batcher, item(key), soon())).collect();
+        settle().await;
+        gate.notify_one();
+        first.await.unwrap().unwrap();
+        for (key, task) in keys.iter().zip(waiting) {
+            assert_eq!(&task.await.unwrap().unwrap(), key);
+        }
+        let sizes: Vec<_> = fake.runs().iter().map(Vec::len).collect();
+        assert_eq!(sizes, [1, BATCH_MAX, 1]);
+    }
+
+    #[tokio::test]
+    async fn a_batch_holds_a_scope_once_and_keeps_the_order_within_it() {
+        let (fake, batcher) = start();
+        let gate = fake.hold();
+        let first = submit(&batcher, item("first"), soon());
+        fake.begun.notified().await;
+        let twins: Vec<_> =
+            ["a", "a", "b", "a"].map(|key| submit(&batcher, item(key), soon())).into();
+        settle().await;
+        gate.notify_one();
+        first.await.unwrap().unwrap();
+        for twin in twins {
+            twin.await.unwrap().unwrap();
+        }
+        assert_eq!(fake.runs(), [vec!["first"], vec!["a", "b"], vec!["a"], vec!["a"]]);
+    }
+
+    #[tokio::test]
+    async fn an_item_that_was_withdrawn_before_its_batch_is_never_run() {
+        let (fake, batcher) = start();
+        let gate = fake.hold();
+        let first = submit(&batcher, item("first"), soon());
+        fake.begun.notified().await;
+        let late = batcher.submit(item("late"), Instant::now()).await;
+        assert!(matches!(late, Err(Error::Late)), "{late:?}");
+        let dropped = submit(&batcher, item("dropped"), soon());
+        settle().await;
+        dropped.abort();
+        assert!(dropped.await.unwrap_err().is_cancelled());
+        gate.notify_one();
+        first.await.unwrap().unwrap();
+        batcher.submit(item("next"), soon()).await.unwrap();
+        assert_eq!(fake.runs(), [["first"], ["next"]]);
+    }
+
+    #[tokio::test]
+    async fn a_deadline_that_passes_while_the_statement_runs_leaves_doubt() {
+        let (fake, batcher) = start();
+        let gate = fake.hold();
+        let deadline = Instant::now() + Duration::from_millis(30);
+        let result = batcher.submit(item("a"), deadline).await;
+        assert!(matches!(result, Err(Error::InDoubt(_))), "{result:?}");
+        gate.notify_one();
+        batcher.submit(item("b"), soon()).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn refused_data_is_isolated_by_halving_and_alone_fails() {
+        let (fake, batcher) = start();
+        let gate = fake.hold();
+        let first = submit(&batcher, item("first"), soon());
+        fake.begun.notified().await;
+        let tasks: Vec<_> = (0..9)
+            .map(|n| {
+                let bad = n == 5;
+                (bad, submit(&batcher, Item { bad, ..item(&n.to_string()) }, soon()))
+            })
+            .collect();
+        settle().await;
+        gate.notify_one();
+        first.await.unwrap().unwrap();
+        for (bad, task) in tasks {
+            let result = task.await.unwrap();
+            assert_eq!(matches!(result, Err(Error::Refused(_))), bad, "{result:?}");
+            assert_eq!(result.is_ok(), !bad);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_batch_in_doubt_is_run_again_until_it_is_known() {
+        let (fake, batcher) = start();
+        fake.fail_once(doubt());
+        fake.fail_once(unavailable());
+        fake.fail_once(RunError::Again(Error::Unavailable("deadlock".into())));
+        assert_eq!(batcher.submit(item("a"), soon()).await.unwrap(), "a");
+        assert_eq!(fake.runs().len(), 4);
+    }
+
+    #[tokio::test]
+    async fn doubt_never_becomes_not_done_by_a_later_failure_to_connect() {
+        let (fake, batcher) = start();
+        fake.fail_once(doubt());
+        *fake.always.lock().unwrap() = Some(unavailable);
+        let deadline = Instant::now() + Duration::from_millis(50);
+        let result = batcher.submit(item("a"), deadline).await;
+        assert!(matches!(result, Err(Error::InDoubt(_))), "{result:?}");
+    }
+
+    #[tokio::test]
+    async fn doubt_outlives_a_halving() {
+        let (fake, batcher) = start();
+        let gate = fake.hold();
+        let first = submit(&batcher, item("first"), soon());
+        fake.begun.notified().await;
+        let deadline = Instant::now() + Duration::from_millis(200);
+        let both = ["a", "b"].map(|key| submit(&batcher, item(key), deadline));
+        settle().await;
+        fake.fail_once(doubt());
+        fake.fail_once(RunError::Failed(Error::Refused("for now".into())));
+        *fake.always.lock().unwrap() = Some(unavailable);
+        gate.notify_one();
+        first.await.unwrap().unwrap();
+        for task in both {
+            let result = task.await.unwrap();
+            assert!(matches!(result, Err(Error::InDoubt(_))), "{result:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_failure_to_connect_fails_at_once_and_says_that_nothing_was_done() {
+        let (fake, batcher) = start();
+        fake.fail_once(unavailable());
+        let result = batcher.submit(item("a"), soon()).await;
+        assert!(matches!(result, Err(Error::Unavailable(_))), "{result:?}");
+        assert_eq!(fake.runs().len(), 1);
+    }
 }

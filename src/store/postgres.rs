@@ -13,29 +13,30 @@
 //! When the process dies in the middle of a statement, the statement either committed or it did not; leases tell
 //! the other replicas, and the reservation's or completion's own words say which it was when it is run again.
 
+mod complete;
 mod door;
+mod leases;
 mod migrate;
 mod operate;
 mod outbox;
 mod records;
 mod rows;
 mod show;
+mod tls;
 
+use std::fmt;
 use std::str::FromStr as _;
-use std::sync::Arc;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use rustls::ClientConfig;
-use rustls::crypto::ring;
 use tokio_postgres::Config;
-use tokio_postgres::config::{Host, SslMode};
-use tokio_postgres_rustls::MakeRustlsConnect;
+use tokio_postgres::config::Host;
 use uuid::Uuid;
 
 use super::batch::{Batcher, RunError};
 use super::{
-    Acknowledgement, Acted, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion, Error,
+    Acknowledgement, Acted, AuditRow, Beat, Changed, Claim, Claimed, Completion, Error,
     EventFilter, EventRow, Gauges, OpenError, Operator, Proposal, RecordFilter, RecordRow,
     Redeliver, Reserved, Settled, Store, Takeover,
 };
@@ -43,7 +44,7 @@ use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 use door::{Dial, Door, Lane};
 
 /// How to reach the database.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Settings {
     /// `postgres://user@host/database`, with several hosts and `target_session_attrs` for fail-over.
     pub url: String,
@@ -55,13 +56,21 @@ pub struct Settings {
     pub connect_timeout: Duration,
 }
 
+/// Without the URL, which may hold a password.
+impl fmt::Debug for Settings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Settings").field("connections", &self.connections).finish_non_exhaustive()
+    }
+}
+
 /// A database of Postgres.
 pub struct Postgres {
     door: Door,
     dial: Dial,
     heart: Lane,
     reservations: Batcher<records::Reservations>,
-    completions: Batcher<records::Completions>,
+    completions: Batcher<complete::Completions>,
+    swept_to: Mutex<records::Place>,
 }
 
 impl Postgres {
@@ -80,9 +89,16 @@ impl Postgres {
         let door = Door::new(dial.clone(), settings.connections.saturating_sub(2));
         let (reservations, worker) = Batcher::new(records::Reservations(Lane::new(dial.clone())));
         tokio::spawn(worker);
-        let (completions, worker) = Batcher::new(records::Completions(Lane::new(dial.clone())));
+        let (completions, worker) = Batcher::new(complete::Completions(Lane::new(dial.clone())));
         tokio::spawn(worker);
-        Ok(Self { door, heart: Lane::new(dial.clone()), dial, reservations, completions })
+        Ok(Self {
+            door,
+            heart: Lane::new(dial.clone()),
+            dial,
+            reservations,
+            completions,
+            swept_to: Mutex::default(),
+        })
     }
 
     /// Brings the schema to the version that this program knows, where that is `allowed`; else only checks it.
@@ -112,27 +128,10 @@ fn dial(settings: &Settings) -> Result<Dial, OpenError> {
     if config.get_tcp_user_timeout().is_none() {
         config.tcp_user_timeout(settings.statement_timeout.saturating_mul(2));
     }
-    let tls = tls(config.get_ssl_mode())
+    let tls = tls::connector(config.get_ssl_mode())
         .map_err(|cause| OpenError::Connect { place: place(&config), cause })?;
     let Settings { statement_timeout, connect_timeout, .. } = *settings;
     Ok(Dial { config, tls, connect_timeout, statement_timeout })
-}
-
-/// TLS by the system's roots. Without a demand for it (`sslmode=disable`), no root is read.
-fn tls(mode: SslMode) -> Result<MakeRustlsConnect, Cause> {
-    let mut roots = rustls::RootCertStore::empty();
-    if mode != SslMode::Disable {
-        let found = rustls_native_certs::load_native_certs();
-        for error in &found.errors {
-            tracing::debug!(%error, "a root certificate of the system cannot be read");
-        }
-        roots.add_parsable_certificates(found.certs);
-    }
-    let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
-        .with_safe_default_protocol_versions()?
-        .with_root_certificates(roots)
-        .with_no_client_auth();
-    Ok(MakeRustlsConnect::new(config))
 }
 
 /// Where the database is, without user or password.
@@ -181,21 +180,15 @@ fn failed(error: RunError) -> Error {
 #[async_trait]
 impl Store for Postgres {
     async fn heartbeat(&self, owner: OwnerId, lease: Duration) -> Result<Beat, Error> {
-        match records::heartbeat(&self.heart, owner, lease).await {
-            // The connection was lost while idle, say. A heartbeat may be repeated.
-            Err(Error::Unavailable(_) | Error::InDoubt(_)) => {
-                records::heartbeat(&self.heart, owner, lease).await
-            }
-            result => result,
-        }
+        leases::heartbeat(&self.heart, owner, lease).await
     }
 
     async fn retire(&self, owner: OwnerId) -> Result<(), Error> {
-        records::retire(&self.door, owner).await
+        leases::retire(&self.door, owner).await
     }
 
     async fn reserve(&self, proposal: Proposal, deadline: Instant) -> Result<Reserved, Error> {
-        self.reservations.submit(proposal, deadline).await
+        self.reservations.submit(proposal, deadline).await?
     }
 
     async fn take_over(&self, proposal: Proposal, from: Takeover) -> Result<Changed, Error> {
@@ -242,7 +235,10 @@ impl Store for Postgres {
     }
 
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {
-        records::sweep(&self.door, limit).await
+        let from = *self.swept_to.lock().unwrap_or_else(PoisonError::into_inner);
+        let (gone, to) = records::sweep(&self.door, limit, from).await?;
+        *self.swept_to.lock().unwrap_or_else(PoisonError::into_inner) = to;
+        Ok(gone)
     }
 
     async fn sweep_events(&self, retention: Duration, limit: u32) -> Result<u64, Error> {
@@ -250,7 +246,7 @@ impl Store for Postgres {
     }
 
     async fn sweep_leases(&self) -> Result<u64, Error> {
-        records::sweep_leases(&self.door).await
+        leases::sweep(&self.door).await
     }
 
     async fn list_records(&self, filter: &RecordFilter) -> Result<Vec<RecordRow>, Error> {

@@ -22,6 +22,7 @@ mod acceptance;
 mod admin;
 mod cli;
 mod lease;
+mod postgres;
 mod proxy;
 mod relay;
 mod sqlite;

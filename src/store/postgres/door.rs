@@ -323,7 +323,9 @@ impl Door {
     pub(super) async fn read(&self, sql: &str, params: Params<'_>) -> Result<Vec<Row>, Error> {
         let reading = Single { effect: Effect::Read, sql, params };
         match self.run(&reading).await {
-            Err(Error::Unavailable(_)) => self.run(&reading).await,
+            Err(Error::Unavailable(cause)) if cause.is::<tokio_postgres::Error>() => {
+                self.run(&reading).await
+            }
             result => result,
         }
     }

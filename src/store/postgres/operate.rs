@@ -8,8 +8,8 @@ use tokio_postgres::Row;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
 
+use super::complete::{Columns, write_events};
 use super::door::{Connection, Door, Params, Task};
-use super::records::{Columns, write_events};
 use super::rows::{self, attempt, get};
 use crate::record::{Attempt, Fence, OwnerId, Status};
 use crate::store::batch::RunError;

@@ -95,6 +95,8 @@ fn claimed(row: &Row) -> Result<Claimed, Error> {
     })
 }
 
+// A lease of '-infinity': the claim of this number has got its verdict already. So a verdict that is said twice, as
+// after a lost answer, counts once.
 const FINISH: &str = "-- finish
 WITH x AS MATERIALIZED (
     SELECT * FROM unnest($2::uuid[], $3::int[], $4::text[], $5::int[], $6::text[])
@@ -103,6 +105,7 @@ WITH x AS MATERIALIZED (
 gone AS (
     DELETE FROM outbox_queue q USING x
     WHERE q.event_id = x.event_id AND q.sink = $1 AND q.claim_no = x.claim_no
+      AND q.lease_until <> '-infinity'
     RETURNING q.event_id, q.sink, q.claim_no, q.attempts + 1 AS attempts,
               x.outcome, x.status, coalesce(x.error, q.last_error) AS error),
 kept AS (
@@ -132,6 +135,7 @@ SET lease_until = '-infinity',
     last_error = CASE WHEN x.delay IS NULL THEN q.last_error ELSE x.error END
 FROM x
 WHERE q.event_id = x.event_id AND q.sink = $1 AND q.claim_no = x.claim_no
+  AND q.lease_until <> '-infinity'
 RETURNING q.event_id";
 
 /// Parallel arrays of verdicts that end a delivery, and of those that free it again.

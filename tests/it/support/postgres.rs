@@ -3,7 +3,6 @@
 //! The server dies and its directory vanishes when the test process ends, however it ends: a guard process waits
 //! for the end of its standard input, which the kernel closes.
 
-use std::ffi::OsString;
 use std::net::TcpListener;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -16,7 +15,7 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A running cluster. Its end is the process's end, or its drop.
-pub struct Cluster {
+pub(crate) struct Cluster {
     home: PathBuf,
     port: u16,
     server: Mutex<Option<Child>>,
@@ -26,13 +25,13 @@ pub struct Cluster {
 
 impl Cluster {
     /// The cluster that all tests of this process share. Never stop it.
-    pub fn shared() -> &'static Self {
+    pub(crate) fn shared() -> &'static Self {
         static SHARED: OnceLock<Cluster> = OnceLock::new();
         SHARED.get_or_init(Self::own)
     }
 
     /// A cluster of one's own, to be stopped, killed and started on one stable port.
-    pub fn own() -> Self {
+    pub(crate) fn own() -> Self {
         let home = tempfile::Builder::new().prefix("pg").tempdir().unwrap().keep();
         if let Some((uid, gid)) = server_user() {
             std::os::unix::fs::chown(&home, Some(uid), Some(gid)).unwrap();
@@ -58,24 +57,24 @@ impl Cluster {
     }
 
     /// The port on 127.0.0.1.
-    pub fn port(&self) -> u16 {
+    pub(crate) fn port(&self) -> u16 {
         self.port
     }
 
     /// The URL of a database by its name.
-    pub fn url(&self, database: &str) -> String {
+    pub(crate) fn url(&self, database: &str) -> String {
         format!("postgres://postgres@127.0.0.1:{}/{database}", self.port)
     }
 
     /// The URL of a fresh, empty database.
-    pub fn database(&self) -> String {
+    pub(crate) fn database(&self) -> String {
         let name = format!("test{}", self.databases.fetch_add(1, Ordering::Relaxed));
         self.execute("postgres", &format!("CREATE DATABASE {name}"));
         self.url(&name)
     }
 
     /// Runs SQL in a database by its name.
-    pub fn execute(&self, database: &str, sql: &str) {
+    pub(crate) fn execute(&self, database: &str, sql: &str) {
         self.try_execute(database, sql).unwrap();
     }
 
@@ -99,7 +98,7 @@ impl Cluster {
     }
 
     /// Starts the server and waits until it serves.
-    pub fn start(&self) {
+    pub(crate) fn start(&self) {
         let log = std::fs::OpenOptions::new()
             .create(true)
             .append(true)
@@ -134,12 +133,12 @@ impl Cluster {
     }
 
     /// Stops the server: connections are closed, nothing is lost.
-    pub fn stop(&self) {
+    pub(crate) fn stop(&self) {
         self.signal("-INT");
     }
 
     /// Kills the server and all its processes.
-    pub fn kill9(&self) {
+    pub(crate) fn kill9(&self) {
         let pid = self.pid();
         let children =
             std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
@@ -162,7 +161,7 @@ impl Cluster {
     }
 
     /// What the server has logged. Each line begins with its database's name.
-    pub fn log(&self) -> String {
+    pub(crate) fn log(&self) -> String {
         String::from_utf8_lossy(&std::fs::read(self.home.join("log")).unwrap()).into_owned()
     }
 }
@@ -209,7 +208,7 @@ fn command(program: &str) -> Command {
 }
 
 fn find(program: &str) -> PathBuf {
-    let path = std::env::var_os("PATH").unwrap_or_else(OsString::new);
+    let path = std::env::var_os("PATH").unwrap_or_default();
     let mut places: Vec<PathBuf> = std::env::split_paths(&path).collect();
     let mut versions: Vec<PathBuf> = std::fs::read_dir("/usr/lib/postgresql")
         .map(|entries| entries.flatten().map(|entry| entry.path().join("bin")).collect())

@@ -1,0 +1,185 @@
+//! Completions: an outcome and its events in one statement and one commit.
+//!
+//! A batch of them is one update by primary key, fenced by id and attempt, whose rows drive the inserts of their
+//! events; what was not updated writes no event. Run again after its answer was lost, it changes nothing.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use tokio_postgres::Row;
+use tokio_postgres::types::Type;
+use uuid::Uuid;
+
+use super::door::{Effect, Lane, Param};
+use super::rows::{attempt, get};
+use super::seconds;
+use crate::record::{KeptBody, RecordId, Scope, encode_headers};
+use crate::store::batch::{RunError, Work};
+use crate::store::{Completion, Error, Settled};
+
+/// Writes the events of completed records: of `done(id, at)` with the flattened arrays `$10` to `$19`.
+///
+/// `at` is the completion's time, `$10` the record of each event, `$18` and `$19` the pairs of event and sink.
+macro_rules! write_events {
+    () => {
+        ",
+message AS (
+    INSERT INTO outbox_messages (id, event_key, seq, event_type, tenant_id, operation,
+                                 idempotency_key, record_id, ordering_key, payload, created_at)
+    SELECT e.id, e.event_key, e.seq, e.event_type, done.tenant_id, done.operation,
+           done.key, done.id, e.ordering_key, e.payload, done.at
+    FROM unnest($10::uuid[], $11::uuid[], $12::text[], $13::int[], $14::text[], $15::text[],
+                $16::bytea[], $17::bool[])
+      AS e(record_id, id, event_key, seq, event_type, ordering_key, payload, wanted)
+    JOIN done ON done.id = e.record_id
+    ORDER BY e.event_key
+    ON CONFLICT DO NOTHING
+    RETURNING id, seq, ordering_key, created_at),
+queued AS (
+    INSERT INTO outbox_queue (event_id, sink, next_attempt_at, ordering_key, seq, created_at)
+    SELECT m.id, s.sink, m.created_at, m.ordering_key, m.seq, m.created_at
+    FROM unnest($18::uuid[], $19::text[]) AS s(event_id, sink) JOIN message m ON m.id = s.event_id
+    ORDER BY m.id, s.sink
+    ON CONFLICT DO NOTHING),
+unwanted AS (
+    INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts, finished_at)
+    SELECT m.id, '', 'discarded', 0, 0, m.created_at
+    FROM unnest($11::uuid[], $17::bool[]) AS e(id, wanted) JOIN message m ON m.id = e.id
+    WHERE NOT e.wanted
+    ON CONFLICT DO NOTHING)"
+    };
+}
+pub(super) use write_events;
+
+const COMPLETE: &str = concat!(
+    "-- complete
+WITH c AS MATERIALIZED (
+    SELECT x.*, clock_timestamp() AS at
+    FROM unnest($1::uuid[], $2::int[], $3::text[], $4::text[], $5::text[],
+                $6::int[], $7::bytea[], $8::bytea[], $9::float8[])
+      AS x(id, attempt, tenant_id, operation, key, response_status, headers, body, retention)
+    ORDER BY x.tenant_id, x.operation, x.key),
+done AS (
+    UPDATE idempotency_records r
+    SET status = 'completed', completed_at = c.at,
+        expires_at = c.at + make_interval(secs => c.retention),
+        response_status = c.response_status, response_headers = c.headers,
+        response_body = c.body, request_context = NULL
+    FROM c
+    WHERE r.tenant_id = c.tenant_id AND r.operation = c.operation AND r.key = c.key
+      AND r.id = c.id AND r.attempt = c.attempt AND r.status IN ('in_progress', 'unknown')
+    RETURNING r.id, r.tenant_id, r.operation, r.key, r.expires_at, c.at)",
+    write_events!(),
+    "
+SELECT id, expires_at FROM done"
+);
+
+/// Completions as parallel arrays: parameters 1 to 19.
+#[derive(Default)]
+pub(super) struct Columns<'a> {
+    ids: Vec<Uuid>,
+    attempts: Vec<i32>,
+    tenants: Vec<&'a str>,
+    operations: Vec<&'a str>,
+    keys: Vec<&'a str>,
+    statuses: Vec<i32>,
+    headers: Vec<Vec<u8>>,
+    bodies: Vec<Option<&'a [u8]>>,
+    retentions: Vec<f64>,
+    event_records: Vec<Uuid>,
+    event_ids: Vec<Uuid>,
+    event_keys: Vec<&'a str>,
+    positions: Vec<i32>,
+    kinds: Vec<&'a str>,
+    ordering_keys: Vec<Option<&'a str>>,
+    payloads: Vec<&'a [u8]>,
+    wanted: Vec<bool>,
+    sink_events: Vec<Uuid>,
+    sinks: Vec<&'a str>,
+}
+
+impl<'a> Columns<'a> {
+    pub(super) fn add(&mut self, completion: &'a Completion) {
+        let Completion { scope, fence, answer, retention, events } = completion;
+        self.ids.push(fence.id.into());
+        self.attempts.push(attempt(fence.attempt));
+        self.tenants.push(scope.tenant.as_str());
+        self.operations.push(scope.operation.as_str());
+        self.keys.push(scope.key.as_str());
+        self.statuses.push(answer.status.as_u16().into());
+        self.headers.push(encode_headers(&answer.headers));
+        self.bodies.push(match &answer.body {
+            KeptBody::Whole(body) => Some(body),
+            KeptBody::NotRetained => None,
+        });
+        self.retentions.push(seconds(*retention));
+        for event in events {
+            self.event_records.push(fence.id.into());
+            self.event_ids.push(event.id);
+            self.event_keys.push(&event.key);
+            self.positions.push(event.position.into());
+            self.kinds.push(&event.kind);
+            self.ordering_keys.push(event.ordering_key.as_deref());
+            self.payloads.push(&event.payload);
+            self.wanted.push(!event.sinks.is_empty());
+            for sink in &event.sinks {
+                self.sink_events.push(event.id);
+                self.sinks.push(sink);
+            }
+        }
+    }
+
+    pub(super) fn params(&self) -> Vec<Param<'_>> {
+        vec![
+            (&self.ids, Type::UUID_ARRAY),
+            (&self.attempts, Type::INT4_ARRAY),
+            (&self.tenants, Type::TEXT_ARRAY),
+            (&self.operations, Type::TEXT_ARRAY),
+            (&self.keys, Type::TEXT_ARRAY),
+            (&self.statuses, Type::INT4_ARRAY),
+            (&self.headers, Type::BYTEA_ARRAY),
+            (&self.bodies, Type::BYTEA_ARRAY),
+            (&self.retentions, Type::FLOAT8_ARRAY),
+            (&self.event_records, Type::UUID_ARRAY),
+            (&self.event_ids, Type::UUID_ARRAY),
+            (&self.event_keys, Type::TEXT_ARRAY),
+            (&self.positions, Type::INT4_ARRAY),
+            (&self.kinds, Type::TEXT_ARRAY),
+            (&self.ordering_keys, Type::TEXT_ARRAY),
+            (&self.payloads, Type::BYTEA_ARRAY),
+            (&self.wanted, Type::BOOL_ARRAY),
+            (&self.sink_events, Type::UUID_ARRAY),
+            (&self.sinks, Type::TEXT_ARRAY),
+        ]
+    }
+}
+
+/// How completions are run.
+pub(super) struct Completions(pub(super) Lane);
+
+#[async_trait]
+impl Work for Completions {
+    type Item = Completion;
+    type Reply = Settled;
+
+    fn scope(item: &Completion) -> &Scope {
+        &item.scope
+    }
+
+    async fn run(&self, items: &[Arc<Completion>]) -> Result<Vec<Settled>, RunError> {
+        let rows = {
+            let mut columns = Columns::default();
+            items.iter().for_each(|item| columns.add(item));
+            self.0.run(Effect::Write, COMPLETE, &columns.params()).await?
+        };
+        let done = |row: &Row| Ok((get::<Uuid>(row, "id")?.into(), get(row, "expires_at")?));
+        let done: HashMap<RecordId, _> =
+            rows.iter().map(done).collect::<Result<_, Error>>().map_err(RunError::from)?;
+        let settled = |item: &Arc<Completion>| match done.get(&item.fence.id) {
+            Some(&expires_at) => Settled::Done { expires_at },
+            None => Settled::Fenced,
+        };
+        Ok(items.iter().map(settled).collect())
+    }
+}

@@ -1,0 +1,47 @@
+//! The leases of the processes: who is alive, by the database's clock.
+//!
+//! A lease that has run out is never renewed, so what others concluded from its end stays true. When a process
+//! dies, its lease runs out by itself.
+
+use std::time::Duration;
+
+use tokio_postgres::types::Type;
+use uuid::Uuid;
+
+use super::door::{Door, Effect, Lane, Params};
+use super::{failed, rows, seconds};
+use crate::record::OwnerId;
+use crate::store::{Beat, Error};
+
+const HEARTBEAT: &str = "-- heartbeat
+INSERT INTO oncegate_owners (owner, lease_until, started_at)
+VALUES ($1, clock_timestamp() + make_interval(secs => $2), clock_timestamp())
+ON CONFLICT (owner) DO UPDATE SET lease_until = excluded.lease_until
+WHERE oncegate_owners.lease_until > clock_timestamp()
+RETURNING owner";
+
+pub(super) async fn heartbeat(lane: &Lane, owner: OwnerId, lease: Duration) -> Result<Beat, Error> {
+    let params: Params<'_> = &[(&Uuid::from(owner), Type::UUID), (&seconds(lease), Type::FLOAT8)];
+    let rows = lane.run(Effect::Write, HEARTBEAT, params).await.map_err(failed)?;
+    Ok(if rows.is_empty() { Beat::Ended } else { Beat::Renewed })
+}
+
+const RETIRE: &str = "-- retire
+UPDATE oncegate_owners SET lease_until = clock_timestamp()
+WHERE owner = $1 AND lease_until > clock_timestamp()";
+
+pub(super) async fn retire(door: &Door, owner: OwnerId) -> Result<(), Error> {
+    door.write(RETIRE, &[(&Uuid::from(owner), Type::UUID)]).await.map(drop)
+}
+
+// Far longer than a process sleeps: an owner id that is swept could begin anew.
+const SWEEP_LEASES: &str = "-- sweep_leases
+WITH gone AS (
+    DELETE FROM oncegate_owners o
+    WHERE o.lease_until <= clock_timestamp() - interval '7 days' AND o.cleared
+    RETURNING o.owner)
+SELECT count(*) AS count FROM gone";
+
+pub(super) async fn sweep(door: &Door) -> Result<u64, Error> {
+    rows::count(&door.write(SWEEP_LEASES, &[]).await?)
+}
