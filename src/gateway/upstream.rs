@@ -1,7 +1,7 @@
 //! Connections to an upstream, and the knowledge of whether a byte went out on one.
 //!
 //! A reserved request goes out on a connection of its own: [`Upstream::dial`] resolves, connects and shakes hands, which
-//! writes nothing of the request; [`Dialed::send`] then sends it once. [`Counted`] sits between hyper and the socket (above
+//! writes nothing of the request; [`Dialed::send`] then sends it once. A wrapper sits between hyper and the socket (above
 //! TLS), counts what the socket took, and asks `may_write` before the first byte. What hyper says about an error is a hint;
 //! the counter, read after the connection's task has ended, is the proof: if it did not move, nothing was sent.
 //!
@@ -14,12 +14,13 @@
 //!
 //! When the process dies here the sockets close; what the upstream makes of the requests in flight is unknown.
 
+mod counted;
+
 use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -35,11 +36,12 @@ use hyper::client::conn::{TrySendError, http1};
 use hyper_util::rt::TokioIo;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout, timeout_at};
 use tokio_rustls::TlsConnector;
+
+use crate::gateway::upstream::counted::{Counted, Meter, Stream};
 
 /// Why a body ended before its end.
 pub type BodyError = Box<dyn std::error::Error + Send + Sync>;
@@ -585,116 +587,5 @@ struct Driver(JoinHandle<()>);
 impl Drop for Driver {
     fn drop(&mut self) {
         self.0.abort();
-    }
-}
-
-/// What went out on a connection, and whether it may.
-#[derive(Default)]
-struct Meter {
-    written: AtomicU64,
-    may_write: OnceLock<Box<dyn Fn() -> bool + Send + Sync>>,
-    held: AtomicBool,
-}
-
-impl Meter {
-    fn written(&self) -> u64 {
-        self.written.load(Ordering::Acquire)
-    }
-
-    fn ask(&self, may_write: impl Fn() -> bool + Send + Sync + 'static) {
-        // A connection that is dialed is used for one request, so the slot is empty.
-        self.may_write.get_or_init(|| Box::new(may_write));
-    }
-
-    /// Before each write: may the first byte go out?
-    fn check(&self) -> io::Result<()> {
-        if self.written() > 0 || self.may_write.get().is_none_or(|may_write| may_write()) {
-            return Ok(());
-        }
-        self.held.store(true, Ordering::Release);
-        Err(io::Error::other("held back"))
-    }
-
-    /// Counts what was written, and keeps an error back once anything was.
-    ///
-    /// An upstream that answers early and closes makes our next write fail while its answer waits to be read. So writing
-    /// just stops; reading then finds the answer, or the end of the connection.
-    fn count(&self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
-        match written {
-            Poll::Ready(Ok(bytes)) => {
-                self.written.fetch_add(u64::try_from(bytes).unwrap_or(u64::MAX), Ordering::AcqRel);
-                written
-            }
-            Poll::Ready(Err(error)) if self.written() > 0 => {
-                tracing::debug!(%error, "the upstream takes no more");
-                Poll::Pending
-            }
-            Poll::Ready(Err(_)) | Poll::Pending => written,
-        }
-    }
-
-    /// What an error means, once nothing can be written any more.
-    fn judge(&self, cause: BodyError) -> SendError {
-        if self.written() > 0 {
-            SendError::Broken(cause)
-        } else if self.held.load(Ordering::Acquire) {
-            SendError::Held
-        } else {
-            SendError::NothingSent(cause)
-        }
-    }
-}
-
-trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
-impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
-
-/// Counts the bytes that the stream below took.
-struct Counted {
-    stream: Box<dyn Stream>,
-    meter: Arc<Meter>,
-}
-
-impl AsyncRead for Counted {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(cx, buf)
-    }
-}
-
-impl AsyncWrite for Counted {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        self.meter.check()?;
-        let written = Pin::new(&mut self.stream).poll_write(cx, buf);
-        self.meter.count(written)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        self.meter.check()?;
-        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
-        self.meter.count(written)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let flushed = Pin::new(&mut self.stream).poll_flush(cx);
-        self.meter.count(flushed.map_ok(|()| 0)).map_ok(|_| ())
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 }
