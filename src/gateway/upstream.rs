@@ -18,6 +18,7 @@ mod counted;
 
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -189,24 +190,26 @@ impl Upstream {
     pub async fn dial(&self) -> Result<Dialed, DialError> {
         let deadline = Instant::now() + self.0.settings.connect_timeout;
         let stream = timeout_at(deadline, self.connect(deadline));
-        let stream = stream.await.map_err(|_| DialError::TimedOut)??;
-        let connection = Connection::open(stream).await?;
+        let (stream, probe) = stream.await.map_err(|_| DialError::TimedOut)??;
+        let connection = Connection::open(stream, probe).await?;
         Ok(Dialed { connection, authority: self.0.authority.clone() })
     }
 
-    async fn connect(&self, deadline: Instant) -> Result<Box<dyn Stream>, DialError> {
+    async fn connect(&self, deadline: Instant) -> Result<(Box<dyn Stream>, Probe), DialError> {
         // Each time: containers change their addresses.
         let name = (self.0.host.as_str(), self.0.port);
         let addresses = tokio::net::lookup_host(name).await.map_err(DialError::Resolve)?.collect();
         let tcp = connect_any(addresses, deadline).await.map_err(DialError::Connect)?;
         tcp.set_nodelay(true).map_err(DialError::Connect)?;
-        match &self.0.tls {
+        let probe = Probe::of(&tcp).map_err(DialError::Connect)?;
+        let stream: Box<dyn Stream> = match &self.0.tls {
             Some((connector, name)) => {
                 let tls = connector.connect(name.clone(), tcp).await.map_err(DialError::Tls)?;
-                Ok(Box::new(tls))
+                Box::new(tls)
             }
-            None => Ok(Box::new(tcp)),
-        }
+            None => Box::new(tcp),
+        };
+        Ok((stream, probe))
     }
 
     /// Sends a request that passes through, on a pooled connection where one is fresh, and streams both bodies.
@@ -284,7 +287,8 @@ impl Upstream {
         let mut pool = self.0.pool.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             let Parked { since, connection } = pool.pop()?;
-            if since.elapsed() < self.0.settings.idle_timeout && connection.sender.is_ready() {
+            let is_fresh = since.elapsed() < self.0.settings.idle_timeout;
+            if is_fresh && connection.sender.is_ready() && connection.probe.is_quiet() {
                 return Some(connection);
             }
         }
@@ -526,10 +530,27 @@ struct Connection {
     sender: http1::SendRequest<Body>,
     meter: Arc<Meter>,
     task: Driver,
+    probe: Probe,
+}
+
+/// A second handle of the socket, to look at it without waiting for the task that drives the connection.
+///
+/// Between the upstream's FIN and the task's next turn a request would still be written, into the void.
+struct Probe(std::net::TcpStream);
+
+impl Probe {
+    fn of(stream: &TcpStream) -> io::Result<Self> {
+        stream.as_fd().try_clone_to_owned().map(|handle| Self(handle.into()))
+    }
+
+    /// Whether nothing has come in: neither an end, nor an error, nor bytes that nobody asked for.
+    fn is_quiet(&self) -> bool {
+        self.0.peek(&mut [0]).is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
+    }
 }
 
 impl Connection {
-    async fn open(stream: Box<dyn Stream>) -> Result<Self, DialError> {
+    async fn open(stream: Box<dyn Stream>, probe: Probe) -> Result<Self, DialError> {
         let meter = Arc::new(Meter::default());
         let io = TokioIo::new(Counted { stream, meter: Arc::clone(&meter) });
         let (sender, connection) = http1::Builder::new()
@@ -550,7 +571,7 @@ impl Connection {
                 );
             }
         });
-        Ok(Self { sender, meter, task: Driver(task) })
+        Ok(Self { sender, meter, task: Driver(task), probe })
     }
 
     /// Waits until the connection could take another request; false if it ended, or got stuck.
