@@ -21,7 +21,7 @@ use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -288,7 +288,7 @@ impl Upstream {
         loop {
             let Parked { since, connection } = pool.pop()?;
             let is_fresh = since.elapsed() < self.0.settings.idle_timeout;
-            if is_fresh && connection.sender.is_ready() && connection.probe.is_quiet() {
+            if is_fresh && connection.sender.is_ready() && connection.is_quiet() {
                 return Some(connection);
             }
         }
@@ -530,7 +530,8 @@ struct Connection {
     sender: http1::SendRequest<Body>,
     meter: Arc<Meter>,
     task: Driver,
-    probe: Probe,
+    /// Lives as long as the task, so that the socket closes with it.
+    probe: Weak<Probe>,
 }
 
 /// A second handle of the socket, to look at it without waiting for the task that drives the connection.
@@ -563,7 +564,10 @@ impl Connection {
             .handshake(io)
             .await
             .map_err(|error| DialError::Connect(io::Error::other(error)))?;
+        let probe = Arc::new(probe);
+        let seen = Arc::downgrade(&probe);
         let task = tokio::spawn(async move {
+            let _probe = probe;
             if let Err(error) = connection.await {
                 tracing::debug!(
                     error = &error as &dyn std::error::Error,
@@ -571,7 +575,11 @@ impl Connection {
                 );
             }
         });
-        Ok(Self { sender, meter, task: Driver(task), probe })
+        Ok(Self { sender, meter, task: Driver(task), probe: seen })
+    }
+
+    fn is_quiet(&self) -> bool {
+        self.probe.upgrade().is_some_and(|probe| probe.is_quiet())
     }
 
     /// Waits until the connection could take another request; false if it ended, or got stuck.
