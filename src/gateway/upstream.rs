@@ -1,7 +1,7 @@
 //! Connections to an upstream, and the knowledge of whether a byte went out on one.
 //!
 //! A reserved request goes out on a connection of its own: [`Upstream::dial`] resolves, connects and shakes hands, which
-//! writes nothing of the request; [`Dialed::send`] then sends it once. [`Counted`] sits between hyper and the socket (above
+//! writes nothing of the request; [`Dialed::send`] then sends it once. A wrapper sits between hyper and the socket (above
 //! TLS), counts what the socket took, and asks `may_write` before the first byte. What hyper says about an error is a hint;
 //! the counter, read after the connection's task has ended, is the proof: if it did not move, nothing was sent.
 //!
@@ -14,12 +14,14 @@
 //!
 //! When the process dies here the sockets close; what the upstream makes of the requests in flight is unknown.
 
+mod counted;
+
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -35,11 +37,12 @@ use hyper::client::conn::{TrySendError, http1};
 use hyper_util::rt::TokioIo;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout, timeout_at};
 use tokio_rustls::TlsConnector;
+
+use crate::gateway::upstream::counted::{Counted, Meter, Stream};
 
 /// Why a body ended before its end.
 pub type BodyError = Box<dyn std::error::Error + Send + Sync>;
@@ -187,24 +190,26 @@ impl Upstream {
     pub async fn dial(&self) -> Result<Dialed, DialError> {
         let deadline = Instant::now() + self.0.settings.connect_timeout;
         let stream = timeout_at(deadline, self.connect(deadline));
-        let stream = stream.await.map_err(|_| DialError::TimedOut)??;
-        let connection = Connection::open(stream).await?;
+        let (stream, probe) = stream.await.map_err(|_| DialError::TimedOut)??;
+        let connection = Connection::open(stream, probe).await?;
         Ok(Dialed { connection, authority: self.0.authority.clone() })
     }
 
-    async fn connect(&self, deadline: Instant) -> Result<Box<dyn Stream>, DialError> {
+    async fn connect(&self, deadline: Instant) -> Result<(Box<dyn Stream>, Probe), DialError> {
         // Each time: containers change their addresses.
         let name = (self.0.host.as_str(), self.0.port);
         let addresses = tokio::net::lookup_host(name).await.map_err(DialError::Resolve)?.collect();
         let tcp = connect_any(addresses, deadline).await.map_err(DialError::Connect)?;
         tcp.set_nodelay(true).map_err(DialError::Connect)?;
-        match &self.0.tls {
+        let probe = Probe::of(&tcp).map_err(DialError::Connect)?;
+        let stream: Box<dyn Stream> = match &self.0.tls {
             Some((connector, name)) => {
                 let tls = connector.connect(name.clone(), tcp).await.map_err(DialError::Tls)?;
-                Ok(Box::new(tls))
+                Box::new(tls)
             }
-            None => Ok(Box::new(tcp)),
-        }
+            None => Box::new(tcp),
+        };
+        Ok((stream, probe))
     }
 
     /// Sends a request that passes through, on a pooled connection where one is fresh, and streams both bodies.
@@ -282,7 +287,8 @@ impl Upstream {
         let mut pool = self.0.pool.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             let Parked { since, connection } = pool.pop()?;
-            if since.elapsed() < self.0.settings.idle_timeout && connection.sender.is_ready() {
+            let is_fresh = since.elapsed() < self.0.settings.idle_timeout;
+            if is_fresh && connection.sender.is_ready() && connection.is_quiet() {
                 return Some(connection);
             }
         }
@@ -524,10 +530,28 @@ struct Connection {
     sender: http1::SendRequest<Body>,
     meter: Arc<Meter>,
     task: Driver,
+    /// Lives as long as the task, so that the socket closes with it.
+    probe: Weak<Probe>,
+}
+
+/// A second handle of the socket, to look at it without waiting for the task that drives the connection.
+///
+/// Between the upstream's FIN and the task's next turn a request would still be written, into the void.
+struct Probe(std::net::TcpStream);
+
+impl Probe {
+    fn of(stream: &TcpStream) -> io::Result<Self> {
+        stream.as_fd().try_clone_to_owned().map(|handle| Self(handle.into()))
+    }
+
+    /// Whether nothing has come in: neither an end, nor an error, nor bytes that nobody asked for.
+    fn is_quiet(&self) -> bool {
+        self.0.peek(&mut [0]).is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
+    }
 }
 
 impl Connection {
-    async fn open(stream: Box<dyn Stream>) -> Result<Self, DialError> {
+    async fn open(stream: Box<dyn Stream>, probe: Probe) -> Result<Self, DialError> {
         let meter = Arc::new(Meter::default());
         let io = TokioIo::new(Counted { stream, meter: Arc::clone(&meter) });
         let (sender, connection) = http1::Builder::new()
@@ -540,7 +564,10 @@ impl Connection {
             .handshake(io)
             .await
             .map_err(|error| DialError::Connect(io::Error::other(error)))?;
+        let probe = Arc::new(probe);
+        let seen = Arc::downgrade(&probe);
         let task = tokio::spawn(async move {
+            let _probe = probe;
             if let Err(error) = connection.await {
                 tracing::debug!(
                     error = &error as &dyn std::error::Error,
@@ -548,7 +575,11 @@ impl Connection {
                 );
             }
         });
-        Ok(Self { sender, meter, task: Driver(task) })
+        Ok(Self { sender, meter, task: Driver(task), probe: seen })
+    }
+
+    fn is_quiet(&self) -> bool {
+        self.probe.upgrade().is_some_and(|probe| probe.is_quiet())
     }
 
     /// Waits until the connection could take another request; false if it ended, or got stuck.
@@ -585,116 +616,5 @@ struct Driver(JoinHandle<()>);
 impl Drop for Driver {
     fn drop(&mut self) {
         self.0.abort();
-    }
-}
-
-/// What went out on a connection, and whether it may.
-#[derive(Default)]
-struct Meter {
-    written: AtomicU64,
-    may_write: OnceLock<Box<dyn Fn() -> bool + Send + Sync>>,
-    held: AtomicBool,
-}
-
-impl Meter {
-    fn written(&self) -> u64 {
-        self.written.load(Ordering::Acquire)
-    }
-
-    fn ask(&self, may_write: impl Fn() -> bool + Send + Sync + 'static) {
-        // A connection that is dialed is used for one request, so the slot is empty.
-        self.may_write.get_or_init(|| Box::new(may_write));
-    }
-
-    /// Before each write: may the first byte go out?
-    fn check(&self) -> io::Result<()> {
-        if self.written() > 0 || self.may_write.get().is_none_or(|may_write| may_write()) {
-            return Ok(());
-        }
-        self.held.store(true, Ordering::Release);
-        Err(io::Error::other("held back"))
-    }
-
-    /// Counts what was written, and keeps an error back once anything was.
-    ///
-    /// An upstream that answers early and closes makes our next write fail while its answer waits to be read. So writing
-    /// just stops; reading then finds the answer, or the end of the connection.
-    fn count(&self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
-        match written {
-            Poll::Ready(Ok(bytes)) => {
-                self.written.fetch_add(u64::try_from(bytes).unwrap_or(u64::MAX), Ordering::AcqRel);
-                written
-            }
-            Poll::Ready(Err(error)) if self.written() > 0 => {
-                tracing::debug!(%error, "the upstream takes no more");
-                Poll::Pending
-            }
-            Poll::Ready(Err(_)) | Poll::Pending => written,
-        }
-    }
-
-    /// What an error means, once nothing can be written any more.
-    fn judge(&self, cause: BodyError) -> SendError {
-        if self.written() > 0 {
-            SendError::Broken(cause)
-        } else if self.held.load(Ordering::Acquire) {
-            SendError::Held
-        } else {
-            SendError::NothingSent(cause)
-        }
-    }
-}
-
-trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
-impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
-
-/// Counts the bytes that the stream below took.
-struct Counted {
-    stream: Box<dyn Stream>,
-    meter: Arc<Meter>,
-}
-
-impl AsyncRead for Counted {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(cx, buf)
-    }
-}
-
-impl AsyncWrite for Counted {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buf: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        self.meter.check()?;
-        let written = Pin::new(&mut self.stream).poll_write(cx, buf);
-        self.meter.count(written)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bufs: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        self.meter.check()?;
-        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
-        self.meter.count(written)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let flushed = Pin::new(&mut self.stream).poll_flush(cx);
-        self.meter.count(flushed.map_ok(|()| 0)).map_ok(|_| ())
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 }

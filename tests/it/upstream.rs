@@ -224,6 +224,40 @@ async fn each_dial_is_a_connection_of_its_own_and_closes_with_its_answer() {
 }
 
 #[tokio::test]
+async fn a_request_that_met_a_dead_pooled_connection_unsent_goes_out_on_another() {
+    // F6: the FIN is there, but the connection's task has not seen it yet.
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let upstream = upstream(listener.local_addr().unwrap());
+    let (close, closing) = std::sync::mpsc::channel::<()>();
+    let (closed, is_closed) = std::sync::mpsc::channel::<()>();
+    let server = std::thread::spawn(move || {
+        for round in 1..=2 {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut request = vec![0; 2000];
+            assert!(std::io::Read::read(&mut stream, &mut request).unwrap() > 0);
+            std::io::Write::write_all(&mut stream, OK.as_bytes()).unwrap();
+            if round == 1 {
+                closing.recv().unwrap();
+                drop(stream);
+                closed.send(()).unwrap();
+            }
+        }
+    });
+    let request = || post("hi").map(|body| body.map_err(|never| match never {}).boxed_unsync());
+    let first = upstream.pooled(request()).await.unwrap();
+    assert_eq!(first.into_body().collect().await.unwrap().to_bytes(), "ok");
+    // All tasks are on this thread: they park the connection now, and see nothing while it blocks below.
+    for _ in 0..1000 {
+        tokio::task::yield_now().await;
+    }
+    close.send(()).unwrap();
+    is_closed.recv().unwrap();
+    let second = upstream.pooled(request()).await.unwrap();
+    assert_eq!(second.into_body().collect().await.unwrap().to_bytes(), "ok");
+    server.join().unwrap();
+}
+
+#[tokio::test]
 async fn letting_go_of_a_request_or_an_answer_closes_the_connection() {
     let slow = Reply::keep(OK).after(Duration::from_secs(3600));
     let scripted = Scripted::start(move |number, _| match number {
