@@ -8,7 +8,7 @@
 //! Beside the canonical hash stands one of the request as received. The recipe's id names version and settings: where it
 //! differs between two requests, a deploy lies between them and the raw hash decides.
 //!
-//! A new form (multipart, XML, a decoded content coding) is a new variant of [`Form`], and a new [`VERSION`].
+//! A new form (multipart, XML, a decoded content coding) is a new variant of `Form`, and a new `VERSION`.
 
 pub mod form;
 pub mod json;

@@ -102,6 +102,20 @@ async fn f07_a_slow_sink_gets_no_event_twice_from_two_relays() {
     assert!(most <= 8 && most_per_id == 1, "{most} {most_per_id}");
 }
 
+#[tokio::test(start_paused = true)]
+async fn f07_what_was_claimed_too_long_ago_is_given_back_unsent() {
+    let sink = Sink::start(|_, _| OK).await;
+    let fake = Arc::new(Fake::default());
+    fake.add("{}");
+    // Longer than the claim, less a delivery and its acknowledgement.
+    *fake.slow.lock().unwrap() = Duration::from_secs(9);
+    let running = Running::start(&fake, vec![settings(&sink)]);
+    eventually("a verdict", LONG, || !fake.acknowledged.lock().unwrap().is_empty()).await;
+    assert_eq!(fake.acknowledged.lock().unwrap()[0].verdict, Verdict::GivenBack);
+    assert!(sink.seen().is_empty());
+    running.stop().await;
+}
+
 #[tokio::test]
 async fn f08_a_2xx_whose_body_never_ends_is_delivered_by_the_deadline() {
     let head = "HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n";
@@ -163,6 +177,30 @@ async fn f12_a_verdict_that_the_database_does_not_take_is_repeated_and_nothing_i
     sent(&fake, 1).await;
     running.stop().await;
     assert_eq!((sink.seen().len(), fake.row(id).attempts), (1, 1));
+}
+
+#[tokio::test]
+async fn f12_a_verdict_is_forgotten_when_its_claim_is_over_and_costs_one_more_delivery() {
+    let fake = Arc::new(Fake::default());
+    let id = fake.add("{}");
+    let outage = Arc::clone(&fake);
+    let sink = Sink::start(move |_, before| {
+        outage.away.store(if before == 0 { usize::MAX } else { 0 }, SeqCst);
+        OK
+    })
+    .await;
+    let short = sink::Settings { timeout: 100 * MS, ..settings(&sink) };
+    let running = Running::start(&fake, vec![short]);
+    eventually("it is sent", LONG, || !sink.seen().is_empty()).await;
+    let now = Instant::now();
+    eventually("its claim is over", LONG, || fake.row(id).leased <= Instant::now()).await;
+    assert!(now.elapsed() > Duration::from_secs(4), "the outage outlasts the claim");
+    fake.away.store(0, SeqCst);
+    sent(&fake, 1).await;
+    running.stop().await;
+    assert_eq!((sink.seen().len(), sink.ids().len()), (2, 1));
+    let claims: Vec<_> = fake.acknowledged.lock().unwrap().iter().map(|a| a.claim_no).collect();
+    assert_eq!(claims, [2], "the first claim's verdict is forgotten");
 }
 
 #[tokio::test]

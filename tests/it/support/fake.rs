@@ -35,6 +35,8 @@ pub(crate) struct Fake {
     pub(crate) doubtful: AtomicUsize,
     /// A verdict with this text is refused.
     pub(crate) refuses: Mutex<Option<String>>,
+    /// How long the next claim's answer takes.
+    pub(crate) slow: Mutex<Duration>,
     /// So many claims panic.
     pub(crate) panics: AtomicUsize,
     /// Looks that found nothing and asked when to come again.
@@ -93,6 +95,42 @@ impl Fake {
             Ok(_) => Err(Error::Unavailable("away".into())),
             Err(_) => Ok(()),
         }
+    }
+
+    fn take(&self, claim: &Claim) -> Vec<Claimed> {
+        let now = Instant::now();
+        let mut rows = self.rows.lock().unwrap();
+        let mut due: Vec<_> = rows
+            .iter_mut()
+            .filter(|(_, row)| row.status == EventStatus::Pending && row.lane == claim.lane)
+            .filter(|(_, row)| row.sink == claim.sink && row.due <= now && row.leased <= now)
+            .collect();
+        due.sort_by_key(|(_, row)| row.due);
+        due.truncate(usize::try_from(claim.limit).unwrap());
+        let claimed: Vec<Claimed> = due
+            .into_iter()
+            .map(|(id, row)| {
+                row.leased = now + claim.lease;
+                row.claim_no += 1;
+                Claimed {
+                    event_id: *id,
+                    claim_no: row.claim_no,
+                    attempts: row.attempts,
+                    age: now - row.written,
+                    kind: "order.created".into(),
+                    tenant: "t".into(),
+                    operation: "orders.create".into(),
+                    key: "k".into(),
+                    payload: row.payload.clone(),
+                }
+            })
+            .collect();
+        let leased = rows
+            .values()
+            .filter(|row| row.status == EventStatus::Pending && row.leased > now)
+            .count();
+        self.leased_most.fetch_max(leased, Ordering::SeqCst);
+        claimed
     }
 
     fn settle(row: &mut Row, verdict: &Verdict) {
@@ -158,38 +196,9 @@ impl Store for Fake {
             panic!("as told");
         }
         self.reachable()?;
-        let now = Instant::now();
-        let mut rows = self.rows.lock().unwrap();
-        let mut due: Vec<_> = rows
-            .iter_mut()
-            .filter(|(_, row)| row.status == EventStatus::Pending && row.lane == claim.lane)
-            .filter(|(_, row)| row.sink == claim.sink && row.due <= now && row.leased <= now)
-            .collect();
-        due.sort_by_key(|(_, row)| row.due);
-        due.truncate(usize::try_from(claim.limit).unwrap());
-        let claimed = due
-            .into_iter()
-            .map(|(id, row)| {
-                row.leased = now + claim.lease;
-                row.claim_no += 1;
-                Claimed {
-                    event_id: *id,
-                    claim_no: row.claim_no,
-                    attempts: row.attempts,
-                    age: now - row.written,
-                    kind: "order.created".into(),
-                    tenant: "t".into(),
-                    operation: "orders.create".into(),
-                    key: "k".into(),
-                    payload: row.payload.clone(),
-                }
-            })
-            .collect();
-        let leased = rows
-            .values()
-            .filter(|row| row.status == EventStatus::Pending && row.leased > now)
-            .count();
-        self.leased_most.fetch_max(leased, Ordering::SeqCst);
+        let claimed = self.take(claim);
+        let slow = std::mem::take(&mut *self.slow.lock().unwrap());
+        tokio::time::sleep(slow).await;
         Ok(claimed)
     }
     async fn acknowledge(&self, _: &str, verdicts: &[Acknowledgement]) -> Result<Vec<Uuid>, Error> {

@@ -1,0 +1,111 @@
+//! What templates see: the parts of the request that they name, kept from its reservation to its completion, and the answer.
+
+use std::collections::BTreeSet;
+
+use bytes::Bytes;
+use http::HeaderMap;
+use minijinja::value::{Serde, Value};
+use serde_json::{Map, Value as Json, json};
+
+use super::{Origin, RequestParts};
+use crate::record::KeptBody;
+
+/// Longest context, in bytes.
+const CONTEXT_MAX: usize = 64 * 1024;
+
+/// The context: `{"request": {...}}` with what is needed, or `{"too_large": true}`.
+pub(super) fn extract(needs: &BTreeSet<String>, request: &RequestParts<'_>) -> Bytes {
+    let (path, query) = request.target.split_once('?').unwrap_or((request.target, ""));
+    let mut kept = Map::new();
+    for need in needs {
+        let mut steps = need.split('.');
+        let part = steps.next().unwrap_or_default();
+        let is = |name: &str| part == name;
+        let value = if is("method") {
+            request.method.as_str().into()
+        } else if is("path") {
+            path.into()
+        } else if is("query") {
+            pairs(query.as_bytes())
+        } else if is("headers") {
+            headers(request.headers)
+        } else if is("params") {
+            request.params.iter().map(|(name, value)| ((*name).to_owned(), json!(value))).collect()
+        } else if is("form") {
+            pairs(request.body)
+        } else {
+            serde_json::from_slice(request.body).unwrap_or(Json::Null)
+        };
+        let steps = steps.collect::<Vec<_>>();
+        copy(&value, &steps, kept.entry(part).or_insert(Json::Null));
+    }
+    let context = json!({ "request": kept }).to_string();
+    if context.len() > CONTEXT_MAX {
+        return Bytes::from_static(br#"{"too_large":true}"#);
+    }
+    Bytes::from(context)
+}
+
+/// Copies what the steps lead to, with the maps on the way to it.
+fn copy(from: &Json, steps: &[&str], to: &mut Json) {
+    let (Json::Object(members), [step, rest @ ..]) = (from, steps) else {
+        *to = from.clone();
+        return;
+    };
+    if !to.is_object() {
+        *to = Json::Object(Map::new());
+    }
+    if let (Some(found), Json::Object(to)) = (members.get(*step), to) {
+        copy(found, rest, to.entry(*step).or_insert(Json::Null));
+    }
+}
+
+/// Pairs by name; of equal names the first.
+fn pairs(text: &[u8]) -> Json {
+    let mut map = Map::new();
+    for (name, value) in form_urlencoded::parse(text) {
+        map.entry(name).or_insert_with(|| value.as_ref().into());
+    }
+    Json::Object(map)
+}
+
+/// Headers by lower-case name; several lines of one name joined by a comma.
+fn headers(headers: &HeaderMap) -> Json {
+    let mut map = Map::new();
+    for name in headers.keys() {
+        let lines = headers.get_all(name).iter();
+        let lines = lines.map(|line| String::from_utf8_lossy(line.as_bytes()));
+        map.insert(name.as_str().to_owned(), lines.collect::<Vec<_>>().join(", ").into());
+    }
+    Json::Object(map)
+}
+
+/// The variables of a record's templates.
+pub(super) fn variables(origin: &Origin<'_>) -> Value {
+    let context = origin.context.and_then(|bytes| serde_json::from_slice::<Json>(bytes).ok());
+    let answer = origin.answer;
+    let (json, text) = match &answer.body {
+        KeptBody::Whole(body) => (
+            serde_json::from_slice(body).unwrap_or(Json::Null),
+            std::str::from_utf8(body).map_or(Json::Null, Into::into),
+        ),
+        KeptBody::NotRetained => (Json::Null, Json::Null),
+    };
+    let mut variables = json!({
+        "response": {
+            "status": answer.status.as_u16(),
+            "headers": headers(&answer.headers),
+            "json": json,
+            "text": text,
+        },
+        "tenant": origin.scope.tenant.as_str(),
+        "operation": origin.scope.operation.as_str(),
+        "key": origin.scope.key.as_str(),
+        "record": origin.record.to_string(),
+    });
+    let request = context.as_ref().and_then(|context| context.get("request"));
+    if let (Some(request), Json::Object(variables)) = (request, &mut variables) {
+        variables.insert("request".to_owned(), request.clone());
+    }
+    Value::from(Serde(&variables))
+}

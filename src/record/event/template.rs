@@ -1,0 +1,249 @@
+//! Expressions and templates: compiled once, bounded in what they do, and strict about what is not there.
+//!
+//! Templates come from the operator, values from callers and the upstream. No template can load another one; output is bounded,
+//! and whatever goes wrong is an error text, never a panic.
+
+use std::collections::{BTreeSet, HashSet};
+use std::io;
+use std::sync::{Arc, LazyLock};
+
+use minijinja::value::{Value, ValueKind};
+use minijinja::{Environment, UndefinedBehavior};
+
+/// Longest text that one template may write, in bytes.
+const TEXT_MAX: usize = 1024 * 1024;
+/// What an expression may name.
+const ROOTS: [&str; 6] = ["request", "response", "tenant", "operation", "key", "record"];
+/// What is known of a request.
+const REQUEST: [&str; 7] = ["method", "path", "query", "headers", "params", "json", "form"];
+
+static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(environment);
+
+fn environment() -> Environment<'static> {
+    let mut environment = Environment::new();
+    environment.set_undefined_behavior(UndefinedBehavior::Strict);
+    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    environment.set_recursion_limit(100);
+    environment
+}
+
+#[derive(Debug)]
+pub(super) struct Expression {
+    source: String,
+    compiled: minijinja::Expression<'static, 'static>,
+}
+
+impl Expression {
+    fn value(&self, variables: &Value) -> Result<Value, String> {
+        let value = self.compiled.eval(variables.clone());
+        let value = value.map_err(|error| failed(&self.source, &error))?;
+        if value.is_undefined() {
+            return Err(format!("{}: there is no such value", self.source));
+        }
+        Ok(value)
+    }
+
+    pub(super) fn is_true(&self, variables: &Value) -> Result<bool, String> {
+        self.value(variables).map(|value| value.is_true())
+    }
+
+    pub(super) fn elements(&self, variables: &Value, max: usize) -> Result<Vec<Value>, String> {
+        let value = self.value(variables)?;
+        if !matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable) {
+            return Err(format!("{}: it is not a list", self.source));
+        }
+        let items = value.try_iter().map_err(|error| failed(&self.source, &error))?;
+        let items = items.take(max + 1).collect::<Vec<_>>();
+        if items.len() > max {
+            return Err(format!("{}: the list is too long", self.source));
+        }
+        Ok(items)
+    }
+
+    fn json(&self, variables: &Value) -> Result<serde_json::Value, String> {
+        let value = self.value(variables)?;
+        serde_json::to_value(&value).map_err(|error| format!("{}: {error}", self.source))
+    }
+}
+
+/// An error without the values it met: they may be secrets.
+fn failed(source: &str, error: &minijinja::Error) -> String {
+    format!("{source}: {}", error.kind())
+}
+
+/// A text with expressions in it.
+#[derive(Debug)]
+pub(super) enum Text {
+    Fixed(String),
+    Template { source: String, environment: Arc<Environment<'static>> },
+}
+
+impl Text {
+    pub(super) fn render(&self, variables: &Value) -> Result<String, String> {
+        let (source, environment) = match self {
+            Self::Fixed(text) => return Ok(text.clone()),
+            Self::Template { source, environment } => (source, environment),
+        };
+        let mut output = Bounded(Vec::new());
+        let template = environment.get_template("").map_err(|error| failed(source, &error))?;
+        template
+            .render_captured_to(variables.clone(), &mut output)
+            .map_err(|error| failed(source, &error))?;
+        String::from_utf8(output.0).map_err(|error| error.to_string())
+    }
+}
+
+struct Bounded(Vec<u8>);
+
+impl io::Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.0.len() + bytes.len() > TEXT_MAX {
+            return Err(io::Error::other("the text is too long"));
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+pub(super) enum Leaf {
+    Value(serde_json::Value),
+    Expression(Expression),
+    Text(Text),
+}
+
+/// A payload.
+#[derive(Debug)]
+pub(super) enum Tree {
+    Leaf(Leaf),
+    List(Vec<Self>),
+    Members(Vec<(String, Self)>),
+}
+
+impl Tree {
+    pub(super) fn render(&self, variables: &Value) -> Result<serde_json::Value, String> {
+        match self {
+            Self::Leaf(Leaf::Value(value)) => Ok(value.clone()),
+            Self::Leaf(Leaf::Expression(expression)) => expression.json(variables),
+            Self::Leaf(Leaf::Text(text)) => text.render(variables).map(Into::into),
+            Self::List(items) => items.iter().map(|item| item.render(variables)).collect(),
+            Self::Members(members) => members
+                .iter()
+                .map(|(name, member)| Ok((name.clone(), member.render(variables)?)))
+                .collect(),
+        }
+    }
+}
+
+/// The variables of one element: those of the record, `item` and `index`.
+pub(super) fn with_element(variables: &Value, item: Value, index: usize) -> Value {
+    let index = Value::from(index);
+    minijinja::context! { item, index, ..variables.clone() }
+}
+
+/// Compiles a route's templates, and collects what they name of the request and what is wrong with them.
+#[derive(Debug, Default)]
+pub(super) struct Compiler {
+    /// The event that is compiled now.
+    pub(super) event: String,
+    /// Whether `item` and `index` are known.
+    pub(super) in_element: bool,
+    pub(super) needs: BTreeSet<String>,
+    pub(super) errors: Vec<String>,
+}
+
+impl Compiler {
+    pub(super) fn wrong(&mut self, field: &str, text: &str, error: &str) {
+        self.errors.push(format!("event {:?}: {field} {text:?}: {error}", self.event));
+    }
+
+    pub(super) fn expression(&mut self, field: &str, source: Option<&str>) -> Option<Expression> {
+        let source = source?;
+        match ENVIRONMENT.compile_expression_owned(source.to_owned()) {
+            Ok(compiled) => {
+                self.names(field, source, compiled.undeclared_variables(true));
+                Some(Expression { source: source.to_owned(), compiled })
+            }
+            Err(error) => {
+                self.wrong(field, source, &error.to_string());
+                None
+            }
+        }
+    }
+
+    pub(super) fn text(&mut self, field: &str, source: Option<&str>) -> Option<Text> {
+        let source = source?;
+        if !["{{", "{%", "{#"].iter().any(|mark| source.contains(mark)) {
+            return Some(Text::Fixed(source.to_owned()));
+        }
+        let mut environment = environment();
+        if let Err(error) = environment.add_template_owned("", source.to_owned()) {
+            self.wrong(field, source, &error.to_string());
+            return None;
+        }
+        let names = environment.get_template("").map(|known| known.undeclared_variables(true));
+        self.names(field, source, names.unwrap_or_default());
+        let environment = Arc::new(environment);
+        Some(Text::Template { source: source.to_owned(), environment })
+    }
+
+    pub(super) fn tree(&mut self, field: &str, tree: &serde_json::Value) -> Tree {
+        match tree {
+            serde_json::Value::String(text) => Tree::Leaf(self.leaf(field, text)),
+            serde_json::Value::Array(items) => {
+                Tree::List(items.iter().map(|item| self.tree(field, item)).collect())
+            }
+            serde_json::Value::Object(members) => {
+                let mut compiled = Vec::with_capacity(members.len());
+                for (name, member) in members {
+                    compiled.push((name.clone(), self.tree(&format!("{field}.{name}"), member)));
+                }
+                Tree::Members(compiled)
+            }
+            serde_json::Value::Null | serde_json::Value::Bool(_) | serde_json::Value::Number(_) => {
+                Tree::Leaf(Leaf::Value(tree.clone()))
+            }
+        }
+    }
+
+    fn leaf(&mut self, field: &str, text: &str) -> Leaf {
+        let inner = text.strip_prefix("{{").and_then(|rest| rest.strip_suffix("}}"));
+        if let Some(inner) = inner
+            && ENVIRONMENT.compile_expression_owned(inner.to_owned()).is_ok()
+            && let Some(expression) = self.expression(field, Some(inner.trim()))
+        {
+            return Leaf::Expression(expression);
+        }
+        let text = self.text(field, Some(text));
+        text.map_or(Leaf::Value(serde_json::Value::Null), Leaf::Text)
+    }
+
+    /// Checks what is named, and keeps what is named of the request.
+    fn names(&mut self, field: &str, source: &str, names: HashSet<String>) {
+        let functions = ENVIRONMENT.globals().map(|(name, _)| name).collect::<HashSet<_>>();
+        let mut names = names.into_iter().collect::<Vec<_>>();
+        names.sort_unstable();
+        for name in names {
+            let (root, rest) = name.split_once('.').unwrap_or((&name, ""));
+            let known = ROOTS.contains(&root)
+                || functions.contains(root)
+                || (self.in_element && matches!(root, "item" | "index"));
+            if !known {
+                self.wrong(field, source, &format!("there is no {root:?}"));
+            } else if root == "request" {
+                let part = rest.split('.').next().unwrap_or_default();
+                if rest.is_empty() {
+                    self.needs.extend(REQUEST.map(str::to_owned));
+                } else if REQUEST.contains(&part) {
+                    self.needs.insert(rest.to_owned());
+                } else {
+                    self.wrong(field, source, &format!("a request has no {part:?}"));
+                }
+            }
+        }
+    }
+}
