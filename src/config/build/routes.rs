@@ -150,7 +150,7 @@ impl Builder<'_> {
             || common.file.upstreams.iter().any(|(name, _)| *name == named.value);
         if !defined {
             let names = common.upstreams.keys().map(String::as_str);
-            let hint = unknown(&named.value, names).replace("unknown field", "no such upstream");
+            let hint = unknown("no such upstream", &named.value, names);
             self.notes.mistake(&named.place, hint);
         }
         named.value.clone()
@@ -185,17 +185,13 @@ impl Builder<'_> {
     }
 
     fn event(&self, raw: &file::Event, common: &Common<'_>) -> Option<Spec> {
-        let sinks = raw.sinks.as_ref().map(|list| {
-            for sink in &list.value {
-                let known = common.file.sinks.iter().filter_map(|raw| raw.name.as_ref());
-                let known: Vec<&str> = known.map(|name| name.value.as_str()).collect();
-                if !known.contains(&sink.value.as_str()) {
-                    let hint = unknown(&sink.value, known.into_iter());
-                    self.notes.mistake(&sink.place, hint.replace("unknown field", "no such sink"));
-                }
-            }
-            list.value.iter().map(|sink| sink.value.clone()).collect()
-        });
+        let known = common.file.sinks.iter().filter_map(|raw| raw.name.as_ref());
+        let known: Vec<&str> = known.map(|name| name.value.as_str()).collect();
+        let read = |name: &str| {
+            let hint = || unknown("no such sink", name, known.iter().copied());
+            known.contains(&name).then(|| name.to_owned()).ok_or_else(hint)
+        };
+        let sinks = raw.sinks.is_some().then(|| self.each(&raw.sinks, read));
         let text = |field: &Maybe<String>| field.as_ref().map(|placed| placed.value.clone());
         Some(Spec {
             kind: self.required(raw.kind.as_ref(), &raw.place, "type")?.value.clone(),
