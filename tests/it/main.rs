@@ -23,5 +23,7 @@ mod cli;
 mod lease;
 mod proxy;
 mod relay;
+mod sqlite;
+mod store;
 mod sweep;
 mod upstream;

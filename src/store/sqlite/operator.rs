@@ -1,0 +1,156 @@
+//! What operators do to records, each with its audit row in the same transaction.
+//!
+//! An operator acts on `unknown`, and on `in_progress` whose owner's lease has run out; on a live one never. The
+//! attempt that was looked at is the fence: what moved on since is not touched.
+
+use std::time::Duration;
+
+use rusqlite::params;
+use uuid::Uuid;
+
+use super::super::{Acted, AuditRow, Completion, Objection, Operator, Settled};
+use super::records::{self, Completer};
+use super::row;
+use super::thread::Tx;
+use crate::record::{Attempt, Fence, OwnerId, RecordId, Scope, Status};
+
+/// What an audit row says beside who, when and why.
+pub(super) struct Action {
+    pub(super) name: &'static str,
+    pub(super) record: Option<RecordId>,
+    pub(super) event: Option<Uuid>,
+    pub(super) detail: serde_json::Value,
+}
+
+pub(super) fn audit(tx: &Tx<'_>, by: &Operator, action: &Action) -> rusqlite::Result<()> {
+    const SQL: &str =
+        "INSERT INTO audit_log (id, at, who, action, record_id, event_id, why, detail)
+        VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)";
+    let params = params![
+        // In the order of time, so that rows of one millisecond keep theirs.
+        Uuid::now_v7().to_string(),
+        tx.now,
+        by.who,
+        action.name,
+        action.record.map(|id| id.to_string()),
+        action.event.map(|id| id.to_string()),
+        by.why,
+        action.detail.to_string(),
+    ];
+    tx.execute(SQL, params).map(drop)
+}
+
+/// A record as far as the decision needs it.
+struct Seen {
+    scope: Scope,
+    status: Status,
+    attempt: Attempt,
+    owner: OwnerId,
+    since: i64,
+    owner_lives: bool,
+}
+
+fn look(tx: &Tx<'_>, id: RecordId) -> rusqlite::Result<Option<Seen>> {
+    const SQL: &str = "SELECT tenant_id, operation, key, status, attempt, owner, created_at,
+          EXISTS (SELECT 1 FROM oncegate_owners o WHERE o.owner = r.owner AND o.lease_until > ?2)
+        FROM idempotency_records r WHERE id = ?1";
+    tx.first(SQL, params![id.to_string(), tx.now], |row| {
+        Ok(Seen {
+            scope: row::scope(row, 0)?,
+            status: row::status(row, 3)?,
+            attempt: Attempt::from_number(row.get(4)?),
+            owner: row::uuid(row, 5)?.into(),
+            since: row.get(6)?,
+            owner_lives: row.get(7)?,
+        })
+    })
+}
+
+/// The record, where an operator who saw `fence` may act on it.
+fn may_act(
+    tx: &Tx<'_>,
+    fence: Fence,
+    completed: bool,
+) -> rusqlite::Result<Result<Seen, Objection>> {
+    let Some(seen) = look(tx, fence.id)? else { return Ok(Err(Objection::NotFound)) };
+    if seen.attempt != fence.attempt {
+        return Ok(Err(Objection::Moved));
+    }
+    Ok(match seen.status {
+        Status::InProgress if seen.owner_lives => {
+            Err(Objection::Running { owner: seen.owner, since: row::time(seen.since) })
+        }
+        Status::Completed if !completed => Err(Objection::IsCompleted),
+        Status::InProgress | Status::Unknown | Status::Completed => Ok(seen),
+    })
+}
+
+pub(super) fn release(
+    tx: &Tx<'_>,
+    fence: Fence,
+    completed: bool,
+    by: &Operator,
+) -> rusqlite::Result<Acted> {
+    const SQL: &str = "DELETE FROM idempotency_records WHERE id = ?1 AND attempt = ?2";
+    let seen = match may_act(tx, fence, completed)? {
+        Ok(seen) => seen,
+        Err(objection) => return Ok(Err(objection)),
+    };
+    tx.execute(SQL, params![fence.id.to_string(), fence.attempt.number()])?;
+    audit(tx, by, &action("record.release", fence, &seen))?;
+    Ok(Ok(()))
+}
+
+pub(super) fn complete(
+    tx: &Tx<'_>,
+    completion: &Completion,
+    by: &Operator,
+) -> rusqlite::Result<Acted> {
+    let fence = completion.fence;
+    let seen = match may_act(tx, fence, false)? {
+        Ok(seen) => seen,
+        Err(objection) => return Ok(Err(objection)),
+    };
+    match records::complete(tx, completion, Completer::Operator)? {
+        Settled::Done { .. } => {}
+        // The id stands, but not under this scope.
+        Settled::Fenced => return Ok(Err(Objection::NotFound)),
+    }
+    audit(tx, by, &action("record.complete", fence, &seen))?;
+    Ok(Ok(()))
+}
+
+/// The audit row of an action on a record: the row itself may be gone afterwards, so its scope is told.
+fn action(name: &'static str, fence: Fence, seen: &Seen) -> Action {
+    let detail = serde_json::json!({
+        "tenant": seen.scope.tenant.as_str(),
+        "operation": seen.scope.operation.as_str(),
+        "key": seen.scope.key.as_str(),
+        "status": seen.status.as_str(),
+        "attempt": fence.attempt.number(),
+    });
+    Action { name, record: Some(fence.id), event: None, detail }
+}
+
+pub(super) fn audit_of(tx: &Tx<'_>, record: RecordId) -> rusqlite::Result<Vec<AuditRow>> {
+    const SQL: &str = "SELECT id, at, who, action, record_id, event_id, why, detail FROM audit_log
+        WHERE record_id = ?1 ORDER BY at, id";
+    tx.rows(SQL, [record.to_string()], |row| {
+        Ok(AuditRow {
+            id: row::uuid(row, 0)?,
+            at: row::time(row.get(1)?),
+            who: row.get(2)?,
+            action: row.get(3)?,
+            record: row::uuid_or_null(row, 4)?.map(RecordId::from),
+            event: row::uuid_or_null(row, 5)?,
+            why: row.get(6)?,
+            detail: row.get(7)?,
+        })
+    })
+}
+
+pub(super) fn acted_on(tx: &Tx<'_>, window: Duration) -> rusqlite::Result<Vec<RecordId>> {
+    const SQL: &str = "SELECT DISTINCT record_id FROM audit_log WHERE at >= ?1
+        AND record_id IS NOT NULL AND action IN ('record.release', 'record.complete')";
+    tx.rows(SQL, [tx.now - row::micros(window)], |row| row::uuid(row, 0).map(RecordId::from))
+}

@@ -1,0 +1,278 @@
+//! The outbox: events are written with their record's completion, claimed under a lease, acknowledged under a claim
+//! number, and redelivered or swept once they ended.
+//!
+//! A message is written once. A row in `outbox_queue` stands exactly while a delivery is owed; a row in
+//! `outbox_done` says how it ended. An event and sink are in one of the two, never in both: each change moves the row
+//! within its transaction. Claim numbers only grow, also over a redelivery, so a late worker changes nothing.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use rusqlite::params;
+use uuid::Uuid;
+
+use super::super::{Acknowledgement, Claim, Claimed, Lane, Operator, Redeliver, Verdict};
+use super::operator::{Action, audit};
+use super::row::{self, left, micros};
+use super::thread::Tx;
+use crate::record::event::Event;
+use crate::record::{RecordId, Scope};
+
+/// Writes an event and what is owed of it. An event that stands already is left as it is.
+pub(super) fn write(
+    tx: &Tx<'_>,
+    scope: &Scope,
+    record: RecordId,
+    event: &Event,
+) -> rusqlite::Result<()> {
+    const MESSAGE: &str = "INSERT INTO outbox_messages (id, event_key, seq, event_type, tenant_id,
+          operation, idempotency_key, record_id, ordering_key, payload, created_at)
+        VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11) ON CONFLICT (event_key) DO NOTHING";
+    const OWED: &str = "INSERT INTO outbox_queue (event_id, sink, next_attempt_at, ordering_key,
+          seq, created_at) VALUES (?1, ?2, ?3, ?4, ?5, ?3) ON CONFLICT (event_id, sink) DO NOTHING";
+    const UNWANTED: &str = "INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts,
+          finished_at) VALUES (?1, '', 'discarded', 0, 0, ?2)";
+    let id = event.id.to_string();
+    let written = tx.execute(
+        MESSAGE,
+        params![
+            id,
+            event.key,
+            event.position,
+            event.kind,
+            scope.tenant.as_str(),
+            scope.operation.as_str(),
+            scope.key.as_str(),
+            record.to_string(),
+            event.ordering_key,
+            event.payload.as_ref(),
+            tx.now,
+        ],
+    )?;
+    if written == 0 {
+        return Ok(());
+    }
+    for sink in &event.sinks {
+        tx.execute(OWED, params![id, sink, tx.now, event.ordering_key, event.position])?;
+    }
+    if event.sinks.is_empty() {
+        tx.execute(UNWANTED, params![id, tx.now])?;
+    }
+    Ok(())
+}
+
+/// The claim of one row: event, claim number, attempts.
+type Taken = (Uuid, i32, u32);
+
+pub(super) fn claim(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<Vec<Claimed>> {
+    const SQL: &str = "UPDATE outbox_queue SET lease_until = ?1, claim_no = claim_no + 1
+        WHERE sink = ?2 AND event_id IN (SELECT event_id FROM outbox_queue
+          WHERE sink = ?2 AND lane = ?3 AND next_attempt_at <= ?4 AND lease_until <= ?4
+          ORDER BY next_attempt_at, event_id LIMIT ?5)
+        RETURNING event_id, claim_no, attempts";
+    let lane = match claim.lane {
+        Lane::Fresh => 0,
+        Lane::Retry => 1,
+    };
+    let until = tx.now + micros(claim.lease);
+    let taken: Vec<Taken> =
+        tx.rows(SQL, params![until, claim.sink, lane, tx.now, claim.limit], |row| {
+            Ok((row::uuid(row, 0)?, row.get(1)?, row.get(2)?))
+        })?;
+    let mut claimed = Vec::with_capacity(taken.len());
+    for one in taken {
+        claimed.extend(message(tx, one)?);
+    }
+    // Oldest first, and the events of one record in their order.
+    claimed.sort_by_key(|(order, _)| *order);
+    Ok(claimed.into_iter().map(|(_, claimed)| claimed).collect())
+}
+
+fn message(tx: &Tx<'_>, taken: Taken) -> rusqlite::Result<Option<((i64, u32), Claimed)>> {
+    const SQL: &str = "SELECT event_type, tenant_id, operation, idempotency_key, payload,
+          created_at, seq FROM outbox_messages WHERE id = ?1";
+    let (event_id, claim_no, attempts) = taken;
+    tx.first(SQL, [event_id.to_string()], |row| {
+        let created_at: i64 = row.get(5)?;
+        let claimed = Claimed {
+            event_id,
+            claim_no,
+            attempts,
+            age: left(tx.now, created_at),
+            kind: row.get(0)?,
+            tenant: row.get(1)?,
+            operation: row.get(2)?,
+            key: row.get(3)?,
+            payload: Bytes::from(row.get::<_, Vec<u8>>(4)?),
+        };
+        Ok(((created_at, row.get(6)?), claimed))
+    })
+}
+
+pub(super) fn acknowledge(
+    tx: &Tx<'_>,
+    sink: &str,
+    verdicts: &[Acknowledgement],
+) -> rusqlite::Result<Vec<Uuid>> {
+    let mut current = Vec::with_capacity(verdicts.len());
+    for verdict in verdicts {
+        if acknowledge_one(tx, sink, verdict)? {
+            current.push(verdict.event_id);
+        }
+    }
+    Ok(current)
+}
+
+fn acknowledge_one(tx: &Tx<'_>, sink: &str, ack: &Acknowledgement) -> rusqlite::Result<bool> {
+    const RETRY: &str = "UPDATE outbox_queue SET attempts = attempts + 1, lane = 1,
+          lease_until = 0, next_attempt_at = ?4, last_status = ?5, last_error = ?6
+        WHERE event_id = ?1 AND sink = ?2 AND claim_no = ?3";
+    const BACK: &str = "UPDATE outbox_queue SET lease_until = 0
+        WHERE event_id = ?1 AND sink = ?2 AND claim_no = ?3";
+    let id = ack.event_id.to_string();
+    let rows = match &ack.verdict {
+        Verdict::Sent { status } => end(tx, sink, ack, "sent", Some(*status), None)?,
+        Verdict::Dead { status, error } => end(tx, sink, ack, "dead", *status, Some(error))?,
+        Verdict::Retry { delay, status, error } => {
+            let next = tx.now + micros(*delay);
+            tx.execute(RETRY, params![id, sink, ack.claim_no, next, status, error])?
+        }
+        Verdict::GivenBack => tx.execute(BACK, params![id, sink, ack.claim_no])?,
+    };
+    Ok(rows > 0)
+}
+
+/// Moves a row from what is owed to what ended; the attempt that ended it counts.
+fn end(
+    tx: &Tx<'_>,
+    sink: &str,
+    ack: &Acknowledgement,
+    outcome: &str,
+    status: Option<u16>,
+    error: Option<&String>,
+) -> rusqlite::Result<usize> {
+    const DONE: &str = "INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts,
+          last_status, last_error, finished_at)
+        SELECT event_id, sink, ?4, claim_no, attempts + 1, ?5, ?6, ?7 FROM outbox_queue
+        WHERE event_id = ?1 AND sink = ?2 AND claim_no = ?3";
+    const NOT_OWED: &str =
+        "DELETE FROM outbox_queue WHERE event_id = ?1 AND sink = ?2 AND claim_no = ?3";
+    let id = ack.event_id.to_string();
+    tx.execute(DONE, params![id, sink, ack.claim_no, outcome, status, error, tx.now])?;
+    tx.execute(NOT_OWED, params![id, sink, ack.claim_no])
+}
+
+/// How long until a retry's time comes or a claim ends, whichever is first.
+pub(super) fn next_due(tx: &Tx<'_>, sink: &str) -> rusqlite::Result<Option<Duration>> {
+    // Each branch reads the head of an index, however long the queue is.
+    const SQL: &str = "SELECT min(due) FROM (
+          SELECT min(next_attempt_at) AS due FROM outbox_queue
+            WHERE sink = ?1 AND lane = 0 AND next_attempt_at > ?2
+          UNION ALL SELECT min(next_attempt_at) FROM outbox_queue
+            WHERE sink = ?1 AND lane = 1 AND next_attempt_at > ?2
+          UNION ALL SELECT min(lease_until) FROM outbox_queue
+            WHERE sink = ?1 AND lease_until > 0 AND lease_until > ?2)";
+    let due: Option<Option<i64>> = tx.first(SQL, params![sink, tx.now], |row| row.get(0))?;
+    Ok(due.flatten().map(|due| left(due, tx.now)))
+}
+
+pub(super) fn sweep(tx: &Tx<'_>, retention: Duration, limit: u32) -> rusqlite::Result<u64> {
+    // Aged by its end, not by its beginning: a late delivery stays visible for a whole retention. The index is named,
+    // because its key of event and sink looks better to the planner and is read from end to end.
+    const ENDED: &str = "SELECT d.event_id FROM outbox_done d INDEXED BY outbox_done_finished
+        WHERE d.outcome <> 'dead' AND d.finished_at <= ?1
+          AND NOT EXISTS (SELECT 1 FROM outbox_queue q WHERE q.event_id = d.event_id)
+          AND NOT EXISTS (SELECT 1 FROM outbox_done o WHERE o.event_id = d.event_id
+            AND (o.outcome = 'dead' OR o.finished_at > ?1))
+        LIMIT ?2";
+    let before = tx.now - micros(retention);
+    let ended: Vec<String> = tx.rows(ENDED, params![before, limit], |row| row.get(0))?;
+    let mut swept = 0;
+    for id in &ended {
+        tx.execute("DELETE FROM outbox_done WHERE event_id = ?1", [id])?;
+        swept += tx.execute("DELETE FROM outbox_messages WHERE id = ?1", [id])? as u64;
+    }
+    Ok(swept)
+}
+
+/// An ended delivery that goes back into the queue: event, sink as it stands, sink to which it goes.
+type Again = (String, String, String);
+
+pub(super) fn redeliver(tx: &Tx<'_>, which: &Redeliver, by: &Operator) -> rusqlite::Result<u64> {
+    let (rows, event, sink) = match which {
+        Redeliver::One { id, sink } => (redeliver_one(tx, *id, sink.as_deref())?, Some(*id), sink),
+        Redeliver::Dead { sink } => (redeliver_dead(tx, sink.as_deref())?, None, sink),
+    };
+    if rows == 0 {
+        return Ok(0);
+    }
+    let record = match event {
+        None => None,
+        Some(id) => tx.first(
+            "SELECT record_id FROM outbox_messages WHERE id = ?1",
+            [id.to_string()],
+            |row| row::uuid(row, 0),
+        )?,
+    };
+    let detail = serde_json::json!({ "sink": sink, "deliveries": rows });
+    let action = Action { name: "event.redeliver", record: record.map(Into::into), event, detail };
+    audit(tx, by, &action)?;
+    Ok(rows)
+}
+
+fn redeliver_one(tx: &Tx<'_>, id: Uuid, sink: Option<&str>) -> rusqlite::Result<u64> {
+    // Without a sink: what was delivered or given up. With one: also what was discarded, if only for want of a sink.
+    const ENDED: &str = "SELECT event_id, sink, coalesce(?2, sink) FROM outbox_done
+        WHERE event_id = ?1 AND ((?2 IS NULL AND outcome IN ('sent', 'dead'))
+          OR sink = ?2 OR (?2 <> '' AND sink = '' AND outcome = 'discarded'))";
+    const DUE: &str = "UPDATE outbox_queue SET next_attempt_at = min(next_attempt_at, ?3)
+        WHERE event_id = ?1 AND (?2 IS NULL OR sink = ?2) AND lease_until <= ?3";
+    let id = id.to_string();
+    let due = tx.execute(DUE, params![id, sink, tx.now])?;
+    let ended: Vec<Again> = tx.rows(ENDED, params![id, sink], again)?;
+    Ok(due as u64 + queue_again(tx, &ended)?)
+}
+
+fn redeliver_dead(tx: &Tx<'_>, sink: Option<&str>) -> rusqlite::Result<u64> {
+    const DEAD: &str = "SELECT event_id, sink, sink FROM outbox_done
+        WHERE outcome = 'dead' AND (?1 IS NULL OR sink = ?1)";
+    let dead: Vec<Again> = tx.rows(DEAD, params![sink], again)?;
+    queue_again(tx, &dead)
+}
+
+fn again(row: &rusqlite::Row<'_>) -> rusqlite::Result<Again> {
+    Ok((row.get(0)?, row.get(1)?, row.get(2)?))
+}
+
+fn queue_again(tx: &Tx<'_>, ended: &[Again]) -> rusqlite::Result<u64> {
+    const QUEUE: &str = "INSERT INTO outbox_queue (event_id, sink, lane, next_attempt_at, claim_no,
+          ordering_key, seq, created_at, last_status, last_error)
+        SELECT d.event_id, ?3, 1, ?4, d.claim_no + 1, m.ordering_key, m.seq, m.created_at,
+          d.last_status, d.last_error
+        FROM outbox_done d JOIN outbox_messages m ON m.id = d.event_id
+        WHERE d.event_id = ?1 AND d.sink = ?2
+        ON CONFLICT (event_id, sink) DO NOTHING";
+    const DONE: &str = "DELETE FROM outbox_done WHERE event_id = ?1 AND sink = ?2";
+    let mut queued = 0;
+    for (id, from, to) in ended {
+        queued += tx.execute(QUEUE, params![id, from, to, tx.now])? as u64;
+        tx.execute(DONE, params![id, from])?;
+    }
+    Ok(queued)
+}
+
+/// How much is owed and how much was given up, by sink.
+#[expect(clippy::type_complexity, reason = "the two lists of Gauges")]
+pub(super) fn counts(
+    tx: &Tx<'_>,
+) -> rusqlite::Result<(Vec<(String, u64, Duration)>, Vec<(String, u64)>)> {
+    const PENDING: &str =
+        "SELECT sink, count(*), min(created_at) FROM outbox_queue GROUP BY sink ORDER BY sink";
+    const DEAD: &str = "SELECT sink, count(*) FROM outbox_done WHERE outcome = 'dead'
+        GROUP BY sink ORDER BY sink";
+    let count = |row: &rusqlite::Row<'_>| row.get(1).map(|n: i64| u64::try_from(n).unwrap_or(0));
+    let pending =
+        tx.rows(PENDING, [], |row| Ok((row.get(0)?, count(row)?, left(tx.now, row.get(2)?))))?;
+    let dead = tx.rows(DEAD, [], |row| Ok((row.get(0)?, count(row)?)))?;
+    Ok((pending, dead))
+}

@@ -1,0 +1,285 @@
+//! Reservations, completions and the other changes of one record, each a statement or two inside a transaction.
+//!
+//! Each change names scope, id, attempt and the statuses it may leave in its own WHERE, and its row count is read.
+//! A reservation and a take-over check in the same statement that their owner's lease is live.
+
+use std::time::Duration;
+
+use rusqlite::params;
+
+use super::super::{Beat, Changed, Completion, Proposal, Reserved, Settled, Takeover};
+use super::outbox;
+use super::row::{self, micros, record_columns};
+use super::thread::Tx;
+use crate::record::{
+    Answer, Attempt, Fence, KeptBody, OwnerId, Record, Scope, State, encode_headers,
+};
+
+/// How long a lease is kept after its end, so that a process that slept cannot make it anew.
+const LEASE_KEPT: Duration = Duration::from_secs(24 * 3600);
+
+const LIVES: &str =
+    "SELECT EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?1 AND lease_until > ?2)";
+
+pub(super) fn heartbeat(tx: &Tx<'_>, owner: OwnerId, lease: Duration) -> rusqlite::Result<Beat> {
+    const SQL: &str = "INSERT INTO oncegate_owners (owner, lease_until) VALUES (?1, ?2)
+        ON CONFLICT (owner) DO UPDATE SET lease_until = excluded.lease_until
+        WHERE oncegate_owners.lease_until > ?3";
+    let until = tx.now + micros(lease);
+    let renewed = tx.execute(SQL, params![owner.to_string(), until, tx.now])?;
+    Ok(if renewed == 1 { Beat::Renewed } else { Beat::Ended })
+}
+
+pub(super) fn retire(tx: &Tx<'_>, owner: OwnerId) -> rusqlite::Result<()> {
+    // The row stays, ended: deleted, a heartbeat that is still under way would make it anew.
+    const SQL: &str =
+        "UPDATE oncegate_owners SET lease_until = min(lease_until, ?2) WHERE owner = ?1";
+    tx.execute(SQL, params![owner.to_string(), tx.now]).map(drop)
+}
+
+pub(super) fn sweep_leases(tx: &Tx<'_>) -> rusqlite::Result<u64> {
+    const SQL: &str = "DELETE FROM oncegate_owners WHERE lease_until < ?1 AND NOT EXISTS (
+        SELECT 1 FROM idempotency_records r WHERE r.status <> 'completed'
+        AND r.status = 'in_progress' AND r.owner = oncegate_owners.owner)";
+    tx.execute(SQL, [tx.now - micros(LEASE_KEPT)]).map(|rows| rows as u64)
+}
+
+pub(super) fn reserve(tx: &Tx<'_>, proposal: &Proposal) -> rusqlite::Result<Reserved> {
+    const SQL: &str = "INSERT INTO idempotency_records (id, tenant_id, operation, key,
+          request_hash, raw_hash, recipe, status, attempt, owner, caller, request_context, created_at)
+        SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, 'in_progress', 1, ?8, ?9, ?10, ?11
+        WHERE EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?8 AND lease_until > ?11)
+        ON CONFLICT (tenant_id, operation, key) DO NOTHING";
+    let Scope { tenant, operation, key } = &proposal.scope;
+    let owner = proposal.owner.to_string();
+    let made = tx.execute(
+        SQL,
+        params![
+            proposal.id.to_string(),
+            tenant.as_str(),
+            operation.as_str(),
+            key.as_str(),
+            proposal.fingerprint.canonical.as_slice(),
+            proposal.fingerprint.raw.as_slice(),
+            proposal.fingerprint.recipe.as_slice(),
+            owner,
+            proposal.caller,
+            proposal.context.as_deref(),
+            tx.now,
+        ],
+    )?;
+    if made == 1 {
+        return Ok(Reserved::Held);
+    }
+    match find(tx, &proposal.scope)? {
+        Some(found) if is_own(&found, proposal) => Ok(Reserved::Held),
+        Some(found) => Ok(Reserved::Exists(Box::new(found))),
+        None if lives(tx, proposal.owner)? => Ok(Reserved::Vanished),
+        None => Ok(Reserved::LeaseEnded),
+    }
+}
+
+/// Whether the row that stands is this very proposal, committed by an earlier run whose end was not known.
+fn is_own(found: &Record, proposal: &Proposal) -> bool {
+    let fence = Fence { id: proposal.id, attempt: Attempt::FIRST };
+    let in_progress =
+        matches!(found.state, State::InProgress { owner, .. } if owner == proposal.owner);
+    found.fence == fence && in_progress
+}
+
+fn lives(tx: &Tx<'_>, owner: OwnerId) -> rusqlite::Result<bool> {
+    let lives = tx.first(LIVES, params![owner.to_string(), tx.now], |row| row.get(0))?;
+    Ok(lives.unwrap_or(false))
+}
+
+pub(super) fn find(tx: &Tx<'_>, scope: &Scope) -> rusqlite::Result<Option<Record>> {
+    const SQL: &str = concat!(
+        "SELECT ",
+        record_columns!(),
+        " FROM idempotency_records r WHERE tenant_id = ?2 AND operation = ?3 AND key = ?4"
+    );
+    let Scope { tenant, operation, key } = scope;
+    let params = params![tx.now, tenant.as_str(), operation.as_str(), key.as_str()];
+    tx.first(SQL, params, |row| row::record(row, tx.now))
+}
+
+pub(super) fn take_over(
+    tx: &Tx<'_>,
+    proposal: &Proposal,
+    from: Takeover,
+) -> rusqlite::Result<Changed> {
+    match from {
+        Takeover::Expired(fence) => take_over_expired(tx, proposal, fence),
+        Takeover::Unknown(fence) => take_over_unknown(tx, proposal, fence),
+    }
+}
+
+fn take_over_expired(tx: &Tx<'_>, proposal: &Proposal, fence: Fence) -> rusqlite::Result<Changed> {
+    const SQL: &str = "UPDATE idempotency_records SET id = ?1, attempt = 1, request_hash = ?2,
+          raw_hash = ?3, recipe = ?4, status = 'in_progress', owner = ?5, caller = ?6,
+          request_context = ?7, created_at = ?8, completed_at = NULL, expires_at = NULL,
+          response_status = NULL, response_headers = NULL, response_body = NULL
+        WHERE tenant_id = ?9 AND operation = ?10 AND key = ?11 AND id = ?12 AND attempt = ?13
+          AND status = 'completed' AND expires_at <= ?8
+          AND EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?5 AND lease_until > ?8)";
+    let Scope { tenant, operation, key } = &proposal.scope;
+    let taken = tx.execute(
+        SQL,
+        params![
+            proposal.id.to_string(),
+            proposal.fingerprint.canonical.as_slice(),
+            proposal.fingerprint.raw.as_slice(),
+            proposal.fingerprint.recipe.as_slice(),
+            proposal.owner.to_string(),
+            proposal.caller,
+            proposal.context.as_deref(),
+            tx.now,
+            tenant.as_str(),
+            operation.as_str(),
+            key.as_str(),
+            fence.id.to_string(),
+            fence.attempt.number(),
+        ],
+    )?;
+    if taken == 1 {
+        return Ok(Changed::Yes);
+    }
+    // After a commit in doubt the same take-over is run again; its id is its own, so the row tells.
+    let own = find(tx, &proposal.scope)?.is_some_and(|found| is_own(&found, proposal));
+    Ok(if own { Changed::Yes } else { Changed::No })
+}
+
+fn take_over_unknown(tx: &Tx<'_>, proposal: &Proposal, fence: Fence) -> rusqlite::Result<Changed> {
+    const SQL: &str = "UPDATE idempotency_records SET attempt = attempt + 1,
+          status = 'in_progress', owner = ?1, caller = ?2, request_context = ?3
+        WHERE tenant_id = ?4 AND operation = ?5 AND key = ?6 AND id = ?7 AND attempt = ?8
+          AND status = 'unknown'
+          AND EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?1 AND lease_until > ?9)";
+    let Scope { tenant, operation, key } = &proposal.scope;
+    let taken = tx.execute(
+        SQL,
+        params![
+            proposal.owner.to_string(),
+            proposal.caller,
+            proposal.context.as_deref(),
+            tenant.as_str(),
+            operation.as_str(),
+            key.as_str(),
+            fence.id.to_string(),
+            fence.attempt.number(),
+            tx.now,
+        ],
+    )?;
+    Ok(changed(taken))
+}
+
+fn changed(rows: usize) -> Changed {
+    if rows == 0 { Changed::No } else { Changed::Yes }
+}
+
+/// From which statuses and to which attempt a completion goes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Completer {
+    /// The attempt itself.
+    Attempt,
+    /// An operator, under the next attempt, so that the attempt itself changes nothing any more.
+    Operator,
+}
+
+pub(super) fn complete(
+    tx: &Tx<'_>,
+    completion: &Completion,
+    by: Completer,
+) -> rusqlite::Result<Settled> {
+    const SQL: &str = "UPDATE idempotency_records SET status = 'completed', completed_at = ?1,
+          expires_at = ?2, response_status = ?3, response_headers = ?4, response_body = ?5,
+          request_context = NULL, attempt = attempt + ?6
+        WHERE tenant_id = ?7 AND operation = ?8 AND key = ?9 AND id = ?10 AND attempt = ?11
+          AND status IN ('in_progress', 'unknown')";
+    let Scope { tenant, operation, key } = &completion.scope;
+    let Answer { status, headers, body } = &completion.answer;
+    let body = match body {
+        KeptBody::Whole(bytes) => Some(bytes.as_ref()),
+        KeptBody::NotRetained => None,
+    };
+    let expires_at = tx.now + micros(completion.retention);
+    let done = tx.execute(
+        SQL,
+        params![
+            tx.now,
+            expires_at,
+            status.as_u16(),
+            encode_headers(headers),
+            body,
+            i64::from(by == Completer::Operator),
+            tenant.as_str(),
+            operation.as_str(),
+            key.as_str(),
+            completion.fence.id.to_string(),
+            completion.fence.attempt.number(),
+        ],
+    )?;
+    if done == 0 {
+        return Ok(Settled::Fenced);
+    }
+    for event in &completion.events {
+        outbox::write(tx, &completion.scope, completion.fence.id, event)?;
+    }
+    Ok(Settled::Done { expires_at: row::time(expires_at) })
+}
+
+pub(super) fn release(tx: &Tx<'_>, scope: &Scope, fence: Fence) -> rusqlite::Result<Changed> {
+    const FIRST: &str = "DELETE FROM idempotency_records
+        WHERE tenant_id = ?1 AND operation = ?2 AND key = ?3 AND id = ?4 AND attempt = ?5
+          AND status IN ('in_progress', 'unknown')";
+    const LATER: &str = "UPDATE idempotency_records SET status = 'unknown'
+        WHERE tenant_id = ?1 AND operation = ?2 AND key = ?3 AND id = ?4 AND attempt = ?5
+          AND status IN ('in_progress', 'unknown')";
+    let sql = if fence.attempt == Attempt::FIRST { FIRST } else { LATER };
+    fenced(tx, sql, scope, fence)
+}
+
+pub(super) fn mark_unknown(tx: &Tx<'_>, scope: &Scope, fence: Fence) -> rusqlite::Result<Changed> {
+    const SQL: &str = "UPDATE idempotency_records SET status = 'unknown'
+        WHERE tenant_id = ?1 AND operation = ?2 AND key = ?3 AND id = ?4 AND attempt = ?5
+          AND status = 'in_progress'";
+    fenced(tx, SQL, scope, fence)
+}
+
+fn fenced(tx: &Tx<'_>, sql: &str, scope: &Scope, fence: Fence) -> rusqlite::Result<Changed> {
+    let Scope { tenant, operation, key } = scope;
+    let (id, attempt) = (fence.id.to_string(), fence.attempt.number());
+    let params = params![tenant.as_str(), operation.as_str(), key.as_str(), id, attempt];
+    tx.execute(sql, params).map(changed)
+}
+
+/// Marks what a dead owner left, all of it or one record.
+pub(super) fn mark_dead(
+    tx: &Tx<'_>,
+    only: Option<&(Scope, Fence)>,
+    limit: u32,
+) -> rusqlite::Result<u64> {
+    const ALL: &str = "UPDATE idempotency_records SET status = 'unknown' WHERE rowid IN (
+        SELECT rowid FROM idempotency_records r
+        WHERE r.status <> 'completed' AND r.status = 'in_progress' AND NOT EXISTS (
+          SELECT 1 FROM oncegate_owners o WHERE o.owner = r.owner AND o.lease_until > ?1)
+        LIMIT ?2)";
+    const ONE: &str = "UPDATE idempotency_records SET status = 'unknown'
+        WHERE tenant_id = ?1 AND operation = ?2 AND key = ?3 AND id = ?4 AND attempt = ?5
+          AND status = 'in_progress' AND NOT EXISTS (
+            SELECT 1 FROM oncegate_owners o
+            WHERE o.owner = idempotency_records.owner AND o.lease_until > ?6)";
+    let Some((Scope { tenant, operation, key }, fence)) = only else {
+        return tx.execute(ALL, params![tx.now, limit]).map(|rows| rows as u64);
+    };
+    let (id, attempt) = (fence.id.to_string(), fence.attempt.number());
+    let params = params![tenant.as_str(), operation.as_str(), key.as_str(), id, attempt, tx.now];
+    tx.execute(ONE, params).map(|rows| rows as u64)
+}
+
+pub(super) fn sweep(tx: &Tx<'_>, limit: u32) -> rusqlite::Result<u64> {
+    const SQL: &str = "DELETE FROM idempotency_records WHERE status = 'completed'
+        AND expires_at <= ?1 AND rowid IN (SELECT rowid FROM idempotency_records
+          WHERE status = 'completed' AND expires_at <= ?1 ORDER BY expires_at LIMIT ?2)";
+    tx.execute(SQL, params![tx.now, limit]).map(|rows| rows as u64)
+}

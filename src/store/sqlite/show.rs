@@ -1,0 +1,198 @@
+//! Lists and single rows for operators, and the gauges: all of it read only, on a snapshot.
+//!
+//! A list is newest first and goes on after the last row of the page before, so that rows which come or go
+//! meanwhile neither repeat nor hide others.
+
+use rusqlite::types::Value;
+use rusqlite::{Row, params, params_from_iter};
+
+use super::super::{EventFilter, EventRow, EventStatus, Gauges, RecordFilter, RecordRow};
+use super::outbox;
+use super::row::{self, micros, stored};
+use super::thread::Tx;
+use crate::record::{OwnerId, RecordId};
+
+/// Conditions and their values, joined by AND.
+struct Filter {
+    sql: String,
+    values: Vec<Value>,
+}
+
+impl Filter {
+    /// Appends a condition with one `?` for each of `values`.
+    fn and(&mut self, condition: &str, values: impl IntoIterator<Item = Value>) {
+        self.sql.push_str(" AND ");
+        self.sql.push_str(condition);
+        self.values.extend(values);
+    }
+
+    /// Appends `column = ?` where there is a value.
+    fn equal(&mut self, column: &str, value: Option<impl Into<String>>) {
+        if let Some(value) = value {
+            self.and(&format!("{column} = ?"), [Value::Text(value.into())]);
+        }
+    }
+}
+
+/// The columns that [`record_row`] reads; the first `?` is the database's now. Lists leave the body out.
+fn record_columns(body: &str) -> String {
+    format!(
+        "SELECT id, attempt, request_hash, raw_hash, recipe, status, owner, expires_at,
+           response_status, response_headers, {body}, tenant_id, operation, key,
+           EXISTS (SELECT 1 FROM oncegate_owners o WHERE o.owner = r.owner AND o.lease_until > ?),
+           caller, request_context, created_at, completed_at
+         FROM idempotency_records r WHERE true"
+    )
+}
+
+fn record_row(row: &Row<'_>) -> rusqlite::Result<RecordRow> {
+    let fence = row::fence(row, 0)?;
+    Ok(RecordRow {
+        id: fence.id,
+        scope: row::scope(row, 11)?,
+        fingerprint: row::fingerprint(row, 2)?,
+        status: row::status(row, 5)?,
+        attempt: fence.attempt,
+        owner: OwnerId::from(row::uuid(row, 6)?),
+        owner_lives: row.get(14)?,
+        caller: row.get(15)?,
+        context: row.get::<_, Option<Vec<u8>>>(16)?.map(Into::into),
+        created_at: row::time(row.get(17)?),
+        completed_at: row.get::<_, Option<i64>>(18)?.map(row::time),
+        expires_at: row.get::<_, Option<i64>>(7)?.map(row::time),
+        answer: row::answer(row, 8)?,
+    })
+}
+
+pub(super) fn list_records(tx: &Tx<'_>, filter: &RecordFilter) -> rusqlite::Result<Vec<RecordRow>> {
+    let mut query = Filter { sql: record_columns("NULL"), values: vec![tx.now.into()] };
+    query.equal("tenant_id", filter.tenant.as_deref());
+    query.equal("operation", filter.operation.as_deref());
+    query.equal("key", filter.key.as_deref());
+    query.equal("status", filter.status.map(|status| status.as_str()));
+    if let Some(since) = filter.since {
+        query.and("created_at >= ?", [(tx.now - micros(since)).into()]);
+    }
+    if let Some((at, id)) = filter.after {
+        let values = [stored(at).into(), Value::Text(id.to_string())];
+        query.and("(created_at, id) < (?, ?)", values);
+    }
+    query.sql.push_str(" ORDER BY created_at DESC, id DESC LIMIT ?");
+    query.values.push(i64::from(filter.limit).into());
+    tx.rows(&query.sql, params_from_iter(query.values), record_row)
+}
+
+pub(super) fn show_record(tx: &Tx<'_>, id: RecordId) -> rusqlite::Result<Option<RecordRow>> {
+    let sql = format!("{} AND id = ?", record_columns("response_body"));
+    tx.first(&sql, params![tx.now, id.to_string()], record_row)
+}
+
+fn event_row(row: &Row<'_>) -> rusqlite::Result<EventRow> {
+    Ok(EventRow {
+        id: row::uuid(row, 0)?,
+        event_key: row.get(1)?,
+        kind: row.get(2)?,
+        scope: row::scope(row, 3)?,
+        record: row::uuid(row, 6)?.into(),
+        sink: row.get(7)?,
+        ordering_key: row.get(8)?,
+        payload: row.get::<_, Vec<u8>>(9)?.into(),
+        status: row::parsed(row, 10, EventStatus::parse)?,
+        attempts: row.get(11)?,
+        next_attempt_at: row.get::<_, Option<i64>>(12)?.map(row::time),
+        last_error: row.get(13)?,
+        created_at: row::time(row.get(14)?),
+        sent_at: row.get::<_, Option<i64>>(15)?.map(row::time),
+    })
+}
+
+/// One half of the view `outbox_events`, with its own order and limit, so that a page of the newest reads a page
+/// and not the table.
+struct Arm {
+    table: &'static str,
+    columns: &'static str,
+    /// Whether it holds rows of this status, and by which condition.
+    holds: fn(EventStatus) -> Option<&'static str>,
+}
+
+const PENDING: Arm = Arm {
+    table: "outbox_queue",
+    columns: "'pending' AS status, x.attempts, x.next_attempt_at, x.last_error, m.created_at,
+       NULL AS sent_at",
+    holds: |status| match status {
+        EventStatus::Pending => Some("true"),
+        EventStatus::Sent | EventStatus::Dead | EventStatus::Discarded => None,
+    },
+};
+
+const DONE: Arm = Arm {
+    table: "outbox_done",
+    columns: "x.outcome AS status, x.attempts, NULL AS next_attempt_at, x.last_error, m.created_at,
+       CASE WHEN x.outcome = 'sent' THEN x.finished_at END AS sent_at",
+    // Literals, so that the index of dead events can be used.
+    holds: |status| match status {
+        EventStatus::Pending => None,
+        EventStatus::Sent => Some("x.outcome = 'sent'"),
+        EventStatus::Dead => Some("x.outcome = 'dead'"),
+        EventStatus::Discarded => Some("x.outcome = 'discarded'"),
+    },
+};
+
+impl Arm {
+    /// The query of this half; `None` where it holds no such status.
+    fn query(&self, now: i64, filter: &EventFilter) -> Option<Filter> {
+        let status = match filter.status {
+            None => "true",
+            Some(status) => (self.holds)(status)?,
+        };
+        let Self { table, columns, .. } = self;
+        // What is owed or dead is little and is read first; else the newest messages are.
+        let few = matches!(filter.status, Some(EventStatus::Pending | EventStatus::Dead));
+        let from = if few {
+            format!("{table} x CROSS JOIN outbox_messages m ON x.event_id = m.id")
+        } else {
+            format!("outbox_messages m CROSS JOIN {table} x ON x.event_id = m.id")
+        };
+        let sql = format!(
+            "SELECT * FROM (SELECT m.id AS id, event_key, event_type, tenant_id, operation,
+               idempotency_key, record_id, x.sink AS sink, m.ordering_key, payload, {columns}
+             FROM {from} WHERE {status}"
+        );
+        let mut query = Filter { sql, values: Vec::new() };
+        query.equal("m.id", filter.id.map(|id| id.to_string()));
+        query.equal("record_id", filter.record.map(|id| id.to_string()));
+        query.equal("tenant_id", filter.tenant.as_deref());
+        query.equal("operation", filter.operation.as_deref());
+        query.equal("idempotency_key", filter.key.as_deref());
+        query.equal("x.sink", filter.sink.as_deref());
+        if let Some(since) = filter.since {
+            query.and("m.created_at >= ?", [(now - micros(since)).into()]);
+        }
+        if let Some((at, id, sink)) = &filter.after {
+            let values = [stored(*at).into(), id.to_string().into(), sink.clone().into()];
+            query.and("(m.created_at, m.id, x.sink) < (?, ?, ?)", values);
+        }
+        query.sql.push_str(" ORDER BY m.created_at DESC, m.id DESC, x.sink DESC LIMIT ?)");
+        query.values.push(i64::from(filter.limit).into());
+        Some(query)
+    }
+}
+
+pub(super) fn list_events(tx: &Tx<'_>, filter: &EventFilter) -> rusqlite::Result<Vec<EventRow>> {
+    let arms = [PENDING, DONE].into_iter().filter_map(|arm| arm.query(tx.now, filter));
+    let (texts, values): (Vec<_>, Vec<_>) = arms.map(|arm| (arm.sql, arm.values)).unzip();
+    let mut values: Vec<Value> = values.into_iter().flatten().collect();
+    let mut sql = texts.join(" UNION ALL ");
+    sql.push_str(" ORDER BY created_at DESC, id DESC, sink DESC LIMIT ?");
+    values.push(i64::from(filter.limit).into());
+    tx.rows(&sql, params_from_iter(values), event_row)
+}
+
+pub(super) fn gauges(tx: &Tx<'_>) -> rusqlite::Result<Gauges> {
+    const UNKNOWN: &str = "SELECT count(*) FROM idempotency_records
+        WHERE status <> 'completed' AND status = 'unknown'";
+    let (pending, dead) = outbox::counts(tx)?;
+    let unknown: Option<i64> = tx.first(UNKNOWN, [], |row| row.get(0))?;
+    let unknown_records = u64::try_from(unknown.unwrap_or(0)).unwrap_or(0);
+    Ok(Gauges { pending, dead, unknown_records })
+}

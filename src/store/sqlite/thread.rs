@@ -1,0 +1,337 @@
+//! The threads that hold the connections, and the one door to the database.
+//!
+//! SQLite blocks, so no connection is ever used on a runtime's worker: a [`Worker`] is a thread with one connection
+//! and a bounded queue, and answers through one-shot channels. What must stay true:
+//!
+//! - A write runs in `BEGIN IMMEDIATE` ... `COMMIT`, and reads the clock after it has the write lock, so that a wait
+//!   for the lock never lengthens or shortens a lease.
+//! - An error before `COMMIT` is rolled back: nothing was changed. A `COMMIT` that fails is in doubt, unless the
+//!   transaction is still open and can be rolled back.
+//! - The writer never runs a checkpoint: a thread of its own does, so that no commit waits for one. Only a log that
+//!   has grown beyond [`WAL_MAX`] is restarted under the write lock, right after a checkpoint that left little to do.
+//!
+//! When the last handle is dropped the threads finish what is queued and end. When the process dies here, SQLite's
+//! own recovery replays the log: what was answered was in it and synced.
+
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::thread;
+use std::time::Duration;
+
+use rusqlite::{Connection, ErrorCode, OpenFlags, Params};
+use tokio::sync::oneshot;
+
+use super::super::{Cause, Error};
+
+/// How long a statement waits for the write lock of another process before the database counts as unavailable.
+const BUSY: Duration = Duration::from_secs(5);
+/// The same for the checkpoint, which may hold the write lock while it waits for readers.
+const BUSY_CHECKPOINT: Duration = Duration::from_millis(100);
+/// Jobs that may wait for one thread; beyond it the database counts as unavailable.
+const QUEUE_MAX: usize = 8192;
+/// Bytes of log below which no checkpoint is worth its syncs.
+const WAL_SMALL: u64 = 4 << 20;
+/// Bytes of log from which it is restarted at the cost of a short wait for the writer.
+const WAL_MAX: u64 = 64 << 20;
+/// Shortest time between two checkpoints.
+const CHECKPOINT_PAUSE: Duration = Duration::from_millis(100);
+
+type Job = Box<dyn FnOnce(&Connection) + Send>;
+
+/// A transaction, and the database's time in it.
+pub(super) struct Tx<'a> {
+    conn: &'a Connection,
+    /// Microseconds since 1970, by the database's clock, read after the transaction began.
+    pub(super) now: i64,
+}
+
+impl Tx<'_> {
+    /// Runs one statement; how many rows it changed.
+    pub(super) fn execute(&self, sql: &str, params: impl Params) -> rusqlite::Result<usize> {
+        self.conn.prepare_cached(sql)?.execute(params)
+    }
+
+    /// Runs several statements without parameters (a migration).
+    pub(super) fn script(&self, sql: &str) -> rusqlite::Result<()> {
+        self.conn.execute_batch(sql)
+    }
+
+    /// All rows of a query.
+    pub(super) fn rows<T>(
+        &self,
+        sql: &str,
+        params: impl Params,
+        read: impl FnMut(&rusqlite::Row<'_>) -> rusqlite::Result<T>,
+    ) -> rusqlite::Result<Vec<T>> {
+        self.conn.prepare_cached(sql)?.query_map(params, read)?.collect()
+    }
+
+    /// The first row of a query, where it has one.
+    pub(super) fn first<T>(
+        &self,
+        sql: &str,
+        params: impl Params,
+        mut read: impl FnMut(&rusqlite::Row<'_>) -> rusqlite::Result<T>,
+    ) -> rusqlite::Result<Option<T>> {
+        let mut statement = self.conn.prepare_cached(sql)?;
+        let mut rows = statement.query(params)?;
+        rows.next()?.map(&mut read).transpose()
+    }
+}
+
+/// A thread with a connection. Clones feed one queue; the thread ends when the last clone is dropped and the queue is empty.
+#[derive(Clone)]
+pub(super) struct Worker {
+    jobs: SyncSender<Job>,
+}
+
+impl Worker {
+    /// Starts a thread that works with `conn`; `after` is called after each job.
+    pub(super) fn start(
+        name: &str,
+        conn: Connection,
+        after: impl Fn() + Send + 'static,
+    ) -> std::io::Result<Self> {
+        let (jobs, queue): (_, Receiver<Job>) = sync_channel(QUEUE_MAX);
+        thread::Builder::new().name(name.into()).spawn(move || {
+            for job in queue {
+                job(&conn);
+                after();
+            }
+        })?;
+        Ok(Self { jobs })
+    }
+
+    /// Runs `work` in a write transaction.
+    pub(super) async fn write<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&Tx<'_>) -> rusqlite::Result<T> + Send + 'static,
+    ) -> Result<T, Error> {
+        self.run(move |conn| write(conn, work)).await
+    }
+
+    /// Runs `work` on one snapshot.
+    pub(super) async fn read<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&Tx<'_>) -> rusqlite::Result<T> + Send + 'static,
+    ) -> Result<T, Error> {
+        self.run(move |conn| read(conn, work)).await
+    }
+
+    /// Runs `work` on the thread and waits for it, without blocking the caller's thread.
+    pub(super) async fn run<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&Connection) -> Result<T, Error> + Send + 'static,
+    ) -> Result<T, Error> {
+        let (reply, answer) = oneshot::channel();
+        let job: Job = Box::new(move |conn| {
+            // A caller that stopped waiting does not need the answer; what was asked is done all the same.
+            drop(reply.send(work(conn)));
+        });
+        self.jobs.try_send(job).map_err(|_| {
+            Error::Unavailable("the store's queue is full, or its thread ended".into())
+        })?;
+        match answer.await {
+            Ok(result) => result,
+            Err(_) => Err(Error::InDoubt("the store's thread ended".into())),
+        }
+    }
+}
+
+fn write<T>(
+    conn: &Connection,
+    work: impl FnOnce(&Tx<'_>) -> rusqlite::Result<T>,
+) -> Result<T, Error> {
+    roll_back(conn);
+    statement(conn, "BEGIN IMMEDIATE").map_err(|e| Error::Unavailable(e.into()))?;
+    match now(conn).and_then(|now| work(&Tx { conn, now })) {
+        Ok(done) => commit(conn).map(|()| done),
+        Err(error) => {
+            roll_back(conn);
+            Err(classify(error))
+        }
+    }
+}
+
+fn read<T>(
+    conn: &Connection,
+    work: impl FnOnce(&Tx<'_>) -> rusqlite::Result<T>,
+) -> Result<T, Error> {
+    roll_back(conn);
+    statement(conn, "BEGIN").map_err(|e| Error::Unavailable(e.into()))?;
+    let done = now(conn).and_then(|now| work(&Tx { conn, now }));
+    roll_back(conn);
+    done.map_err(classify)
+}
+
+/// Commits. A failure is in doubt (the log may hold the whole transaction although its sync failed), unless the
+/// transaction is still open: then it is rolled back, and nothing was changed.
+fn commit(conn: &Connection) -> Result<(), Error> {
+    let Err(error) = statement(conn, "COMMIT") else { return Ok(()) };
+    let open = !conn.is_autocommit();
+    if open && statement(conn, "ROLLBACK").is_ok() {
+        return Err(Error::Unavailable(error.into()));
+    }
+    Err(Error::InDoubt(error.into()))
+}
+
+/// Ends an open transaction, if there is one. SQLite ends it by itself on some errors; if this fails, the next job
+/// tries again before it begins.
+fn roll_back(conn: &Connection) {
+    if !conn.is_autocommit()
+        && let Err(error) = statement(conn, "ROLLBACK")
+    {
+        tracing::warn!(%error, "a rollback failed and is repeated");
+    }
+}
+
+fn statement(conn: &Connection, sql: &str) -> rusqlite::Result<()> {
+    conn.prepare_cached(sql)?.execute([]).map(drop)
+}
+
+/// The database's clock in microseconds since 1970. SQLite's clock counts milliseconds.
+fn now(conn: &Connection) -> rusqlite::Result<i64> {
+    conn.prepare_cached("SELECT CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000")?
+        .query_row([], |row| row.get(0))
+}
+
+/// What a statement's error means for the caller, once it has been rolled back.
+fn classify(error: rusqlite::Error) -> Error {
+    use ErrorCode::{ConstraintViolation, TooBig, TypeMismatch};
+    match error.sqlite_error_code() {
+        Some(ConstraintViolation | TooBig | TypeMismatch) | None => Error::Refused(error.into()),
+        Some(_) => Error::Unavailable(error.into()),
+    }
+}
+
+/// What a connection is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Role {
+    Writer,
+    Reader,
+    Checkpoint,
+}
+
+/// Opens a connection with the settings that durability rests on.
+pub(super) fn connect(path: &Path, role: Role) -> Result<Connection, Cause> {
+    let flags = OpenFlags::SQLITE_OPEN_READ_WRITE
+        | OpenFlags::SQLITE_OPEN_CREATE
+        | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+    let conn = Connection::open_with_flags(path, flags)?;
+    conn.busy_timeout(if role == Role::Checkpoint { BUSY_CHECKPOINT } else { BUSY })?;
+    conn.set_prepared_statement_cache_capacity(96);
+    if role == Role::Writer {
+        let mode: String = conn.query_row("PRAGMA journal_mode = WAL", [], |row| row.get(0))?;
+        if mode != "wal" {
+            return Err(format!("the journal mode stays {mode}: no write-ahead log here").into());
+        }
+        // A write that changes nothing: a file that cannot be written is found here and not by the first request.
+        conn.execute_batch("BEGIN IMMEDIATE; ROLLBACK")?;
+    }
+    conn.execute_batch(&format!(
+        "PRAGMA synchronous = FULL; PRAGMA foreign_keys = ON; PRAGMA wal_autocheckpoint = 0;
+         PRAGMA journal_size_limit = {WAL_SMALL}; PRAGMA cache_size = -16384;
+         PRAGMA temp_store = MEMORY;"
+    ))?;
+    if role == Role::Reader {
+        conn.execute_batch("PRAGMA query_only = ON")?;
+    }
+    Ok(conn)
+}
+
+/// Starts the thread that moves the log into the database. It is nudged through the returned function, and ends when that is dropped.
+pub(super) fn checkpoints(
+    path: &Path,
+    conn: Connection,
+) -> std::io::Result<impl Fn() + Send + 'static> {
+    let mut log = path.as_os_str().to_owned();
+    log.push("-wal");
+    let log = PathBuf::from(log);
+    let (nudge, nudges) = sync_channel::<()>(1);
+    thread::Builder::new().name("sqlite-checkpoint".into()).spawn(move || {
+        while let Ok(()) = nudges.recv() {
+            let size = std::fs::metadata(&log).map_or(0, |file| file.len());
+            if size >= WAL_SMALL
+                && let Err(error) = checkpoint(&conn, size)
+            {
+                tracing::debug!(%error, "a checkpoint failed and is repeated");
+            }
+            if !paused(&nudges) {
+                return;
+            }
+        }
+    })?;
+    Ok(move || {
+        // Full: a nudge is waiting already.
+        nudge.try_send(()).unwrap_or(());
+    })
+}
+
+/// Waits for the shortest time between two checkpoints; `false` where the writer ended meanwhile.
+/// A nudge that comes meanwhile is taken, and stands for the next commit's: the log is looked at again then.
+fn paused(nudges: &Receiver<()>) -> bool {
+    thread::sleep(CHECKPOINT_PAUSE);
+    !matches!(nudges.recv_timeout(Duration::ZERO), Err(RecvTimeoutError::Disconnected))
+}
+
+fn checkpoint(conn: &Connection, size: u64) -> rusqlite::Result<()> {
+    let mode = |sql: &str| conn.query_row(sql, [], |_| Ok(()));
+    mode("PRAGMA wal_checkpoint(PASSIVE)")?;
+    if size >= WAL_MAX {
+        mode("PRAGMA wal_checkpoint(TRUNCATE)")?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_clock_counts_milliseconds_of_this_time() {
+        let conn = Connection::open_in_memory().unwrap();
+        let first = now(&conn).unwrap();
+        assert!(first > 1_700_000_000_000_000, "{first}");
+        assert_eq!(first % 1000, 0);
+        let start = std::time::Instant::now();
+        while now(&conn).unwrap() == first {
+            assert!(start.elapsed() < Duration::from_secs(5), "the clock stands still");
+        }
+    }
+
+    #[test]
+    fn a_constraint_is_refused_and_a_lock_is_unavailable() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("t.db");
+        let conn = connect(&path, Role::Writer).unwrap();
+        conn.execute_batch("CREATE TABLE t (a INTEGER PRIMARY KEY)").unwrap();
+        let insert =
+            |conn: &Connection| write(conn, |tx| tx.execute("INSERT INTO t VALUES (1)", []));
+        assert!(matches!(insert(&conn), Ok(1)));
+        assert!(matches!(insert(&conn), Err(Error::Refused(_))));
+        let other = connect(&path, Role::Writer).unwrap();
+        other.execute_batch("BEGIN IMMEDIATE").unwrap();
+        conn.busy_timeout(Duration::ZERO).unwrap();
+        assert!(matches!(insert(&conn), Err(Error::Unavailable(_))));
+        other.execute_batch("ROLLBACK").unwrap();
+        assert!(matches!(insert(&conn), Err(Error::Refused(_))), "the writer works on");
+    }
+
+    #[test]
+    fn a_log_beyond_its_limit_is_cut() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("t.db");
+        let conn = connect(&path, Role::Writer).unwrap();
+        conn.execute_batch("CREATE TABLE t (a BLOB)").unwrap();
+        conn.execute(
+            "INSERT INTO t VALUES (zeroblob(?1))",
+            [i64::try_from(WAL_SMALL * 2).unwrap()],
+        )
+        .unwrap();
+        let log = dir.path().join("t.db-wal");
+        assert!(std::fs::metadata(&log).unwrap().len() > WAL_SMALL);
+        let checkpointer = connect(&path, Role::Checkpoint).unwrap();
+        checkpoint(&checkpointer, WAL_MAX).unwrap();
+        assert_eq!(std::fs::metadata(&log).unwrap().len(), 0);
+    }
+}

@@ -1,0 +1,191 @@
+//! What is particular to the SQLite store: the file, its lock, its schema, and others on the same file.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use oncegate::record::{Fingerprint, Key, Operation, OwnerId, RecordId, Scope, Tenant};
+use oncegate::store::sqlite::{Sqlite, lock};
+use oncegate::store::{OpenError, Proposal, RecordFilter, Reserved, Store};
+
+/// A store on this file, migrated.
+pub(crate) async fn open(path: &Path) -> Arc<dyn Store> {
+    let store = Sqlite::open(path).await.unwrap();
+    store.migrate(true).await.unwrap();
+    Arc::new(store)
+}
+
+fn database() -> (tempfile::TempDir, std::path::PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("oncegate.db");
+    (dir, path)
+}
+
+fn proposal(n: usize, owner: OwnerId) -> Proposal {
+    Proposal {
+        id: RecordId::fresh(),
+        scope: Scope {
+            tenant: Tenant::parse("t").unwrap(),
+            operation: Operation::parse("o").unwrap(),
+            key: Key::parse(&format!("k{n}")).unwrap(),
+        },
+        fingerprint: Fingerprint { canonical: [1; 32], raw: [2; 32], recipe: [3; 8] },
+        owner,
+        caller: None,
+        context: None,
+    }
+}
+
+async fn reserve(store: &dyn Store, n: usize, owner: OwnerId) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let reserved = store.reserve(proposal(n, owner), deadline).await.unwrap();
+    assert_eq!(reserved, Reserved::Held);
+}
+
+async fn records(store: &dyn Store) -> usize {
+    let filter = RecordFilter { limit: 100_000, ..RecordFilter::default() };
+    store.list_records(&filter).await.unwrap().len()
+}
+
+#[tokio::test]
+async fn a_second_serve_on_the_same_file_is_refused() {
+    let (_dir, path) = database();
+    let first = lock(&path).unwrap();
+    let error = lock(&path).unwrap_err();
+    assert!(matches!(error, OpenError::Locked { .. }), "{error}");
+    assert!(error.to_string().contains("oncegate.db is in use by another"), "{error}");
+    // A command does not take the lock.
+    open(&path).await.ping().await.unwrap();
+    drop(first);
+    lock(&path).unwrap();
+}
+
+#[tokio::test]
+async fn a_link_to_the_file_does_not_evade_the_lock() {
+    let (dir, path) = database();
+    open(&path).await;
+    let link = dir.path().join("link.db");
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    let _first = lock(&path).unwrap();
+    assert!(matches!(lock(&link), Err(OpenError::Locked { .. })));
+}
+
+#[tokio::test]
+async fn a_newer_schema_is_refused() {
+    let (_dir, path) = database();
+    open(&path).await;
+    rusqlite::Connection::open(&path).unwrap().execute_batch("PRAGMA user_version = 99").unwrap();
+    let Err(error) = Sqlite::open(&path).await else { panic!("opened") };
+    assert!(matches!(error, OpenError::NewerSchema { found: 99, known: 1 }), "{error}");
+}
+
+#[tokio::test]
+async fn an_older_schema_is_migrated_only_where_that_is_allowed() {
+    let (_dir, path) = database();
+    let store = Sqlite::open(&path).await.unwrap();
+    let error = store.migrate(false).await.unwrap_err();
+    assert!(matches!(error, OpenError::OlderSchema { found: 0, known: 1 }), "{error}");
+    assert!(store.ping().await.is_err());
+    assert_eq!(store.migrate(true).await.unwrap(), 1);
+    assert_eq!(store.migrate(true).await.unwrap(), 1, "again changes nothing");
+    assert_eq!(store.migrate(false).await.unwrap(), 1);
+    store.ping().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn many_may_open_and_migrate_a_new_file_at_once() {
+    let (_dir, path) = database();
+    let all = (0..6).map(|_| {
+        let path = path.clone();
+        tokio::spawn(async move { open(&path).await.ping().await.unwrap() })
+    });
+    for one in all.collect::<Vec<_>>() {
+        one.await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_place_that_cannot_be_written_is_a_clear_error() {
+    let (dir, path) = database();
+    std::fs::write(&path, "this is text, and long enough to be taken for a header of a file")
+        .unwrap();
+    let missing = dir.path().join("missing/oncegate.db");
+    for place in [Path::new("/proc/oncegate.db"), &missing, dir.path(), &path] {
+        let Err(error) = Sqlite::open(place).await else { panic!("opened {place:?}") };
+        let OpenError::Connect { place: named, cause } = &error else { panic!("{error}") };
+        assert_eq!(named, &place.display().to_string());
+        let cause = cause.to_string();
+        let clear = cause.contains("unable to open") || cause.contains("not a database");
+        assert!(clear, "{cause}");
+        assert!(error.to_string().starts_with("cannot open the store at "));
+    }
+    assert!(matches!(lock(&missing), Err(OpenError::Connect { .. })));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_command_works_beside_a_busy_serve() {
+    let (_dir, path) = database();
+    let serve = open(&path).await;
+    let owner = OwnerId::fresh();
+    serve.heartbeat(owner, Duration::from_secs(60)).await.unwrap();
+    let stop = Arc::new(AtomicBool::new(false));
+    let load = tokio::spawn({
+        let (serve, stop) = (Arc::clone(&serve), Arc::clone(&stop));
+        async move {
+            let mut reserved = 0;
+            while !stop.load(Ordering::Relaxed) {
+                reserve(serve.as_ref(), reserved, owner).await;
+                reserved += 1;
+            }
+            reserved
+        }
+    });
+    let command = open(&path).await;
+    for n in 0..50 {
+        let other = OwnerId::fresh();
+        command.heartbeat(other, Duration::from_secs(60)).await.unwrap();
+        reserve(command.as_ref(), 1_000_000 + n, other).await;
+    }
+    stop.store(true, Ordering::Relaxed);
+    let reserved = load.await.unwrap();
+    assert!(reserved > 0);
+    assert_eq!(records(serve.as_ref()).await, reserved + 50);
+    assert_eq!(records(command.as_ref()).await, reserved + 50);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_queued_is_done_although_the_store_is_dropped() {
+    let (_dir, path) = database();
+    let owner = OwnerId::fresh();
+    {
+        let store = open(&path).await;
+        store.heartbeat(owner, Duration::from_secs(60)).await.unwrap();
+        let all = (0..200).map(|n| {
+            let store = Arc::clone(&store);
+            tokio::spawn(async move { reserve(store.as_ref(), n, owner).await })
+        });
+        let all: Vec<_> = all.collect();
+        drop(store);
+        for one in all {
+            one.await.unwrap();
+        }
+    }
+    assert_eq!(records(open(&path).await.as_ref()).await, 200);
+}
+
+#[tokio::test]
+async fn the_contents_can_be_asked_in_sql() {
+    let (_dir, path) = database();
+    let store = open(&path).await;
+    let owner = OwnerId::fresh();
+    store.heartbeat(owner, Duration::from_secs(60)).await.unwrap();
+    reserve(store.as_ref(), 1, owner).await;
+    let conn = rusqlite::Connection::open(&path).unwrap();
+    let count = |sql: &str| conn.query_row(sql, [], |row| row.get::<_, i64>(0)).unwrap();
+    assert_eq!(count("select count(*) from idempotency_records where key = 'k1'"), 1);
+    assert_eq!(count("select count(*) from outbox_events where idempotency_key = 'k1'"), 0);
+    let hashed = "select count(*) from idempotency_records where length(request_hash) = 32";
+    assert_eq!(count(hashed), 1, "already while it is running");
+    assert_eq!(count("select length(database_id) from oncegate_meta"), 32);
+}

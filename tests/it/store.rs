@@ -1,0 +1,963 @@
+//! One suite for the `Store` trait: each promise is a check, and each store runs them all.
+//!
+//! A check makes its own tenants and sinks, so that it also runs in a database that others use at the same time. Time
+//! is made to pass by leases and retentions of zero, and by waiting for a condition.
+
+use std::collections::{BTreeSet, HashSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, StatusCode};
+use oncegate::record::event::Event;
+use oncegate::record::{
+    Answer, Attempt, Change, Fence, Fingerprint, KeptBody, Key, Next, Operation, OwnerId, RecordId,
+    Scope, State, Status, Tenant, transition,
+};
+use oncegate::store::{
+    Acknowledgement, Beat, Changed, Claim, Claimed, Completion, EventFilter, EventStatus, Lane,
+    Objection, Operator, Proposal, RecordFilter, Redeliver, Reserved, Settled, Store, Takeover,
+    Verdict,
+};
+use uuid::Uuid;
+
+use crate::support::eventually;
+
+/// Runs each named check on each store.
+macro_rules! on_every_store {
+    ($($check:ident),* $(,)?) => {
+        mod sqlite {
+            $(
+                #[tokio::test(flavor = "multi_thread")]
+                async fn $check() {
+                    let dir = tempfile::tempdir().unwrap();
+                    super::$check(crate::sqlite::open(&dir.path().join("t.db")).await).await;
+                }
+            )*
+        }
+        // A store more: a module more, with the same list.
+    };
+}
+
+on_every_store![
+    each_change_leads_where_the_transition_function_says,
+    a_reservation_is_held_once_and_found_by_others,
+    an_own_reservation_proposed_again_is_held,
+    without_a_live_lease_nothing_is_reserved_or_taken_over,
+    of_many_concurrent_proposals_exactly_one_is_held,
+    tenants_and_operations_do_not_share_keys,
+    a_late_process_changes_nothing,
+    a_release_forgets_only_the_first_attempt,
+    of_many_takeovers_of_an_expired_row_exactly_one_wins,
+    retention_ends_by_the_databases_clock,
+    a_completion_writes_answer_and_events_once,
+    an_unknown_attempt_may_still_complete,
+    only_a_dead_owners_records_are_marked,
+    an_ended_lease_is_never_renewed,
+    sweeps_leave_everything_that_is_not_over,
+    a_late_delivery_stays_visible_for_its_whole_retention,
+    a_claim_takes_no_more_than_its_limit_and_nothing_twice,
+    concurrent_claims_never_share_an_event,
+    a_stale_acknowledgement_changes_nothing,
+    verdicts_move_events_as_they_say,
+    redelivery_goes_on_from_the_claim_number,
+    the_next_due_event_is_known,
+    answers_come_back_byte_for_byte,
+    operators_resolve_only_what_nobody_works_on,
+    lists_filter_and_go_on_where_they_stopped,
+];
+
+type Tested = Arc<dyn Store>;
+
+const MINUTE: Duration = Duration::from_secs(60);
+const SOON: Duration = Duration::from_secs(10);
+
+fn deadline() -> Instant {
+    Instant::now() + MINUTE
+}
+
+/// A scope that no other check has.
+fn scope() -> Scope {
+    Scope {
+        tenant: Tenant::parse(&format!("t-{}", Uuid::new_v4())).unwrap(),
+        operation: Operation::parse("orders.create").unwrap(),
+        key: Key::parse("k").unwrap(),
+    }
+}
+
+fn fingerprint(seed: u8) -> Fingerprint {
+    Fingerprint { canonical: [seed; 32], raw: [seed ^ 0xff; 32], recipe: [7; 8] }
+}
+
+async fn owner(store: &Tested) -> OwnerId {
+    let owner = OwnerId::fresh();
+    assert_eq!(store.heartbeat(owner, MINUTE).await.unwrap(), Beat::Renewed);
+    owner
+}
+
+fn proposal(scope: &Scope, owner: OwnerId) -> Proposal {
+    Proposal {
+        id: RecordId::fresh(),
+        scope: scope.clone(),
+        fingerprint: fingerprint(1),
+        owner,
+        caller: Some("alice".into()),
+        context: Some(Bytes::from_static(b"{\"n\":1}")),
+    }
+}
+
+/// A reservation under a new live owner.
+async fn held(store: &Tested, scope: &Scope) -> (Fence, OwnerId) {
+    let owner = owner(store).await;
+    let proposal = proposal(scope, owner);
+    let fence = Fence { id: proposal.id, attempt: Attempt::FIRST };
+    assert_eq!(store.reserve(proposal, deadline()).await.unwrap(), Reserved::Held);
+    (fence, owner)
+}
+
+fn answer() -> Answer {
+    let mut headers = HeaderMap::new();
+    headers.insert("content-type", HeaderValue::from_static("application/json"));
+    let body = KeptBody::Whole(Bytes::from_static(b"{\"id\":1}"));
+    Answer { status: StatusCode::CREATED, headers, body }
+}
+
+fn event(fence: Fence, name: &str, sinks: &[&str]) -> Event {
+    let key = format!("{}/{name}", fence.id);
+    Event {
+        id: Uuid::new_v5(&Uuid::NAMESPACE_OID, key.as_bytes()),
+        key,
+        kind: name.into(),
+        position: 0,
+        ordering_key: None,
+        payload: Bytes::from_static(b"{\"a\":1.0}"),
+        sinks: sinks.iter().map(|sink| (*sink).to_owned()).collect(),
+    }
+}
+
+fn completion(scope: &Scope, fence: Fence, events: Vec<Event>) -> Completion {
+    Completion { scope: scope.clone(), fence, answer: answer(), retention: MINUTE, events }
+}
+
+async fn complete(store: &Tested, completion: Completion) -> Settled {
+    store.complete(completion, deadline()).await.unwrap()
+}
+
+fn is_done(settled: Settled) -> bool {
+    matches!(settled, Settled::Done { .. })
+}
+
+/// An expired completed record.
+async fn expired(store: &Tested, scope: &Scope) -> Fence {
+    let (fence, _) = held(store, scope).await;
+    let settled = Completion { retention: Duration::ZERO, ..completion(scope, fence, vec![]) };
+    assert!(is_done(complete(store, settled).await));
+    fence
+}
+
+/// The status of the record under a scope, and its attempt.
+async fn status(store: &Tested, scope: &Scope) -> Option<(Status, u32)> {
+    let record = store.find(scope).await.unwrap()?;
+    let status = match record.state {
+        State::InProgress { .. } => Status::InProgress,
+        State::Unknown => Status::Unknown,
+        State::Completed(_) => Status::Completed,
+    };
+    Some((status, record.fence.attempt.number()))
+}
+
+fn somebody() -> Operator {
+    Operator { who: "olga".into(), why: Some("asked the bank".into()) }
+}
+
+/// A sink that no other check has.
+fn sink() -> String {
+    format!("sink-{}", Uuid::new_v4())
+}
+
+/// Writes one event for each name, all to `sink`; the record's fence and scope.
+async fn announced(store: &Tested, sink: &str, names: &[&str]) -> (Scope, Fence) {
+    let scope = scope();
+    let (fence, _) = held(store, &scope).await;
+    let events = names.iter().map(|name| event(fence, name, &[sink])).collect();
+    assert!(is_done(complete(store, completion(&scope, fence, events)).await));
+    (scope, fence)
+}
+
+async fn claim(
+    store: &Tested,
+    sink: &str,
+    lane: Lane,
+    limit: u32,
+    lease: Duration,
+) -> Vec<Claimed> {
+    let claim = Claim { sink: sink.into(), lane, limit, lease, sweep: true };
+    store.claim(&claim).await.unwrap()
+}
+
+async fn verdict(store: &Tested, sink: &str, claimed: &Claimed, verdict: Verdict) -> bool {
+    let ack = Acknowledgement { event_id: claimed.event_id, claim_no: claimed.claim_no, verdict };
+    let current = store.acknowledge(sink, &[ack]).await.unwrap();
+    current == [claimed.event_id]
+}
+
+fn dead() -> Verdict {
+    Verdict::Dead { status: Some(422), error: "no".into() }
+}
+
+/// Status and attempts of each event of a record.
+async fn events(store: &Tested, fence: Fence) -> Vec<(EventStatus, u32)> {
+    let filter = EventFilter { record: Some(fence.id), limit: 100, ..EventFilter::default() };
+    let rows = store.list_events(&filter).await.unwrap();
+    rows.into_iter().map(|row| (row.status, row.attempts)).collect()
+}
+
+/// Brings a new record to a status and attempt, its retention being over where it is completed.
+async fn brought_to(store: &Tested, scope: &Scope, to: Status, attempt: Attempt) -> Fence {
+    let (first, owner) = held(store, scope).await;
+    let mut fence = first;
+    if attempt != Attempt::FIRST {
+        assert_eq!(store.mark_unknown(scope, fence).await.unwrap(), Changed::Yes);
+        let from = Takeover::Unknown(fence);
+        let taken = store.take_over(proposal(scope, owner), from).await.unwrap();
+        assert_eq!(taken, Changed::Yes);
+        fence.attempt = attempt;
+    }
+    match to {
+        Status::InProgress => {}
+        Status::Unknown => {
+            assert_eq!(store.mark_unknown(scope, fence).await.unwrap(), Changed::Yes);
+        }
+        Status::Completed => {
+            let over = Completion { retention: Duration::ZERO, ..completion(scope, fence, vec![]) };
+            assert!(is_done(complete(store, over).await));
+        }
+    }
+    fence
+}
+
+/// Asks for a change; whether the store says that it was made.
+async fn made(store: &Tested, scope: &Scope, fence: Fence, change: Change) -> bool {
+    match change {
+        Change::Complete => is_done(complete(store, completion(scope, fence, vec![])).await),
+        Change::Release => store.release(scope, fence).await.unwrap() == Changed::Yes,
+        Change::Lose => store.mark_unknown(scope, fence).await.unwrap() == Changed::Yes,
+        Change::Retry => {
+            let proposal = proposal(scope, owner(store).await);
+            let from = Takeover::Unknown(fence);
+            store.take_over(proposal, from).await.unwrap() == Changed::Yes
+        }
+        Change::OperatorComplete => {
+            let completion = completion(scope, fence, vec![]);
+            store.operator_complete(&completion, &somebody()).await.unwrap().is_ok()
+        }
+        Change::OperatorRelease => {
+            store.operator_release(fence, true, &somebody()).await.unwrap().is_ok()
+        }
+        Change::Expire => {
+            let proposal = proposal(scope, owner(store).await);
+            let from = Takeover::Expired(fence);
+            store.take_over(proposal, from).await.unwrap() == Changed::Yes
+        }
+    }
+}
+
+async fn each_change_leads_where_the_transition_function_says(store: Tested) {
+    let attempts = [Attempt::FIRST, Attempt::FIRST.next()];
+    for (from, attempt) in Status::ALL.into_iter().flat_map(|s| attempts.map(|a| (s, a))) {
+        for change in Change::ALL {
+            let case = format!("{change:?} from {from:?}, attempt {}", attempt.number());
+            let scope = scope();
+            let fence = brought_to(&store, &scope, from, attempt).await;
+            let next = transition(from, attempt, change);
+            assert_eq!(made(&store, &scope, fence, change).await, next.is_some(), "{case}");
+            let found = store.find(&scope).await.unwrap();
+            let stands = found.as_ref().is_some_and(|record| record.fence.id == fence.id);
+            assert_eq!(stands, next != Some(Next::Gone), "{case}");
+            if let Some(Next::Status(to)) = next {
+                assert_eq!(status(&store, &scope).await.map(|(s, _)| s), Some(to), "{case}");
+            }
+            if next.is_none() {
+                let before = Some((from, attempt.number()));
+                assert_eq!(status(&store, &scope).await, before, "{case}");
+            }
+            let again = matches!(change, Change::Retry | Change::OperatorComplete);
+            if next.is_some() && again {
+                assert_eq!(found.unwrap().fence.attempt, attempt.next(), "{case}");
+            }
+        }
+    }
+}
+
+async fn a_reservation_is_held_once_and_found_by_others(store: Tested) {
+    let scope = scope();
+    assert_eq!(store.find(&scope).await.unwrap(), None);
+    let (fence, first) = held(&store, &scope).await;
+    let other = Proposal { fingerprint: fingerprint(2), ..proposal(&scope, owner(&store).await) };
+    let Reserved::Exists(found) = store.reserve(other, deadline()).await.unwrap() else {
+        panic!("not found")
+    };
+    assert_eq!(found.fence, fence);
+    assert_eq!(found.fingerprint, fingerprint(1), "known from the reservation on");
+    assert_eq!(found.state, State::InProgress { owner: first, owner_lives: true });
+    assert_eq!(store.find(&scope).await.unwrap(), Some(*found));
+    store.retire(first).await.unwrap();
+    let found = store.find(&scope).await.unwrap().unwrap();
+    assert_eq!(found.state, State::InProgress { owner: first, owner_lives: false });
+}
+
+async fn an_own_reservation_proposed_again_is_held(store: Tested) {
+    let scope = scope();
+    let owner = owner(&store).await;
+    let proposal = proposal(&scope, owner);
+    for _ in 0..2 {
+        let reserved = store.reserve(proposal.clone(), deadline()).await.unwrap();
+        assert_eq!(reserved, Reserved::Held);
+    }
+    store.retire(owner).await.unwrap();
+    let reserved = store.reserve(proposal.clone(), deadline()).await.unwrap();
+    assert_eq!(reserved, Reserved::Held, "it stands: to say otherwise would leave it behind");
+    let filter = RecordFilter {
+        tenant: Some(scope.tenant.to_string()),
+        limit: 9,
+        ..RecordFilter::default()
+    };
+    assert_eq!(store.list_records(&filter).await.unwrap().len(), 1);
+}
+
+async fn without_a_live_lease_nothing_is_reserved_or_taken_over(store: Tested) {
+    let ended = OwnerId::fresh();
+    store.heartbeat(ended, Duration::ZERO).await.unwrap();
+    let retired = owner(&store).await;
+    store.retire(retired).await.unwrap();
+    for owner in [OwnerId::fresh(), ended, retired] {
+        let free = scope();
+        let reserved = store.reserve(proposal(&free, owner), deadline()).await.unwrap();
+        assert_eq!(reserved, Reserved::LeaseEnded);
+        assert_eq!(store.find(&free).await.unwrap(), None);
+
+        let over = scope();
+        let from = Takeover::Expired(expired(&store, &over).await);
+        assert_eq!(store.take_over(proposal(&over, owner), from).await.unwrap(), Changed::No);
+
+        let lost = scope();
+        let fence = brought_to(&store, &lost, Status::Unknown, Attempt::FIRST).await;
+        let from = Takeover::Unknown(fence);
+        assert_eq!(store.take_over(proposal(&lost, owner), from).await.unwrap(), Changed::No);
+        assert_eq!(status(&store, &lost).await, Some((Status::Unknown, 1)));
+    }
+}
+
+async fn of_many_concurrent_proposals_exactly_one_is_held(store: Tested) {
+    let owner = owner(&store).await;
+    for _ in 0..5 {
+        let scope = scope();
+        let proposals = (0..64).map(|_| {
+            let (store, proposal) = (Arc::clone(&store), proposal(&scope, owner));
+            tokio::spawn(async move {
+                (proposal.id, store.reserve(proposal, deadline()).await.unwrap())
+            })
+        });
+        let mut held = Vec::new();
+        let mut found = HashSet::new();
+        for task in proposals.collect::<Vec<_>>() {
+            match task.await.unwrap() {
+                (id, Reserved::Held) => held.push(id),
+                (_, Reserved::Exists(record)) => drop(found.insert(record.fence.id)),
+                (_, other @ (Reserved::Vanished | Reserved::LeaseEnded)) => panic!("{other:?}"),
+            }
+        }
+        assert_eq!(held.len(), 1);
+        assert_eq!(found, HashSet::from([held[0]]));
+    }
+}
+
+async fn tenants_and_operations_do_not_share_keys(store: Tested) {
+    let one = scope();
+    let other_tenant = Scope { tenant: scope().tenant, ..one.clone() };
+    let other_operation =
+        Scope { operation: Operation::parse("orders.cancel").unwrap(), ..one.clone() };
+    let scopes = [one, other_tenant, other_operation];
+    let mut fences = Vec::new();
+    for scope in &scopes {
+        fences.push(held(&store, scope).await.0);
+    }
+    for (n, (scope, fence)) in scopes.iter().zip(&fences).enumerate() {
+        // Under a scope that is not its own, a fence changes nothing.
+        let elsewhere = &scopes[(n + 1) % scopes.len()];
+        assert_eq!(store.release(elsewhere, *fence).await.unwrap(), Changed::No);
+        assert_eq!(store.mark_unknown(elsewhere, *fence).await.unwrap(), Changed::No);
+        let stray = completion(elsewhere, *fence, vec![]);
+        assert_eq!(complete(&store, stray).await, Settled::Fenced);
+        let mut own = completion(scope, *fence, vec![]);
+        own.answer.body = KeptBody::Whole(Bytes::from(format!("for {n}")));
+        assert!(is_done(complete(&store, own).await));
+    }
+    for (n, scope) in scopes.iter().enumerate() {
+        let State::Completed(completed) = store.find(scope).await.unwrap().unwrap().state else {
+            panic!("not completed")
+        };
+        assert_eq!(completed.answer.body, KeptBody::Whole(Bytes::from(format!("for {n}"))));
+    }
+}
+
+async fn a_late_process_changes_nothing(store: Tested) {
+    // A7 and A8: an earlier attempt, and an earlier id, wake up late.
+    let retried = scope();
+    let second = brought_to(&store, &retried, Status::InProgress, Attempt::FIRST.next()).await;
+    let first = Fence { attempt: Attempt::FIRST, ..second };
+    let again = scope();
+    let old = expired(&store, &again).await;
+    let renewed = proposal(&again, owner(&store).await);
+    let new = Fence { id: renewed.id, attempt: Attempt::FIRST };
+    let taken = store.take_over(renewed, Takeover::Expired(old)).await.unwrap();
+    assert_eq!(taken, Changed::Yes);
+    for (scope, late, current) in [(&retried, first, second), (&again, old, new)] {
+        let sink = sink();
+        let events = vec![event(late, "late", &[&sink])];
+        let settled = complete(&store, completion(scope, late, events)).await;
+        assert_eq!(settled, Settled::Fenced);
+        assert!(claim(&store, &sink, Lane::Fresh, 9, MINUTE).await.is_empty(), "no event either");
+        assert_eq!(store.release(scope, late).await.unwrap(), Changed::No);
+        assert_eq!(store.mark_unknown(scope, late).await.unwrap(), Changed::No);
+        assert_eq!(store.mark_dead(Some((scope, late)), 9).await.unwrap(), 0);
+        for from in [Takeover::Unknown(late), Takeover::Expired(late)] {
+            let proposal = proposal(scope, owner(&store).await);
+            assert_eq!(store.take_over(proposal, from).await.unwrap(), Changed::No);
+        }
+        let record = store.find(scope).await.unwrap().unwrap();
+        assert_eq!(record.fence, current);
+        assert!(matches!(record.state, State::InProgress { owner_lives: true, .. }));
+        assert!(is_done(complete(&store, completion(scope, current, vec![])).await));
+    }
+}
+
+async fn a_release_forgets_only_the_first_attempt(store: Tested) {
+    let scope = scope();
+    let (first, _) = held(&store, &scope).await;
+    assert_eq!(store.release(&scope, first).await.unwrap(), Changed::Yes);
+    assert_eq!(store.find(&scope).await.unwrap(), None);
+    assert_eq!(store.release(&scope, first).await.unwrap(), Changed::No);
+    let second = brought_to(&store, &scope, Status::InProgress, Attempt::FIRST.next()).await;
+    assert_eq!(store.release(&scope, second).await.unwrap(), Changed::Yes);
+    let record = store.find(&scope).await.unwrap().unwrap();
+    assert_eq!((record.fence, record.state), (second, State::Unknown));
+    assert_eq!(record.fingerprint, fingerprint(1));
+}
+
+async fn of_many_takeovers_of_an_expired_row_exactly_one_wins(store: Tested) {
+    let scope = scope();
+    let old = expired(&store, &scope).await;
+    let owner = owner(&store).await;
+    let Reserved::Exists(found) = store.reserve(proposal(&scope, owner), deadline()).await.unwrap()
+    else {
+        panic!("not found")
+    };
+    assert!(matches!(&found.state, State::Completed(c) if c.time_left.is_zero()));
+    let takeovers = (0..32).map(|_| {
+        let store = Arc::clone(&store);
+        let proposal = Proposal { fingerprint: fingerprint(2), ..proposal(&scope, owner) };
+        tokio::spawn(async move {
+            let id = proposal.id;
+            (id, store.take_over(proposal, Takeover::Expired(old)).await.unwrap())
+        })
+    });
+    let mut winners = Vec::new();
+    for task in takeovers.collect::<Vec<_>>() {
+        let (id, changed) = task.await.unwrap();
+        winners.extend((changed == Changed::Yes).then_some(id));
+    }
+    assert_eq!(winners.len(), 1);
+    let record = store.find(&scope).await.unwrap().unwrap();
+    assert_eq!(record.fence, Fence { id: winners[0], attempt: Attempt::FIRST });
+    assert_eq!(record.fingerprint, fingerprint(2), "it compares nothing");
+    let row = store.show_record(winners[0]).await.unwrap().unwrap();
+    assert_eq!((row.answer, row.completed_at, row.expires_at), (None, None, None));
+}
+
+async fn retention_ends_by_the_databases_clock(store: Tested) {
+    let scope = scope();
+    let (fence, owner) = held(&store, &scope).await;
+    let retention = Duration::from_millis(400);
+    let short = Completion { retention, ..completion(&scope, fence, vec![]) };
+    let Settled::Done { expires_at } = complete(&store, short).await else { panic!("fenced") };
+    let row = store.show_record(fence.id).await.unwrap().unwrap();
+    assert_eq!(row.expires_at, Some(expires_at));
+    assert_eq!(row.completed_at, Some(expires_at - retention));
+    let from = Takeover::Expired(fence);
+    let proposal = proposal(&scope, owner);
+    eventually("the retention ends", SOON, || async {
+        let State::Completed(completed) = store.find(&scope).await.unwrap().unwrap().state else {
+            panic!("not completed")
+        };
+        assert_eq!(completed.expires_at, expires_at);
+        assert!(completed.time_left <= retention);
+        completed.time_left.is_zero()
+    })
+    .await;
+    assert_eq!(store.take_over(proposal, from).await.unwrap(), Changed::Yes);
+
+    let kept = self::scope();
+    let (fence, owner) = held(&store, &kept).await;
+    assert!(is_done(complete(&store, completion(&kept, fence, vec![])).await));
+    let early = self::proposal(&kept, owner);
+    let from = Takeover::Expired(fence);
+    assert_eq!(store.take_over(early, from).await.unwrap(), Changed::No);
+}
+
+async fn a_completion_writes_answer_and_events_once(store: Tested) {
+    let scope = scope();
+    let (one, two) = (sink(), sink());
+    let (fence, _) = held(&store, &scope).await;
+    let events = vec![
+        event(fence, "order.created", &[&one, &two]),
+        Event { position: 1, ..event(fence, "order.audit", &[&one]) },
+        Event { position: 2, ..event(fence, "order.ignored", &[]) },
+    ];
+    let first = completion(&scope, fence, events.clone());
+    assert!(is_done(complete(&store, first.clone()).await));
+    let mut second = first;
+    second.answer.status = StatusCode::OK;
+    second.events.push(event(fence, "late", &[&one]));
+    assert_eq!(complete(&store, second).await, Settled::Fenced);
+    let State::Completed(completed) = store.find(&scope).await.unwrap().unwrap().state else {
+        panic!("not completed")
+    };
+    assert_eq!(completed.answer, answer());
+    let row = store.show_record(fence.id).await.unwrap().unwrap();
+    assert_eq!(row.context, None, "the request's context is gone with the completion");
+    assert_eq!(row.caller.as_deref(), Some("alice"));
+
+    let filter = EventFilter { record: Some(fence.id), limit: 9, ..EventFilter::default() };
+    let rows = store.list_events(&filter).await.unwrap();
+    let seen: BTreeSet<_> = rows.iter().map(|row| (row.kind.as_str(), row.sink.as_str())).collect();
+    let (one, two) = (one.as_str(), two.as_str());
+    let owed = [("order.created", one), ("order.created", two), ("order.audit", one)];
+    assert_eq!(seen, owed.into_iter().chain([("order.ignored", "")]).collect());
+    let ids: HashSet<_> = rows.iter().map(|row| row.id).collect();
+    assert_eq!(ids.len(), 3, "each event has its own id");
+    for row in &rows {
+        let discarded = row.kind == "order.ignored";
+        let status = if discarded { EventStatus::Discarded } else { EventStatus::Pending };
+        assert_eq!(row.status, status);
+        let written = events.iter().find(|event| event.id == row.id).unwrap();
+        assert_eq!((&row.payload, &row.event_key), (&written.payload, &written.key));
+        assert_eq!((row.record, &row.scope), (fence.id, &scope));
+    }
+    let claimed = claim(&store, one, Lane::Fresh, 9, MINUTE).await;
+    let kinds: Vec<_> = claimed.iter().map(|claimed| claimed.kind.as_str()).collect();
+    assert_eq!(kinds, ["order.created", "order.audit"], "in their record's order");
+    let Claimed { tenant, operation, key, payload, .. } = &claimed[0];
+    assert_eq!(tenant, scope.tenant.as_str());
+    assert_eq!(operation, scope.operation.as_str());
+    assert_eq!(key, scope.key.as_str());
+    assert_eq!(*payload, events[0].payload);
+}
+
+async fn an_unknown_attempt_may_still_complete(store: Tested) {
+    let scope = scope();
+    let fence = brought_to(&store, &scope, Status::Unknown, Attempt::FIRST).await;
+    assert!(is_done(complete(&store, completion(&scope, fence, vec![])).await));
+    assert_eq!(status(&store, &scope).await, Some((Status::Completed, 1)));
+}
+
+async fn only_a_dead_owners_records_are_marked(store: Tested) {
+    let (alive, dead, single) = (scope(), scope(), scope());
+    let (alive_fence, _) = held(&store, &alive).await;
+    let (dead_fence, dead_owner) = held(&store, &dead).await;
+    let (single_fence, single_owner) = held(&store, &single).await;
+    assert_eq!(store.mark_dead(Some((&alive, alive_fence)), 9).await.unwrap(), 0);
+    assert_eq!(store.mark_dead(Some((&single, single_fence)), 9).await.unwrap(), 0);
+    store.retire(single_owner).await.unwrap();
+    assert_eq!(store.mark_dead(Some((&single, single_fence)), 9).await.unwrap(), 1);
+    assert_eq!(store.mark_dead(Some((&single, single_fence)), 9).await.unwrap(), 0);
+    store.retire(dead_owner).await.unwrap();
+    assert_eq!(store.mark_dead(None, 0).await.unwrap(), 0, "never more than the limit");
+    // Another check in the same database may mark it first.
+    store.mark_dead(None, 10_000).await.unwrap();
+    assert_eq!(status(&store, &dead).await, Some((Status::Unknown, 1)));
+    assert_eq!(status(&store, &single).await, Some((Status::Unknown, 1)));
+    assert_eq!(status(&store, &alive).await, Some((Status::InProgress, 1)));
+    assert!(is_done(complete(&store, completion(&dead, dead_fence, vec![])).await));
+}
+
+async fn an_ended_lease_is_never_renewed(store: Tested) {
+    let owner = OwnerId::fresh();
+    assert_eq!(store.heartbeat(owner, MINUTE).await.unwrap(), Beat::Renewed);
+    assert_eq!(store.heartbeat(owner, Duration::ZERO).await.unwrap(), Beat::Renewed);
+    assert_eq!(store.heartbeat(owner, MINUTE).await.unwrap(), Beat::Ended);
+    let retired = self::owner(&store).await;
+    store.retire(retired).await.unwrap();
+    store.sweep_leases().await.unwrap();
+    assert_eq!(store.heartbeat(retired, MINUTE).await.unwrap(), Beat::Ended);
+    let short = OwnerId::fresh();
+    store.heartbeat(short, Duration::from_millis(20)).await.unwrap();
+    let probe = scope();
+    eventually("the lease ends by itself", SOON, || async {
+        match store.reserve(proposal(&probe, short), deadline()).await.unwrap() {
+            Reserved::LeaseEnded => true,
+            Reserved::Held | Reserved::Exists(_) | Reserved::Vanished => {
+                let fence = store.find(&probe).await.unwrap().unwrap().fence;
+                store.release(&probe, fence).await.unwrap();
+                false
+            }
+        }
+    })
+    .await;
+    assert_eq!(store.heartbeat(short, MINUTE).await.unwrap(), Beat::Ended);
+}
+
+async fn sweeps_leave_everything_that_is_not_over(store: Tested) {
+    let (running, lost, kept, over) = (scope(), scope(), scope(), scope());
+    let (_, owner) = held(&store, &running).await;
+    store.retire(owner).await.unwrap();
+    brought_to(&store, &lost, Status::Unknown, Attempt::FIRST).await;
+    let (fence, _) = held(&store, &kept).await;
+    assert!(is_done(complete(&store, completion(&kept, fence, vec![])).await));
+    expired(&store, &over).await;
+    assert_eq!(store.sweep_records(0).await.unwrap(), 0);
+    store.sweep_records(10_000).await.unwrap();
+    assert_eq!(store.find(&over).await.unwrap(), None);
+    for left in [&running, &lost, &kept] {
+        assert!(store.find(left).await.unwrap().is_some());
+    }
+
+    let sink = sink();
+    let names = ["sent", "owed", "dead", "half"];
+    let (_, fence) = announced(&store, &sink, &names).await;
+    for claimed in claim(&store, &sink, Lane::Fresh, 9, MINUTE).await {
+        match claimed.kind.as_str() {
+            "sent" => {
+                assert!(verdict(&store, &sink, &claimed, Verdict::Sent { status: 200 }).await);
+            }
+            "dead" => assert!(verdict(&store, &sink, &claimed, dead()).await),
+            _ => {}
+        }
+    }
+    store.sweep_events(MINUTE, 10_000).await.unwrap();
+    assert_eq!(events(&store, fence).await.len(), names.len(), "the retention is not over");
+    eventually("the sent event goes", SOON, || async {
+        store.sweep_events(Duration::ZERO, 10_000).await.unwrap();
+        events(&store, fence).await.len() == names.len() - 1
+    })
+    .await;
+    let left: Vec<_> = events(&store, fence).await.into_iter().map(|(status, _)| status).collect();
+    assert_eq!(left.iter().filter(|status| **status == EventStatus::Pending).count(), 2);
+    assert_eq!(left.iter().filter(|status| **status == EventStatus::Dead).count(), 1);
+}
+
+async fn a_late_delivery_stays_visible_for_its_whole_retention(store: Tested) {
+    // Fault 53: one sink is done long ago, the other has only just ended.
+    let (quick, slow) = (sink(), sink());
+    let scope = scope();
+    let (fence, _) = held(&store, &scope).await;
+    let events = vec![event(fence, "made", &[&quick, &slow])];
+    assert!(is_done(complete(&store, completion(&scope, fence, events)).await));
+    let retention = Duration::from_millis(300);
+    let claimed = claim(&store, &quick, Lane::Fresh, 1, MINUTE).await;
+    assert!(verdict(&store, &quick, &claimed[0], Verdict::Sent { status: 200 }).await);
+    let sent = Instant::now();
+    eventually("the first is past its retention", SOON, || async { sent.elapsed() > retention })
+        .await;
+    store.sweep_events(retention, 10_000).await.unwrap();
+    assert_eq!(self::events(&store, fence).await.len(), 2, "the other one is owed");
+    let claimed = claim(&store, &slow, Lane::Fresh, 1, MINUTE).await;
+    assert!(verdict(&store, &slow, &claimed[0], Verdict::Sent { status: 200 }).await);
+    store.sweep_events(MINUTE, 10_000).await.unwrap();
+    assert_eq!(self::events(&store, fence).await.len(), 2, "it ended only now");
+    eventually("both go", SOON, || async {
+        store.sweep_events(Duration::ZERO, 10_000).await.unwrap();
+        self::events(&store, fence).await.is_empty()
+    })
+    .await;
+}
+
+async fn a_claim_takes_no_more_than_its_limit_and_nothing_twice(store: Tested) {
+    let sink = sink();
+    announced(&store, &sink, &["a", "b", "c", "d", "e"]).await;
+    assert!(claim(&store, &sink, Lane::Retry, 9, MINUTE).await.is_empty(), "they are fresh");
+    assert!(claim(&store, &sink, Lane::Fresh, 0, MINUTE).await.is_empty());
+    let first = claim(&store, &sink, Lane::Fresh, 2, MINUTE).await;
+    let second = claim(&store, &sink, Lane::Fresh, 2, MINUTE).await;
+    let third = claim(&store, &sink, Lane::Fresh, 9, Duration::ZERO).await;
+    let sizes = [first.len(), second.len(), third.len()];
+    assert_eq!(sizes, [2, 2, 1]);
+    let all = first.iter().chain(&second).chain(&third);
+    assert_eq!(all.map(|claimed| claimed.event_id).collect::<HashSet<_>>().len(), 5);
+    let again = claim(&store, &sink, Lane::Fresh, 9, MINUTE).await;
+    assert_eq!(again.len(), 1, "only the claim whose lease is over");
+    assert_eq!(again[0].event_id, third[0].event_id);
+    assert!(again[0].claim_no > third[0].claim_no);
+    assert_eq!(again[0].attempts, 0);
+}
+
+async fn concurrent_claims_never_share_an_event(store: Tested) {
+    let sink = sink();
+    let names: Vec<_> = (0..60).map(|n| format!("e{n}")).collect();
+    let names: Vec<_> = names.iter().map(String::as_str).collect();
+    announced(&store, &sink, &names).await;
+    let workers = (0..8).map(|_| {
+        let (store, sink) = (Arc::clone(&store), sink.clone());
+        tokio::spawn(async move {
+            let mut mine = Vec::new();
+            loop {
+                let claimed = claim(&store, &sink, Lane::Fresh, 3, MINUTE).await;
+                assert!(claimed.len() <= 3);
+                if claimed.is_empty() {
+                    return mine;
+                }
+                mine.extend(claimed.into_iter().map(|claimed| claimed.event_id));
+            }
+        })
+    });
+    let mut all = Vec::new();
+    for worker in workers.collect::<Vec<_>>() {
+        all.extend(worker.await.unwrap());
+    }
+    // A claim may pass over rows that another one holds just now; what is left is claimed at the end.
+    all.extend(claim(&store, &sink, Lane::Fresh, 99, MINUTE).await.iter().map(|c| c.event_id));
+    assert_eq!(all.len(), names.len());
+    assert_eq!(all.iter().collect::<HashSet<_>>().len(), names.len());
+}
+
+async fn a_stale_acknowledgement_changes_nothing(store: Tested) {
+    let sink = sink();
+    let (_, fence) = announced(&store, &sink, &["a"]).await;
+    let stale = claim(&store, &sink, Lane::Fresh, 1, Duration::ZERO).await.remove(0);
+    let current = claim(&store, &sink, Lane::Fresh, 1, MINUTE).await.remove(0);
+    let retry = Verdict::Retry { delay: Duration::ZERO, status: None, error: "x".into() };
+    for late in [Verdict::Sent { status: 200 }, retry, dead(), Verdict::GivenBack] {
+        assert!(!verdict(&store, &sink, &stale, late).await);
+    }
+    assert!(!verdict(&store, "another sink", &current, dead()).await);
+    assert_eq!(events(&store, fence).await, [(EventStatus::Pending, 0)]);
+    assert!(claim(&store, &sink, Lane::Fresh, 1, MINUTE).await.is_empty(), "still leased");
+    assert!(verdict(&store, &sink, &current, Verdict::Sent { status: 200 }).await);
+    assert_eq!(events(&store, fence).await, [(EventStatus::Sent, 1)]);
+    assert!(!verdict(&store, &sink, &current, dead()).await, "it has ended");
+}
+
+async fn verdicts_move_events_as_they_say(store: Tested) {
+    let sink = sink();
+    let (_, fence) = announced(&store, &sink, &["a"]).await;
+    let first = claim(&store, &sink, Lane::Fresh, 1, MINUTE).await.remove(0);
+    assert!(verdict(&store, &sink, &first, Verdict::GivenBack).await);
+    assert_eq!(events(&store, fence).await, [(EventStatus::Pending, 0)], "no attempt is used");
+    let second = claim(&store, &sink, Lane::Fresh, 1, MINUTE).await.remove(0);
+    assert!(second.claim_no > first.claim_no);
+    let retry = |delay| Verdict::Retry { delay, status: Some(500), error: "häß".into() };
+    assert!(verdict(&store, &sink, &second, retry(Duration::ZERO)).await);
+    assert!(claim(&store, &sink, Lane::Fresh, 1, MINUTE).await.is_empty(), "now a retry");
+    let third = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert_eq!((third.attempts, third.event_id), (1, first.event_id));
+    assert!(verdict(&store, &sink, &third, retry(MINUTE)).await);
+    assert!(claim(&store, &sink, Lane::Retry, 1, MINUTE).await.is_empty(), "not due yet");
+    let filter = EventFilter { record: Some(fence.id), limit: 9, ..EventFilter::default() };
+    let row = store.list_events(&filter).await.unwrap().remove(0);
+    assert_eq!(row.last_error.as_deref(), Some("häß"));
+    assert_eq!((row.attempts, row.sent_at), (2, None));
+    assert!(row.next_attempt_at.is_some_and(|next| next > row.created_at));
+    let one = Redeliver::One { id: row.id, sink: Some(sink.clone()) };
+    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1, "due at once");
+    let fourth = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert!(verdict(&store, &sink, &fourth, dead()).await);
+    let row = store.list_events(&filter).await.unwrap().remove(0);
+    assert_eq!((row.status, row.attempts), (EventStatus::Dead, 3));
+    assert_eq!((row.last_error.as_deref(), row.sent_at), (Some("no"), None));
+    let gauges = store.gauges().await.unwrap();
+    assert!(gauges.dead.contains(&(sink.clone(), 1)));
+    assert!(gauges.pending.iter().all(|(pending, ..)| *pending != sink));
+}
+
+async fn redelivery_goes_on_from_the_claim_number(store: Tested) {
+    let sink = sink();
+    let (_, fence) = announced(&store, &sink, &["dead", "sent", "leased"]).await;
+    let claimed = claim(&store, &sink, Lane::Fresh, 9, MINUTE).await;
+    let of = |kind: &str| claimed.iter().find(|claimed| claimed.kind == kind).unwrap();
+    assert!(verdict(&store, &sink, of("dead"), dead()).await);
+    assert!(verdict(&store, &sink, of("sent"), Verdict::Sent { status: 204 }).await);
+    let by = somebody();
+    let leased = Redeliver::One { id: of("leased").event_id, sink: None };
+    assert_eq!(store.redeliver(&leased, &by).await.unwrap(), 0, "it is on its way");
+    let all = Redeliver::Dead { sink: Some(sink.clone()) };
+    assert_eq!(store.redeliver(&all, &by).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&all, &by).await.unwrap(), 0, "once");
+    let sent = Redeliver::One { id: of("sent").event_id, sink: None };
+    assert_eq!(store.redeliver(&sent, &by).await.unwrap(), 1);
+    let nobody = Redeliver::One { id: Uuid::new_v4(), sink: None };
+    assert_eq!(store.redeliver(&nobody, &by).await.unwrap(), 0);
+    assert!(claim(&store, &sink, Lane::Fresh, 9, MINUTE).await.is_empty(), "the retry lane");
+    let again = claim(&store, &sink, Lane::Retry, 9, MINUTE).await;
+    assert_eq!(again.len(), 2);
+    for claimed in &again {
+        let before = of(&claimed.kind);
+        assert_eq!(claimed.event_id, before.event_id);
+        assert_eq!(claimed.attempts, 0);
+        assert!(claimed.claim_no > before.claim_no + 1, "the number goes on");
+        assert!(!verdict(&store, &sink, before, dead()).await, "an old worker changes nothing");
+        assert!(verdict(&store, &sink, claimed, Verdict::Sent { status: 200 }).await);
+    }
+    let audit = store.audit_of(fence.id).await.unwrap();
+    assert_eq!(audit.len(), 1);
+    assert_eq!(audit[0].action, "event.redeliver");
+    assert_eq!(audit[0].event, Some(of("sent").event_id));
+    assert_eq!(audit[0].who, "olga");
+}
+
+async fn the_next_due_event_is_known(store: Tested) {
+    let sink = sink();
+    assert_eq!(store.next_due(&sink).await.unwrap(), None);
+    announced(&store, &sink, &["a", "b"]).await;
+    let claimed = claim(&store, &sink, Lane::Fresh, 9, 5 * MINUTE).await;
+    let within = |due: Option<Duration>, most: Duration| {
+        due.is_some_and(|due| due <= most && due > most - MINUTE)
+    };
+    assert!(within(store.next_due(&sink).await.unwrap(), 5 * MINUTE), "the end of the claims");
+    let delay = 2 * MINUTE;
+    let retry = Verdict::Retry { delay, status: None, error: "x".into() };
+    assert!(verdict(&store, &sink, &claimed[0], retry).await);
+    assert!(within(store.next_due(&sink).await.unwrap(), delay), "a retry");
+    assert!(verdict(&store, &sink, &claimed[1], Verdict::Sent { status: 200 }).await);
+    assert!(within(store.next_due(&sink).await.unwrap(), delay));
+}
+
+async fn answers_come_back_byte_for_byte(store: Tested) {
+    let every_byte: Vec<u8> = (0..=255).collect();
+    let mut headers = HeaderMap::new();
+    for link in ["<a>; rel=next, <b>", "", "<c>"] {
+        headers.append("link", HeaderValue::from_static(link));
+    }
+    headers.append("x-raw", HeaderValue::from_bytes(b"caf\xe9 \x80\xff").unwrap());
+    let large = Bytes::from(vec![0xa5; 1 << 20]);
+    for (status, headers, body) in [
+        (204, HeaderMap::new(), KeptBody::Whole(Bytes::new())),
+        (201, headers.clone(), KeptBody::Whole(Bytes::from(every_byte))),
+        (299, HeaderMap::new(), KeptBody::Whole(Bytes::from_static(b"\0"))),
+        (599, headers.clone(), KeptBody::NotRetained),
+        (200, headers, KeptBody::Whole(large)),
+    ] {
+        let answer = Answer { status: StatusCode::from_u16(status).unwrap(), headers, body };
+        let scope = scope();
+        let (fence, owner) = held(&store, &scope).await;
+        let kept = Completion { answer: answer.clone(), ..completion(&scope, fence, vec![]) };
+        assert!(is_done(complete(&store, kept).await));
+        let found = store.find(&scope).await.unwrap().unwrap();
+        let State::Completed(completed) = &found.state else { panic!("not completed") };
+        assert_eq!(completed.answer, answer);
+        assert!(!completed.time_left.is_zero());
+        let Reserved::Exists(met) =
+            store.reserve(proposal(&scope, owner), deadline()).await.unwrap()
+        else {
+            panic!("not found")
+        };
+        assert!(matches!(met.state, State::Completed(met) if met.answer == answer));
+        let shown = store.show_record(fence.id).await.unwrap().unwrap();
+        assert_eq!(shown.answer, Some(answer));
+    }
+}
+
+async fn operators_resolve_only_what_nobody_works_on(store: Tested) {
+    let by = somebody();
+    let sink = sink();
+    let nowhere = Fence { id: RecordId::fresh(), attempt: Attempt::FIRST };
+    let missing = store.operator_release(nowhere, true, &by).await.unwrap();
+    assert_eq!(missing, Err(Objection::NotFound));
+
+    let scope = scope();
+    let (fence, owner) = held(&store, &scope).await;
+    let created_at = store.show_record(fence.id).await.unwrap().unwrap().created_at;
+    let running = Err(Objection::Running { owner, since: created_at });
+    let resolved = completion(&scope, fence, vec![event(fence, "made", &[&sink])]);
+    assert_eq!(store.operator_release(fence, false, &by).await.unwrap(), running);
+    assert_eq!(store.operator_complete(&resolved, &by).await.unwrap(), running);
+    assert!(store.audit_of(fence.id).await.unwrap().is_empty());
+    store.retire(owner).await.unwrap();
+    assert_eq!(store.operator_complete(&resolved, &by).await.unwrap(), Ok(()));
+    assert_eq!(status(&store, &scope).await, Some((Status::Completed, 2)));
+    assert_eq!(claim(&store, &sink, Lane::Fresh, 9, MINUTE).await.len(), 1, "its events, too");
+    assert_eq!(complete(&store, resolved.clone()).await, Settled::Fenced, "the attempt is over");
+
+    let now = Fence { attempt: Attempt::FIRST.next(), ..fence };
+    let moved = store.operator_release(fence, true, &by).await.unwrap();
+    assert_eq!(moved, Err(Objection::Moved));
+    let completed = store.operator_release(now, false, &by).await.unwrap();
+    assert_eq!(completed, Err(Objection::IsCompleted));
+    let again = Completion { fence: now, ..resolved };
+    let completed = store.operator_complete(&again, &by).await.unwrap();
+    assert_eq!(completed, Err(Objection::IsCompleted));
+    assert_eq!(store.operator_release(now, true, &by).await.unwrap(), Ok(()));
+    assert_eq!(store.find(&scope).await.unwrap(), None);
+
+    let audit = store.audit_of(fence.id).await.unwrap();
+    let actions: Vec<_> = audit.iter().map(|row| row.action.as_str()).collect();
+    assert_eq!(actions, ["record.complete", "record.release"]);
+    for row in &audit {
+        assert_eq!((row.who.as_str(), row.why.as_deref()), ("olga", Some("asked the bank")));
+        assert_eq!((row.record, row.event), (Some(fence.id), None));
+        assert!(row.at >= created_at);
+    }
+    let acted_on = store.acted_on(MINUTE).await.unwrap();
+    assert_eq!(acted_on.iter().filter(|id| **id == fence.id).count(), 1);
+    assert_eq!(store.ping().await.map_err(|error| error.to_string()), Ok(()));
+}
+
+async fn lists_filter_and_go_on_where_they_stopped(store: Tested) {
+    let sink = sink();
+    let tenant = scope().tenant;
+    let mut fences = Vec::new();
+    for n in 0..5 {
+        let key = Key::parse(&format!("k{n}")).unwrap();
+        let scope = Scope { tenant: tenant.clone(), key, ..scope() };
+        let (fence, _) = held(&store, &scope).await;
+        if n != 4 {
+            let events = vec![event(fence, "made", &[&sink]), event(fence, "told", &[])];
+            assert!(is_done(complete(&store, completion(&scope, fence, events)).await));
+        }
+        fences.push(fence);
+    }
+    let all =
+        RecordFilter { tenant: Some(tenant.to_string()), limit: 9, ..RecordFilter::default() };
+    let rows = store.list_records(&all).await.unwrap();
+    assert_eq!(rows.len(), 5);
+    assert!(rows.windows(2).all(|two| two[0].created_at >= two[1].created_at), "newest first");
+    let no_body = |answer: &Answer| answer.body == KeptBody::NotRetained;
+    assert!(rows.iter().all(|row| row.answer.as_ref().is_none_or(no_body)));
+    let count = async |filter| store.list_records(&filter).await.unwrap().len();
+    assert_eq!(count(RecordFilter { key: Some("k1".into()), ..all.clone() }).await, 1);
+    assert_eq!(count(RecordFilter { operation: Some("x".into()), ..all.clone() }).await, 0);
+    assert_eq!(count(RecordFilter { status: Some(Status::InProgress), ..all.clone() }).await, 1);
+    assert_eq!(count(RecordFilter { status: Some(Status::Completed), ..all.clone() }).await, 4);
+    assert_eq!(count(RecordFilter { since: Some(MINUTE), ..all.clone() }).await, 5);
+    assert_eq!(count(RecordFilter { since: Some(Duration::MAX), ..all.clone() }).await, 5);
+    let mut paged = Vec::new();
+    let mut page = RecordFilter { limit: 2, ..all };
+    loop {
+        let rows = store.list_records(&page).await.unwrap();
+        let Some(last) = rows.last() else { break };
+        page.after = Some((last.created_at, last.id.into()));
+        paged.extend(rows.iter().map(|row| row.id));
+    }
+    assert_eq!(paged, rows.iter().map(|row| row.id).collect::<Vec<_>>());
+
+    let all = EventFilter { tenant: Some(tenant.to_string()), limit: 99, ..EventFilter::default() };
+    let rows = store.list_events(&all).await.unwrap();
+    assert_eq!(rows.len(), 8);
+    let count = async |filter| store.list_events(&filter).await.unwrap().len();
+    assert_eq!(count(EventFilter { sink: Some(sink.clone()), ..all.clone() }).await, 4);
+    assert_eq!(count(EventFilter { status: Some(EventStatus::Sent), ..all.clone() }).await, 0);
+    let discarded = Some(EventStatus::Discarded);
+    assert_eq!(count(EventFilter { status: discarded, ..all.clone() }).await, 4);
+    assert_eq!(count(EventFilter { record: Some(fences[0].id), ..all.clone() }).await, 2);
+    assert_eq!(count(EventFilter { id: Some(rows[0].id), ..all.clone() }).await, 1);
+    assert_eq!(count(EventFilter { key: Some("k3".into()), ..all.clone() }).await, 2);
+    assert_eq!(count(EventFilter { since: Some(MINUTE), ..all.clone() }).await, 8);
+    let mut paged = Vec::new();
+    let mut page = EventFilter { limit: 3, ..all };
+    loop {
+        let rows = store.list_events(&page).await.unwrap();
+        let Some(last) = rows.last() else { break };
+        page.after = Some((last.created_at, last.id, last.sink.clone()));
+        paged.extend(rows.iter().map(|row| row.id));
+    }
+    assert_eq!(paged, rows.iter().map(|row| row.id).collect::<Vec<_>>());
+}
