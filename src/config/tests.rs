@@ -33,6 +33,26 @@ fn with(text: &str) -> String {
 
 /// What a file says, and the one mistake in it.
 const CASES: &[(&str, &str)] = &[
+    (
+        "[[route]]\nmethod = \"POST\"\npath = \"/a\"\n[[route]]\nmethod = \"POST\"\npath = \"/b\"\nfingerprint = { ignore = [\"$.a\", \"$[\"] }",
+        "og.toml:8: route[1].fingerprint.ignore[1]: ignore: \"$[\" is no JSONPath: at position 1, parser error",
+    ),
+    (
+        "[[route]]\nmethod = \"POST\"\npath = \"/a/{x\"",
+        "og.toml:2: route[0]: POST /a/{x: a '{' has no '}'",
+    ),
+    (
+        "[[route]]\nmethod = \"POST\"\npath = \"/a\"\noperation = \"a\"\n[[route]]\nmethod = \"POST\"\npath = \"/a\"\noperation = \"b\"",
+        "og.toml:6: route[1]: POST /a: another route has this method and a path like it, /a",
+    ),
+    (
+        "[[route]]\nmethod = \"POST\"\npath = \"/a\"\n[[route.event]]\ntype = \"a\"\n[[route.event]]\ntype = \"b\"\nwhen = \"response.status ==\"",
+        "og.toml:7: route[0].event[1]: event \"b\": when \"response.status ==\": syntax error: unexpected end of input, expected expression (in <expression>:1)",
+    ),
+    (
+        "policy.derive_key = [\"$.a\", \"cookie:a\"]",
+        "og.toml:2: policy.derive_key[1]: derive_key: \"cookie:a\" begins with none of \"$\", \"header:\", \"path:\", \"query:\"",
+    ),
     ("[srever]", "og.toml:2: srever: unknown field; did you mean `server`?"),
     ("store = 3", "og.toml:2: store: this is an integer, it must be a table"),
     ("policy.wiat = \"1s\"", "og.toml:2: policy.wiat: unknown field; did you mean `wait`?"),

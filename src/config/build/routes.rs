@@ -43,7 +43,13 @@ impl Builder<'_> {
         let _ = (self.outcome(&none, &file.policy), self.fingerprint(None, &file.policy));
         let made = if without_file { every_write() } else { Vec::new() };
         let raws = if without_file { &made } else { &file.routes };
-        let entries: Vec<_> = raws.iter().flat_map(|raw| self.route(raw, &common)).collect();
+        let mut places = Vec::new();
+        let mut entries = Vec::new();
+        for raw in raws {
+            let made = self.route(raw, &common);
+            places.extend(made.iter().map(|(_, route)| (route.operation.clone(), &raw.place)));
+            entries.extend(made);
+        }
         let facts = entries
             .iter()
             .map(|(pattern, route)| RouteFacts {
@@ -55,12 +61,22 @@ impl Builder<'_> {
         self.refuse_repeated_operations(raws);
         let routes = Routes::build(entries, super::or(&file.server.ignore_path_case, false));
         let routes = routes.unwrap_or_else(|wrong| {
-            for text in wrong {
-                self.notes.mistake(&Place::absent("route"), text);
-            }
+            wrong.iter().for_each(|text| self.wrong_route(&places, text));
             Routes::default()
         });
         (routes, facts)
+    }
+
+    /// The table of routes names a route by its operation; whoever reads it wants to know where that stands.
+    fn wrong_route(&self, places: &[(Operation, &Place)], text: &str) {
+        let found = places.iter().find_map(|(operation, place)| {
+            let rest = text.strip_prefix(&format!("route {operation}: "))?;
+            Some((*place, rest))
+        });
+        match found {
+            Some((place, rest)) => self.notes.mistake(place, rest),
+            None => self.notes.mistake(&Place::absent("route"), text),
+        }
     }
 
     /// Two routes of one operation would share keys, which is right only for one route with several methods.
