@@ -182,12 +182,12 @@ fn meaning_knows_no_runtime_and_each_crate_has_its_home() {
         let within =
             |home: &&str| source.module == **home || source.module.starts_with(&format!("{home}/"));
         for (word, homes) in homes {
-            if named(word) && !homes.iter().any(|home| within(home)) {
+            if named(word) && !homes.iter().any(&within) {
                 wrong.push(format!("src/{}.rs names {word}", source.module));
             }
         }
         for word in never.iter().filter(|word| named(word)) {
-            if meaning.iter().any(|module| within(module)) {
+            if meaning.iter().any(within) {
                 wrong.push(format!("src/{}.rs names {word}", source.module));
             }
         }
