@@ -3,3 +3,303 @@
 pub mod events;
 pub mod print;
 pub mod records;
+pub mod serve;
+
+use std::io::{IsTerminal, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, SystemTime};
+
+use clap::{Args, Parser, Subcommand};
+use tokio::signal::unix::{SignalKind, signal};
+use tracing_subscriber::EnvFilter;
+
+use self::print::{Exit, Failure};
+use crate::config::{self, Config, LogFormat};
+use crate::demo;
+use crate::record::Answer;
+use crate::record::event::{Event, Origin};
+use crate::store::RecordRow;
+
+/// Makes retries of writes safe: an idempotency gateway in front of any HTTP API.
+#[derive(Debug, Parser)]
+#[command(name = "oncegate", version, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run the gateway
+    Serve(ServeArgs),
+    /// See it work: an API, a webhook consumer and the gateway in one, with the acceptance cases played
+    Demo(DemoArgs),
+    /// Check a configuration: mistakes, and what is unsafe
+    Check(ConfigArgs),
+    /// Bring the store's schema up to date
+    Migrate(ConfigArgs),
+    /// Look at records, and resolve them
+    #[command(subcommand_required = true)]
+    Records(RecordsArgs),
+    /// Look at events, and redeliver them
+    #[command(subcommand_required = true)]
+    Events(EventsArgs),
+}
+
+#[derive(Debug, Args)]
+struct ConfigArgs {
+    /// The configuration file (TOML)
+    #[arg(long, short, value_name = "FILE", env = "ONCEGATE_CONFIG", global = true)]
+    config: Option<PathBuf>,
+    /// Machine-readable output
+    #[arg(long, global = true)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+struct ServeArgs {
+    /// The configuration file (TOML)
+    #[arg(long, short, value_name = "FILE", env = "ONCEGATE_CONFIG")]
+    config: Option<PathBuf>,
+    /// The API to protect, instead of upstream.url
+    #[arg(long, value_name = "URL")]
+    upstream: Option<String>,
+}
+
+#[derive(Debug, Args)]
+struct DemoArgs {
+    /// End after the cases; the exit status says whether all held
+    #[arg(long)]
+    exit: bool,
+}
+
+#[derive(Debug, Args)]
+struct RecordsArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    #[command(subcommand)]
+    command: records::Records,
+}
+
+#[derive(Debug, Args)]
+struct EventsArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    #[command(subcommand)]
+    command: events::Events,
+}
+
+/// For how long a completion by hand is kept where the configuration no longer has the record's route.
+const RETENTION: Duration = Duration::from_secs(24 * 3600);
+
+/// Exit status for wrong usage and wrong configuration.
+const USAGE: u8 = 2;
+
+/// Runs what was typed.
+pub fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let runtime = match tokio::runtime::Runtime::new() {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(1, &format!("cannot start the runtime: {error}")),
+    };
+    let code = runtime.block_on(run(cli.command));
+    // What still blocks a thread of the runtime (a name that does not resolve, say) does not keep the process.
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    code
+}
+
+async fn run(command: Command) -> ExitCode {
+    match command {
+        Command::Serve(args) => serve(args).await,
+        Command::Demo(args) => demo::run(args.exit).await,
+        Command::Check(args) => check(&args),
+        Command::Migrate(args) => migrate(&args).await,
+        Command::Records(args) => {
+            with_config(&args.config, async |config| {
+                let store = serve::open(&config.store, false).await.map_err(opened)?;
+                let announce = announce(&config);
+                let (mut out, json) = (std::io::stdout().lock(), args.config.json);
+                let result = records::run(&args.command, &*store, &announce, &mut out, json).await;
+                result.map_err(failed)
+            })
+            .await
+        }
+        Command::Events(args) => {
+            with_config(&args.config, async |config| {
+                let store = serve::open(&config.store, false).await.map_err(opened)?;
+                let (mut out, json) = (std::io::stdout().lock(), args.config.json);
+                events::run(&args.command, &*store, &mut out, json).await.map_err(failed)
+            })
+            .await
+        }
+    }
+}
+
+/// What a command could not do: exit status and message.
+type Problem = (u8, String);
+
+async fn with_config(
+    args: &ConfigArgs,
+    command: impl AsyncFnOnce(Config) -> Result<Exit, Problem>,
+) -> ExitCode {
+    let config = match load(args.config.as_deref(), None) {
+        Ok((config, _)) => config,
+        Err(code) => return code,
+    };
+    match command(config).await {
+        Ok(exit) => ExitCode::from(exit.code()),
+        Err((code, message)) => fail(code, &message),
+    }
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "the shape of map_err")]
+fn opened(error: crate::store::OpenError) -> Problem {
+    (1, with_causes(&error))
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "the shape of map_err")]
+fn failed(failure: Failure) -> Problem {
+    (failure.code(), with_causes(&failure))
+}
+
+fn load(
+    path: Option<&std::path::Path>,
+    upstream: Option<&str>,
+) -> Result<(Config, Vec<config::Warning>), ExitCode> {
+    Config::load(path, std::env::vars(), upstream)
+        .map_err(|mistakes| fail(USAGE, &mistakes.to_string()))
+}
+
+fn fail(code: u8, message: &str) -> ExitCode {
+    // Nothing is left to do where even the error cannot be written.
+    drop(writeln!(std::io::stderr(), "oncegate: {message}"));
+    ExitCode::from(code)
+}
+
+fn say(line: &str) {
+    drop(writeln!(std::io::stdout(), "{line}"));
+}
+
+/// An error with its causes, each once.
+fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let next = error.to_string();
+        if !text.ends_with(&next) {
+            text = format!("{text}: {next}");
+        }
+        cause = error.source();
+    }
+    text
+}
+
+/// Logs to standard error; `RUST_LOG` overrides the configured level.
+fn start_log(format: LogFormat, level: &str) {
+    let filter = EnvFilter::try_from_default_env()
+        .or_else(|_| EnvFilter::try_new(level))
+        .unwrap_or_else(|_| EnvFilter::new("info"));
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let started = match format {
+        LogFormat::Json => log.json().try_init(),
+        LogFormat::Text => log.with_ansi(std::io::stderr().is_terminal()).try_init(),
+    };
+    // Err: a test has set its own.
+    drop(started);
+}
+
+async fn serve(args: ServeArgs) -> ExitCode {
+    let (config, warnings) = match load(args.config.as_deref(), args.upstream.as_deref()) {
+        Ok(loaded) => loaded,
+        Err(code) => return code,
+    };
+    start_log(config.log.format, &config.log.level);
+    for warning in warnings {
+        tracing::warn!("{warning}");
+    }
+    // Before the store connects: a signal that comes during the start ends it.
+    let (mut terminate, mut interrupt) =
+        match (signal(SignalKind::terminate()), signal(SignalKind::interrupt())) {
+            (Ok(terminate), Ok(interrupt)) => (terminate, interrupt),
+            (Err(error), _) | (_, Err(error)) => {
+                return fail(1, &format!("cannot listen for signals: {error}"));
+            }
+        };
+    let listen = config.server.listen.clone();
+    let running = tokio::select! {
+        started = serve::start(config) => match started {
+            Ok(running) => running,
+            Err(error) => return fail(1, &with_causes(&error)),
+        },
+        _ = terminate.recv() => return ExitCode::SUCCESS,
+        _ = interrupt.recv() => return ExitCode::SUCCESS,
+    };
+    let listen = running.addr.map_or(listen, |addr| addr.to_string());
+    say(&format!(
+        "ready {}",
+        serde_json::json!({ "listen": listen, "admin": running.admin.to_string() })
+    ));
+    tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
+    tracing::info!("stopping: what is reserved is finished first");
+    tokio::select! {
+        () = running.stop() => ExitCode::SUCCESS,
+        // A second signal means now. What is reserved is found as unknown once the lease has run out.
+        _ = terminate.recv() => ExitCode::FAILURE,
+        _ = interrupt.recv() => ExitCode::FAILURE,
+    }
+}
+
+fn check(args: &ConfigArgs) -> ExitCode {
+    let (config, warnings) = match load(args.config.as_deref(), None) {
+        Ok(loaded) => loaded,
+        Err(code) => return code,
+    };
+    let routes = config.routes.iter().count();
+    if args.json {
+        let warnings: Vec<_> = warnings.iter().map(ToString::to_string).collect();
+        say(&serde_json::json!({ "ok": true, "routes": routes, "warnings": warnings }).to_string());
+    } else {
+        for warning in &warnings {
+            say(&format!("warning: {warning}"));
+        }
+        say(&format!("ok: {routes} routes, {} warnings", warnings.len()));
+    }
+    ExitCode::SUCCESS
+}
+
+async fn migrate(args: &ConfigArgs) -> ExitCode {
+    with_config(args, async |config| {
+        serve::open(&config.store, true).await.map_err(opened)?;
+        say(if args.json { r#"{"migrated":true}"# } else { "the store's schema is up to date" });
+        Ok(Exit::Done)
+    })
+    .await
+}
+
+/// The events of a completion by hand, by the templates of the record's route.
+fn announce(config: &Config) -> impl Fn(&RecordRow, &Answer) -> (Vec<Event>, Duration) + Sync {
+    let routes = &config.routes;
+    move |row, answer| {
+        let Some(route) = routes.by_operation(row.scope.operation.as_str()) else {
+            return (Vec::new(), RETENTION);
+        };
+        let rendered = route.events.render(&Origin {
+            record: row.id,
+            scope: &row.scope,
+            attempt: row.attempt.next(),
+            at: now(),
+            context: row.context.as_deref(),
+            answer,
+        });
+        (rendered.events, route.policy.retention)
+    }
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "only shown in the message; nothing is decided by it"
+)]
+fn now() -> SystemTime {
+    SystemTime::now()
+}

@@ -411,6 +411,7 @@ impl Gateway {
             Err(PassError::Unreachable) => Name::UpstreamUnreachable,
             Err(PassError::Failed) => Name::UpstreamFailed,
             Err(PassError::TimedOut) => Name::UpstreamTimeout,
+            Err(PassError::Caller) => Name::BodyIncomplete,
         };
         Problem::new(name).into_response(None)
     }

@@ -1,3 +1,5 @@
 //! The `oncegate` program.
 
-fn main() {}
+fn main() -> std::process::ExitCode {
+    oncegate::cli::main()
+}

@@ -100,6 +100,15 @@ impl Sqlite {
         }
     }
 
+    /// Ends every lease in the file. For the holder of the [`FileLock`] only, before its own first heartbeat: the lock
+    /// says that no process that ever held one of them lives.
+    ///
+    /// # Errors
+    /// As every write.
+    pub async fn end_all_leases(&self) -> Result<(), Error> {
+        self.writer.write(|tx| tx.execute("DELETE FROM oncegate_owners", []).map(drop)).await
+    }
+
     async fn version(&self) -> Result<u32, OpenError> {
         let place = self.place.clone();
         let version = self.reader.read(version).await;

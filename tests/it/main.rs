@@ -18,6 +18,7 @@
 
 mod support;
 
+mod acceptance;
 mod admin;
 mod cli;
 mod lease;

@@ -21,7 +21,7 @@ use oncegate::store::{
 };
 use uuid::Uuid;
 
-use crate::support::eventually;
+use crate::support::happens;
 
 /// Runs each named check on each store.
 macro_rules! on_every_store {
@@ -486,7 +486,7 @@ async fn retention_ends_by_the_databases_clock(store: Tested) {
     assert_eq!(row.completed_at, Some(expires_at - retention));
     let from = Takeover::Expired(fence);
     let proposal = proposal(&scope, owner);
-    eventually("the retention ends", SOON, || async {
+    happens("the retention ends", SOON, || async {
         let State::Completed(completed) = store.find(&scope).await.unwrap().unwrap().state else {
             panic!("not completed")
         };
@@ -593,7 +593,7 @@ async fn an_ended_lease_is_never_renewed(store: Tested) {
     let short = OwnerId::fresh();
     store.heartbeat(short, Duration::from_millis(20)).await.unwrap();
     let probe = scope();
-    eventually("the lease ends by itself", SOON, || async {
+    happens("the lease ends by itself", SOON, || async {
         match store.reserve(proposal(&probe, short), deadline()).await.unwrap() {
             Reserved::LeaseEnded => true,
             Reserved::Held | Reserved::Exists(_) | Reserved::Vanished => {
@@ -636,7 +636,7 @@ async fn sweeps_leave_everything_that_is_not_over(store: Tested) {
     }
     store.sweep_events(MINUTE, 10_000).await.unwrap();
     assert_eq!(events(&store, fence).await.len(), names.len(), "the retention is not over");
-    eventually("the sent event goes", SOON, || async {
+    happens("the sent event goes", SOON, || async {
         store.sweep_events(Duration::ZERO, 10_000).await.unwrap();
         events(&store, fence).await.len() == names.len() - 1
     })
@@ -657,15 +657,14 @@ async fn a_late_delivery_stays_visible_for_its_whole_retention(store: Tested) {
     let claimed = claim(&store, &quick, Lane::Fresh, 1, MINUTE).await;
     assert!(verdict(&store, &quick, &claimed[0], Verdict::Sent { status: 200 }).await);
     let sent = Instant::now();
-    eventually("the first is past its retention", SOON, || async { sent.elapsed() > retention })
-        .await;
+    happens("the first is past its retention", SOON, || async { sent.elapsed() > retention }).await;
     store.sweep_events(retention, 10_000).await.unwrap();
     assert_eq!(self::events(&store, fence).await.len(), 2, "the other one is owed");
     let claimed = claim(&store, &slow, Lane::Fresh, 1, MINUTE).await;
     assert!(verdict(&store, &slow, &claimed[0], Verdict::Sent { status: 200 }).await);
     store.sweep_events(MINUTE, 10_000).await.unwrap();
     assert_eq!(self::events(&store, fence).await.len(), 2, "it ended only now");
-    eventually("both go", SOON, || async {
+    happens("both go", SOON, || async {
         store.sweep_events(Duration::ZERO, 10_000).await.unwrap();
         self::events(&store, fence).await.is_empty()
     })

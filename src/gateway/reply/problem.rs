@@ -163,7 +163,9 @@ impl Problem {
             scope::Refusal::KeyMissing => Self::new(Name::KeyMissing).detail(format!(
                 "Send a header `{header}` with one key for this intent, and the same key with every retry of it."
             )),
-            scope::Refusal::KeyInvalid(why) => Self::new(Name::KeyInvalid).detail(why),
+            scope::Refusal::KeyInvalid(why) => {
+                Self::new(Name::KeyInvalid).detail(format!("The idempotency key {why}."))
+            }
             scope::Refusal::TenantMissing(why) => Self::new(Name::TenantMissing).detail(why),
         }
     }

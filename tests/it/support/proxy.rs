@@ -76,7 +76,7 @@ async fn answer(
         return problem(refused.status, refused.detail);
     }
     headers::to_origin_form(&mut request);
-    match pass(upstream, forwarding, request).await {
+    match pass(upstream, forwarding, accept::timed(request)).await {
         Ok(answer) => answer,
         Err(PassError::Unreachable) => problem(StatusCode::BAD_GATEWAY, "upstream-unreachable"),
         Err(PassError::Failed) => problem(StatusCode::BAD_GATEWAY, "upstream-failed"),

@@ -1,0 +1,225 @@
+//! `serve`: everything is built before anything is spawned; then it runs until it is told to stop.
+//!
+//! Order of the start, on both stores: lock, migrate, mark what the last process left, listen, ready. Order of the
+//! end: not ready, stop accepting, let what is reserved finish within the grace, stop the relay, give the lease back.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::net::TcpListener;
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::admin::{self, Readiness, Token};
+use crate::config::{self, Config, StoreKind};
+use crate::gateway::accept::{self, Listener};
+use crate::gateway::upstream::Upstream;
+use crate::gateway::{Gateway, Parts, Serve};
+use crate::lease::{self, Contact};
+use crate::store::postgres::Postgres;
+use crate::store::sqlite::{self, FileLock, Sqlite};
+use crate::store::{self, OpenError, Store};
+use crate::telemetry::Metrics;
+use crate::{relay, sweep};
+
+/// How many records of dead owners are marked in one statement at the start.
+const MARK_BATCH: u32 = 500;
+
+/// Why `serve` did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The store.
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    /// The store did not take the first statements.
+    #[error("the store is not usable")]
+    Store(#[from] store::Error),
+    /// An address cannot be listened on.
+    #[error("cannot listen on {address}")]
+    Listen {
+        /// Which.
+        address: String,
+        /// Why.
+        #[source]
+        cause: std::io::Error,
+    },
+    /// The key of the digests.
+    #[error("the digest key cannot be read or made")]
+    DigestKey(#[source] std::io::Error),
+    /// A part of the configuration cannot be used.
+    #[error("{0}")]
+    Config(String),
+}
+
+/// A store that is open.
+pub struct Opened {
+    /// The store.
+    pub store: Arc<dyn Store>,
+    /// Whether this process is the only one that can own records: other owners are dead.
+    pub alone: bool,
+    /// Held for the life of `serve`.
+    _lock: Option<FileLock>,
+}
+
+/// Opens the store for a command, beside whatever runs.
+///
+/// # Errors
+/// See [`OpenError`]: also where the schema is not this program's.
+pub async fn open(settings: &config::Store, migrate: bool) -> Result<Arc<dyn Store>, OpenError> {
+    Ok(match &settings.kind {
+        StoreKind::Sqlite(path) => {
+            let store = Sqlite::open(path).await?;
+            store.migrate(migrate).await?;
+            Arc::new(store)
+        }
+        StoreKind::Postgres(postgres) => {
+            let store = Postgres::open(postgres.clone()).await?;
+            store.migrate(migrate).await?;
+            Arc::new(store)
+        }
+    })
+}
+
+/// Opens the store for `serve`: locked where one process owns it, and cleared of what the last process left.
+async fn open_to_serve(settings: &config::Store) -> Result<Opened, StartError> {
+    let migrate = settings.migrate;
+    match &settings.kind {
+        StoreKind::Sqlite(path) => {
+            let lock = sqlite::lock(path)?;
+            let store = Sqlite::open(path).await?;
+            store.migrate(migrate).await?;
+            // The lock says that no other process lives: every lease in the file is a dead one's.
+            store.end_all_leases().await?;
+            while store.mark_dead(None, MARK_BATCH).await? > 0 {}
+            Ok(Opened { store: Arc::new(store), alone: true, _lock: Some(lock) })
+        }
+        StoreKind::Postgres(_) => {
+            Ok(Opened { store: open(settings, migrate).await?, alone: false, _lock: None })
+        }
+    }
+}
+
+/// A gateway that serves.
+pub struct Running {
+    /// Where it listens; none: a unix socket.
+    pub addr: Option<SocketAddr>,
+    /// Where its admin listener is.
+    pub admin: SocketAddr,
+    stop: Stop,
+    tasks: TaskTracker,
+    gateway: Arc<Gateway>,
+    grace: Duration,
+    _opened: Opened,
+}
+
+/// The two steps of stopping.
+struct Stop {
+    ready: Readiness,
+    /// No new connections and requests.
+    accept: CancellationToken,
+    /// Everything else: relay, sweeper, lease, admin.
+    rest: CancellationToken,
+}
+
+/// Builds everything, then spawns it.
+///
+/// # Errors
+/// See [`StartError`]; nothing runs then.
+pub async fn start(config: Config) -> Result<Running, StartError> {
+    let opened = open_to_serve(&config.store).await?;
+    let store = Arc::clone(&opened.store);
+    let (metrics, wake) = (Arc::new(Metrics::default()), Arc::new(Notify::new()));
+    let now = Instant::now();
+    let ttl = config.store.lease;
+    let contact = if opened.alone { Contact::sole(now) } else { Contact::begin(ttl, now) };
+    let view = lease::start(&store, ttl).await?;
+    let operations: Arc<[String]> =
+        config.routes.iter().map(|route| route.operation.as_str().to_owned()).collect();
+    let judge = contact.clone();
+    let parts = Parts {
+        upstreams: upstreams(&config)?,
+        routes: config.routes,
+        store: Arc::clone(&store),
+        lease: view.clone(),
+        may_judge: Arc::new(move || judge.may_judge(Instant::now())),
+        digest: config.digest_key_file.open().map_err(StartError::DigestKey)?,
+        metrics: Arc::clone(&metrics),
+        wake: Arc::clone(&wake),
+    };
+    let gateway = Gateway::new(config.gateway, parts)
+        .ok_or_else(|| StartError::Config("there is no default upstream".to_owned()))?;
+    let server = config.server;
+    let listener = Listener::bind(&server.listen)
+        .await
+        .map_err(|cause| cannot_listen(&server.listen, cause))?;
+    let listen = &config.admin.listen;
+    let admin_listener =
+        TcpListener::bind(listen).await.map_err(|cause| cannot_listen(listen, cause))?;
+    let admin = admin_listener.local_addr().map_err(|cause| cannot_listen(listen, cause))?;
+    let addr = listener.local_addr();
+
+    let (tasks, ready) = (TaskTracker::new(), Readiness::default());
+    let stop = Stop {
+        ready: ready.clone(),
+        accept: CancellationToken::new(),
+        rest: CancellationToken::new(),
+    };
+    let rest = || stop.rest.clone();
+    tasks.spawn(lease::keep(Arc::clone(&store), view, ttl, rest()));
+    tasks.spawn(relay::run(Arc::clone(&store), config.relay, Arc::clone(&metrics), wake, rest()));
+    tasks.spawn(sweep::run(
+        Arc::clone(&store),
+        config.sweep,
+        contact,
+        Arc::clone(&metrics),
+        rest(),
+    ));
+    tasks.spawn(Arc::clone(&gateway).watch_operators(rest()));
+    let state = admin::State {
+        store,
+        metrics,
+        ready: ready.clone(),
+        token: config.admin.token.as_deref().and_then(Token::new),
+        version: env!("CARGO_PKG_VERSION"),
+        operations,
+    };
+    tasks.spawn(admin::serve(admin_listener, admin::router(state), rest()));
+    let service = Serve(Arc::clone(&gateway));
+    let grace = server.shutdown_grace;
+    tasks.spawn(accept::serve(listener, server.accept, service, stop.accept.clone(), grace));
+    ready.serving();
+    Ok(Running { addr, admin, stop, tasks, gateway, grace, _opened: opened })
+}
+
+fn cannot_listen(address: &str, cause: std::io::Error) -> StartError {
+    StartError::Listen { address: address.to_owned(), cause }
+}
+
+fn upstreams(config: &Config) -> Result<HashMap<String, Arc<Upstream>>, StartError> {
+    let build = |(name, settings): (&String, &crate::gateway::upstream::Settings)| {
+        let upstream = Upstream::new(settings.clone()).map_err(StartError::Config)?;
+        Ok((name.clone(), Arc::new(upstream)))
+    };
+    config.upstreams.iter().map(build).collect()
+}
+
+impl Running {
+    /// Stops: what is reserved finishes within the grace, and what is known is durable. What is left becomes
+    /// `unknown` once the lease, which is then not given back, has run out.
+    pub async fn stop(self) {
+        self.stop.ready.draining();
+        self.stop.accept.cancel();
+        let drained = tokio::time::timeout(self.grace, self.gateway.drained()).await.is_ok();
+        if !drained {
+            tracing::warn!("the grace is over; what is still running will be found as unknown");
+        }
+        self.stop.rest.cancel();
+        self.tasks.close();
+        if tokio::time::timeout(self.grace, self.tasks.wait()).await.is_err() {
+            tracing::warn!("some connections or deliveries did not end within the grace");
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! The demo's two ends: the API behind the gateway, and the consumer of its events.
+
+use std::collections::HashSet;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::{IntoResponse, Response};
+use axum::routing::post;
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use bytes::Bytes;
+use standardwebhooks::Webhook;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+
+/// How long the API takes for an order: long enough that concurrent retries meet it at work.
+const WORK: Duration = Duration::from_millis(100);
+
+/// An API that makes a new order each time it is asked.
+pub(super) struct Orders {
+    pub(super) addr: SocketAddr,
+    orders: watch::Sender<u64>,
+}
+
+impl Orders {
+    pub(super) async fn start() -> std::io::Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let addr = listener.local_addr()?;
+        let orders = watch::Sender::new(0);
+        let router = Router::new().route("/orders", post(create)).with_state(orders.clone());
+        serve(listener, router);
+        Ok(Self { addr, orders })
+    }
+
+    /// How many orders were made.
+    pub(super) fn count(&self) -> u64 {
+        *self.orders.borrow()
+    }
+
+    /// Waits until so many orders are made, or being made.
+    pub(super) async fn reached(&self, count: u64) {
+        // Err: the API is gone, which the counts will show.
+        drop(self.orders.subscribe().wait_for(|made| *made >= count).await);
+    }
+}
+
+async fn create(State(orders): State<watch::Sender<u64>>) -> Response {
+    let mut id = 0;
+    orders.send_modify(|count| {
+        *count += 1;
+        id = *count;
+    });
+    tokio::time::sleep(WORK).await;
+    let order = serde_json::json!({ "id": format!("order-{id}"), "status": "created" });
+    (StatusCode::CREATED, axum::Json(order)).into_response()
+}
+
+/// A webhook consumer that checks signatures and drops what it has seen.
+pub(super) struct Consumer {
+    pub(super) addr: SocketAddr,
+    pub(super) secret: String,
+    counts: Arc<Counts>,
+}
+
+struct Counts {
+    webhook: Option<Webhook>,
+    received: AtomicU64,
+    forged: AtomicU64,
+    seen: Mutex<HashSet<String>>,
+}
+
+impl Consumer {
+    pub(super) async fn start() -> std::io::Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let addr = listener.local_addr()?;
+        let random: Vec<u8> = std::iter::repeat_with(|| fastrand::u8(..)).take(32).collect();
+        let secret = format!("whsec_{}", STANDARD.encode(random));
+        let counts = Arc::new(Counts {
+            webhook: Webhook::new(&secret).ok(),
+            received: AtomicU64::new(0),
+            forged: AtomicU64::new(0),
+            seen: Mutex::default(),
+        });
+        let router = Router::new().route("/hook", post(take)).with_state(Arc::clone(&counts));
+        serve(listener, router);
+        Ok(Self { addr, secret, counts })
+    }
+
+    pub(super) fn received(&self) -> u64 {
+        self.counts.received.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn forged(&self) -> u64 {
+        self.counts.forged.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn distinct(&self) -> usize {
+        self.counts.seen.lock().unwrap_or_else(PoisonError::into_inner).len()
+    }
+}
+
+async fn take(State(counts): State<Arc<Counts>>, headers: HeaderMap, body: Bytes) -> StatusCode {
+    counts.received.fetch_add(1, Ordering::Relaxed);
+    let genuine =
+        counts.webhook.as_ref().is_some_and(|webhook| webhook.verify(&body, &headers).is_ok());
+    let id = headers.get("webhook-id").and_then(|id| id.to_str().ok());
+    let Some(id) = id.filter(|_| genuine) else {
+        counts.forged.fetch_add(1, Ordering::Relaxed);
+        return StatusCode::UNAUTHORIZED;
+    };
+    counts.seen.lock().unwrap_or_else(PoisonError::into_inner).insert(id.to_owned());
+    StatusCode::NO_CONTENT
+}
+
+/// Serves until the process ends.
+fn serve(listener: TcpListener, router: Router) {
+    tokio::spawn(async move {
+        let service = axum::serve(listener, router);
+        drop(service.await);
+    });
+}

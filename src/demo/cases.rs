@@ -1,0 +1,231 @@
+//! The acceptance cases that the demo plays.
+
+use std::collections::HashSet;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http::{Request, StatusCode};
+use http_body_util::{BodyExt, Full};
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+
+use super::api::{Consumer, Orders};
+use crate::store::{EventFilter, RecordFilter, Store};
+
+/// How long the demo waits for its events.
+const PATIENCE: Duration = Duration::from_secs(15);
+
+/// What the cases are played on.
+pub(super) struct Stage {
+    pub(super) gateway: SocketAddr,
+    pub(super) orders: Arc<Orders>,
+    pub(super) consumer: Arc<Consumer>,
+    pub(super) store: Arc<dyn Store>,
+}
+
+/// A case, with what was counted.
+pub(super) struct Played {
+    pub(super) id: &'static str,
+    pub(super) what: &'static str,
+    pub(super) executed: u64,
+    pub(super) records: u64,
+    pub(super) events: u64,
+    pub(super) answers: String,
+    pub(super) held: bool,
+}
+
+/// What a caller got.
+struct Answer {
+    status: StatusCode,
+    replayed: bool,
+    body: Bytes,
+}
+
+/// Counts before and after a case.
+#[derive(Clone, Copy)]
+struct Counts {
+    executed: u64,
+    records: u64,
+    events: u64,
+}
+
+impl Counts {
+    fn since(self, before: Self) -> Self {
+        Self {
+            executed: self.executed - before.executed,
+            records: self.records - before.records,
+            events: self.events - before.events,
+        }
+    }
+
+    fn are(self, executed: u64, records: u64, events: u64) -> bool {
+        (self.executed, self.records, self.events) == (executed, records, events)
+    }
+}
+
+/// Plays all cases, in order.
+pub(super) async fn play_all(stage: &Stage) -> Result<Vec<Played>, String> {
+    let played = vec![
+        stage.twenty_at_once().await?,
+        stage.other_parameters().await?,
+        stage.two_tenants().await?,
+        stage.two_events().await?,
+        stage.lost_answer().await?,
+    ];
+    let events: u64 = played.iter().map(|case| case.events).sum();
+    let begun = Instant::now();
+    while stage.consumer.distinct() as u64 != events && begun.elapsed() < PATIENCE {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    if stage.consumer.distinct() as u64 != events {
+        return Err("not every event reached the consumer".to_owned());
+    }
+    Ok(played)
+}
+
+impl Stage {
+    async fn twenty_at_once(&self) -> Result<Played, String> {
+        let before = self.counts().await?;
+        let answers = self.at_once(&["acme"; 20], "demo-001").await?;
+        let counts = self.counts().await?.since(before);
+        let bodies: HashSet<_> = answers.iter().map(|answer| answer.body.clone()).collect();
+        let created = answers.iter().all(|answer| answer.status == StatusCode::CREATED);
+        let held = counts.are(1, 1, 2) && bodies.len() == 1 && created;
+        Ok(played("R1", "20 concurrent requests under one key", counts, &answers, held))
+    }
+
+    async fn other_parameters(&self) -> Result<Played, String> {
+        let before = self.counts().await?;
+        let answer = self.send("acme", "demo-001", "1.00").await?;
+        let counts = self.counts().await?.since(before);
+        let held = counts.are(0, 0, 0) && answer.status == StatusCode::CONFLICT;
+        Ok(played("R3", "the same key with another amount", counts, &[answer], held))
+    }
+
+    async fn two_tenants(&self) -> Result<Played, String> {
+        let before = self.counts().await?;
+        let tenants: Vec<_> = ["acme", "globex"].into_iter().cycle().take(20).collect();
+        let answers = self.at_once(&tenants, "demo-002").await?;
+        let counts = self.counts().await?.since(before);
+        let bodies: HashSet<_> = answers.iter().map(|answer| answer.body.clone()).collect();
+        let held = counts.are(2, 2, 4) && bodies.len() == 2;
+        Ok(played("R6", "two tenants, the same key, concurrently", counts, &answers, held))
+    }
+
+    async fn two_events(&self) -> Result<Played, String> {
+        let before = self.counts().await?;
+        let first = self.send("acme", "demo-003", "129.90").await?;
+        let again = self.send("acme", "demo-003", "129.90").await?;
+        let counts = self.counts().await?.since(before);
+        let held = counts.are(1, 1, 2) && !first.replayed && again.replayed;
+        Ok(played("R9", "one request with two events, and a replay", counts, &[first, again], held))
+    }
+
+    async fn lost_answer(&self) -> Result<Played, String> {
+        let before = self.counts().await?;
+        let (gateway, orders) = (self.gateway, Arc::clone(&self.orders));
+        let made = orders.count();
+        let caller = tokio::spawn(async move { send(gateway, "acme", "demo-004", "129.90").await });
+        // The API is at work; the caller's connection dies.
+        let reached = tokio::time::timeout(PATIENCE, orders.reached(made + 1)).await;
+        caller.abort();
+        reached.map_err(|_| "the request did not reach the API".to_owned())?;
+        let answer = self.send("acme", "demo-004", "129.90").await?;
+        let counts = self.counts().await?.since(before);
+        let held = counts.are(1, 1, 2) && answer.replayed;
+        Ok(played("R15", "the caller's connection dies; it sends again", counts, &[answer], held))
+    }
+
+    async fn send(&self, tenant: &str, key: &str, amount: &str) -> Result<Answer, String> {
+        send(self.gateway, tenant, key, amount).await
+    }
+
+    /// Sends the same request for each of the tenants, all at once.
+    async fn at_once(
+        &self,
+        tenants: &[&'static str],
+        key: &'static str,
+    ) -> Result<Vec<Answer>, String> {
+        let mut callers = JoinSet::new();
+        for tenant in tenants.iter().copied() {
+            let gateway = self.gateway;
+            callers.spawn(async move { send(gateway, tenant, key, "129.90").await });
+        }
+        let answers = callers.join_all().await;
+        answers.into_iter().collect()
+    }
+
+    async fn counts(&self) -> Result<Counts, String> {
+        let limit = 10_000;
+        let records = RecordFilter { limit, ..RecordFilter::default() };
+        let events = EventFilter { limit, ..EventFilter::default() };
+        let records = self.store.list_records(&records).await.map_err(|error| error.to_string())?;
+        let events = self.store.list_events(&events).await.map_err(|error| error.to_string())?;
+        Ok(Counts {
+            executed: self.orders.count(),
+            records: records.len() as u64,
+            events: events.len() as u64,
+        })
+    }
+}
+
+fn played(
+    id: &'static str,
+    what: &'static str,
+    counts: Counts,
+    answers: &[Answer],
+    held: bool,
+) -> Played {
+    let Counts { executed, records, events } = counts;
+    let count =
+        |wanted: fn(&Answer) -> bool| answers.iter().filter(|answer| wanted(answer)).count();
+    let first = count(|answer| answer.status.is_success() && !answer.replayed);
+    let replayed = count(|answer| answer.replayed);
+    let refused = count(|answer| answer.status == StatusCode::CONFLICT);
+    let answers = format!("{first} first, {replayed} replayed, {refused} refused");
+    Played { id, what, executed, records, events, answers, held }
+}
+
+/// Sends one order, on a connection of its own.
+async fn send(
+    gateway: SocketAddr,
+    tenant: &str,
+    key: &str,
+    amount: &str,
+) -> Result<Answer, String> {
+    exchange(gateway, tenant, key, amount).await.map_err(|error| error.to_string())
+}
+
+async fn exchange(
+    gateway: SocketAddr,
+    tenant: &str,
+    key: &str,
+    amount: &str,
+) -> Result<Answer, Box<dyn std::error::Error + Send + Sync>> {
+    let stream = TcpStream::connect(gateway).await?;
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
+    let order = serde_json::json!({ "customer": "c-1029", "amount": amount });
+    let request = Request::post("/orders")
+        .header("host", gateway.to_string())
+        .header("content-type", "application/json")
+        .header("x-tenant-id", tenant)
+        .header("idempotency-key", key)
+        .body(Full::new(Bytes::from(order.to_string())))?;
+    // The connection lives in this future: a caller that is dropped hangs up.
+    let answer = async {
+        let response = sender.send_request(request).await?;
+        let (head, body) = response.into_parts();
+        let replayed = head.headers.get("idempotent-replayed").is_some();
+        let body = body.collect().await?.to_bytes();
+        Ok::<_, hyper::Error>(Answer { status: head.status, replayed, body })
+    };
+    tokio::pin!(connection, answer);
+    tokio::select! {
+        answer = &mut answer => Ok(answer?),
+        _ = &mut connection => Ok(answer.await?),
+    }
+}

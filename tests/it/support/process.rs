@@ -1,0 +1,170 @@
+//! The real program as a process: started, watched by its output, signalled and killed.
+
+use std::io::{BufRead, BufReader, Read};
+use std::net::{SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// Longest wait for anything that must happen.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A port that was free a moment ago, for processes that must come back under the same address.
+pub fn free_port() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    listener.local_addr().expect("its address").port()
+}
+
+/// A running `oncegate serve`. Killed when dropped.
+pub struct Gateway {
+    child: Child,
+    pub addr: SocketAddr,
+    pub admin: SocketAddr,
+    pub config: PathBuf,
+    log: Arc<Mutex<String>>,
+}
+
+impl Drop for Gateway {
+    fn drop(&mut self) {
+        self.kill9();
+        if std::thread::panicking() {
+            eprintln!("--- output of the gateway on {}:\n{}", self.addr, self.log());
+        }
+    }
+}
+
+/// Writes a configuration into a folder and says where.
+pub fn config(folder: &Path, toml: &str) -> PathBuf {
+    let path = folder.join(format!("oncegate-{}.toml", free_port()));
+    std::fs::write(&path, toml).expect("a configuration file");
+    path
+}
+
+impl Gateway {
+    /// Starts `serve` with this configuration file and waits until it is ready.
+    pub fn start(config: &Path) -> Self {
+        Self::try_start(config)
+            .unwrap_or_else(|output| panic!("the gateway did not start:\n{output}"))
+    }
+
+    /// As [`Gateway::start`]; where it ends instead, its output.
+    pub fn try_start(config: &Path) -> Result<Self, String> {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_oncegate"))
+            .args(["serve", "--config"])
+            .arg(config)
+            .env("RUST_BACKTRACE", "1")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the program starts");
+        let log = Arc::new(Mutex::new(String::new()));
+        let stdout = child.stdout.take().expect("its output");
+        let mut stderr = child.stderr.take().expect("its errors");
+        let (ready, line) = mpsc::channel();
+        let out = Arc::clone(&log);
+        std::thread::spawn(move || {
+            for text in BufReader::new(stdout).lines().map_while(Result::ok) {
+                if let Some(json) = text.strip_prefix("ready ") {
+                    let _ = ready.send(json.to_owned());
+                }
+                out.lock().expect("the log").push_str(&format!("{text}\n"));
+            }
+        });
+        let err = Arc::clone(&log);
+        std::thread::spawn(move || {
+            let mut chunk = [0; 4096];
+            while let Ok(read @ 1..) = stderr.read(&mut chunk) {
+                let text = String::from_utf8_lossy(&chunk[..read]).into_owned();
+                err.lock().expect("the log").push_str(&text);
+            }
+        });
+        match line.recv_timeout(PATIENCE) {
+            Ok(json) => {
+                let ready: serde_json::Value = serde_json::from_str(&json).expect("a ready line");
+                let addr = |name: &str| {
+                    ready[name].as_str().expect("an address").parse().expect("an address")
+                };
+                let (addr, admin) = (addr("listen"), addr("admin"));
+                Ok(Self { child, addr, admin, config: config.into(), log })
+            }
+            Err(_) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                // The readers end with the process; a moment later the log is whole.
+                let ended = Instant::now();
+                while log.lock().expect("the log").is_empty()
+                    && ended.elapsed() < Duration::from_secs(1)
+                {
+                    std::thread::yield_now();
+                }
+                Err(log.lock().expect("the log").clone())
+            }
+        }
+    }
+
+    /// The same configuration again, after the process has ended.
+    pub fn restart(&self) -> Self {
+        Self::start(&self.config)
+    }
+
+    /// All output so far.
+    pub fn log(&self) -> String {
+        self.log.lock().expect("the log").clone()
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// SIGKILL, and waits for the end.
+    pub fn kill9(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    /// Sends a signal by its name, `TERM` say.
+    pub fn signal(&self, name: &str) {
+        let sent =
+            Command::new("kill").arg(format!("-{name}")).arg(self.pid().to_string()).status();
+        assert!(sent.expect("kill runs").success(), "the process takes signals");
+    }
+
+    /// SIGTERM.
+    pub fn terminate(&self) {
+        self.signal("TERM");
+    }
+
+    /// Waits for the end.
+    pub fn exited(&mut self) -> ExitStatus {
+        let begun = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().expect("a process to wait for") {
+                return status;
+            }
+            assert!(begun.elapsed() < PATIENCE, "the gateway did not end:\n{}", self.log());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// Runs a command of the program beside whatever runs: exit status, output, errors.
+pub fn run(args: &[&str]) -> (i32, String, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_oncegate"))
+        .args(args)
+        .stdin(Stdio::null())
+        .output()
+        .expect("the program runs");
+    (
+        output.status.code().unwrap_or(-1),
+        String::from_utf8_lossy(&output.stdout).into_owned(),
+        String::from_utf8_lossy(&output.stderr).into_owned(),
+    )
+}
+
+/// Polls until `condition` holds; what must happen, happens within [`PATIENCE`].
+pub async fn eventually<F: Future<Output = bool>>(what: &str, condition: impl FnMut() -> F) {
+    super::happens(what, PATIENCE, condition).await;
+}
