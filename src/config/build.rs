@@ -252,8 +252,17 @@ impl Builder<'_> {
             connect_timeout: or(&raw.connect_timeout, 2 * SECOND),
             idle_timeout: or(&raw.idle_timeout, 4 * SECOND),
             answer_timeout: or(&raw.answer_timeout, 60 * SECOND),
-            ca_file: None,
+            ca_file: raw.ca_file.as_ref().map(|placed| self.readable(placed)),
         })
+    }
+
+    /// A file that some part will read: better missed here, with its place, than at the first request.
+    fn readable(&self, file: &Placed<String>) -> PathBuf {
+        let path = self.folder.join(&file.value);
+        if let Err(error) = std::fs::File::open(&path) {
+            self.notes.mistake(&file.place, format!("cannot read {}: {error}", path.display()));
+        }
+        path
     }
 
     fn store(&self, raw: &file::Store) -> Store {

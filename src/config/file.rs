@@ -97,6 +97,8 @@ pub struct Upstream {
     pub idle_timeout: Maybe<Duration>,
     /// Pass-through: how long the upstream may be silent.
     pub answer_timeout: Maybe<Duration>,
+    /// The only certificates to trust.
+    pub ca_file: Maybe<String>,
     /// `keep` or `set`; `[upstream]` only.
     pub host: Maybe<String>,
 }
@@ -358,6 +360,7 @@ fn upstream(mut s: Section<'_>, main: bool) -> Upstream {
         connect_timeout: s.duration("connect_timeout"),
         idle_timeout: s.duration("idle_timeout"),
         answer_timeout: s.duration("answer_timeout"),
+        ca_file: s.text("ca_file"),
         host: if main { s.text("host") } else { None },
     };
     s.only("reuse_for_keyed", "never", &[]);

@@ -560,7 +560,7 @@ impl<'a> Section<'a> {
                 continue;
             }
             let place = node.place(self.place.field(name).path);
-            self.notes.mistake(&place, unknown(name, self.known.iter().copied()));
+            self.notes.mistake(&place, unknown("unknown field", name, self.known.iter().copied()));
         }
     }
 
@@ -570,8 +570,8 @@ impl<'a> Section<'a> {
     }
 }
 
-/// What to say of an unknown name.
-pub fn unknown<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> String {
+/// What to say of an unknown name: `what` ("unknown field"), and its nearest match.
+pub fn unknown<'n>(what: &str, name: &str, known: impl Iterator<Item = &'n str>) -> String {
     let known: Vec<&str> = known.collect();
     let nearest = known
         .iter()
@@ -579,8 +579,9 @@ pub fn unknown<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> String {
         .filter(|(likeness, _)| *likeness > 0.75)
         .max_by(|a, b| a.0.total_cmp(&b.0));
     match nearest {
-        Some((_, candidate)) => format!("unknown field; did you mean `{candidate}`?"),
-        None => format!("unknown field; known here: {}", known.join(", ")),
+        Some((_, candidate)) => format!("{what}; did you mean `{candidate}`?"),
+        None if known.is_empty() => format!("{what}; there is none"),
+        None => format!("{what}; known here: {}", known.join(", ")),
     }
 }
 

@@ -43,7 +43,13 @@ impl Builder<'_> {
         let _ = (self.outcome(&none, &file.policy), self.fingerprint(None, &file.policy));
         let made = if without_file { every_write() } else { Vec::new() };
         let raws = if without_file { &made } else { &file.routes };
-        let entries: Vec<_> = raws.iter().flat_map(|raw| self.route(raw, &common)).collect();
+        let mut places = Vec::new();
+        let mut entries = Vec::new();
+        for raw in raws {
+            let made = self.route(raw, &common);
+            places.extend(made.iter().map(|(_, route)| (route.operation.clone(), &raw.place)));
+            entries.extend(made);
+        }
         let facts = entries
             .iter()
             .map(|(pattern, route)| RouteFacts {
@@ -55,12 +61,22 @@ impl Builder<'_> {
         self.refuse_repeated_operations(raws);
         let routes = Routes::build(entries, super::or(&file.server.ignore_path_case, false));
         let routes = routes.unwrap_or_else(|wrong| {
-            for text in wrong {
-                self.notes.mistake(&Place::absent("route"), text);
-            }
+            wrong.iter().for_each(|text| self.wrong_route(&places, text));
             Routes::default()
         });
         (routes, facts)
+    }
+
+    /// The table of routes names a route by its operation; whoever reads it wants to know where that stands.
+    fn wrong_route(&self, places: &[(Operation, &Place)], text: &str) {
+        let found = places.iter().find_map(|(operation, place)| {
+            let rest = text.strip_prefix(&format!("route {operation}: "))?;
+            Some((*place, rest))
+        });
+        match found {
+            Some((place, rest)) => self.notes.mistake(place, rest),
+            None => self.notes.mistake(&Place::absent("route"), text),
+        }
     }
 
     /// Two routes of one operation would share keys, which is right only for one route with several methods.
@@ -150,7 +166,7 @@ impl Builder<'_> {
             || common.file.upstreams.iter().any(|(name, _)| *name == named.value);
         if !defined {
             let names = common.upstreams.keys().map(String::as_str);
-            let hint = unknown(&named.value, names).replace("unknown field", "no such upstream");
+            let hint = unknown("no such upstream", &named.value, names);
             self.notes.mistake(&named.place, hint);
         }
         named.value.clone()
@@ -185,17 +201,13 @@ impl Builder<'_> {
     }
 
     fn event(&self, raw: &file::Event, common: &Common<'_>) -> Option<Spec> {
-        let sinks = raw.sinks.as_ref().map(|list| {
-            for sink in &list.value {
-                let known = common.file.sinks.iter().filter_map(|raw| raw.name.as_ref());
-                let known: Vec<&str> = known.map(|name| name.value.as_str()).collect();
-                if !known.contains(&sink.value.as_str()) {
-                    let hint = unknown(&sink.value, known.into_iter());
-                    self.notes.mistake(&sink.place, hint.replace("unknown field", "no such sink"));
-                }
-            }
-            list.value.iter().map(|sink| sink.value.clone()).collect()
-        });
+        let known = common.file.sinks.iter().filter_map(|raw| raw.name.as_ref());
+        let known: Vec<&str> = known.map(|name| name.value.as_str()).collect();
+        let read = |name: &str| {
+            let hint = || unknown("no such sink", name, known.iter().copied());
+            known.contains(&name).then(|| name.to_owned()).ok_or_else(hint)
+        };
+        let sinks = raw.sinks.is_some().then(|| self.each(&raw.sinks, read));
         let text = |field: &Maybe<String>| field.as_ref().map(|placed| placed.value.clone());
         Some(Spec {
             kind: self.required(raw.kind.as_ref(), &raw.place, "type")?.value.clone(),

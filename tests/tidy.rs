@@ -1,0 +1,352 @@
+//! The code base under test: which module may import which, how long files may be, and words that must not appear.
+//!
+//! These rules are read from the sources as text, so they hold for code that no test runs. A rule that stands in the
+//! way of something better is changed here, with its reason.
+
+#![expect(
+    clippy::unwrap_used,
+    clippy::panic,
+    clippy::string_slice,
+    reason = "a rule that cannot be read must fail its test"
+)]
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Longest source file, in lines, without its tests.
+const LINES_MAX: usize = 900;
+
+struct Source {
+    /// `gateway/accept`, for `src/gateway/accept.rs`.
+    module: String,
+    text: String,
+}
+
+impl Source {
+    /// The file without its tests, which stand at its foot.
+    fn code(&self) -> &str {
+        self.text.split("\n#[cfg(test)]\nmod tests").next().unwrap()
+    }
+}
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn walk(folder: &Path, into: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() { walk(&path, into) } else { into.push(path) }
+    }
+}
+
+fn sources() -> Vec<Source> {
+    let mut paths = Vec::new();
+    walk(&root().join("src"), &mut paths);
+    paths.retain(|path| path.extension().is_some_and(|end| end == "rs"));
+    let module = |path: &PathBuf| {
+        let inside = path.strip_prefix(root().join("src")).unwrap();
+        inside.with_extension("").to_str().unwrap().to_owned()
+    };
+    let read = |path: &PathBuf| Source {
+        module: module(path),
+        text: std::fs::read_to_string(path).unwrap(),
+    };
+    paths.iter().map(read).collect()
+}
+
+/// Rust files of the sources and of the tests.
+fn rust_files() -> Vec<(PathBuf, String)> {
+    let mut paths = Vec::new();
+    walk(&root().join("src"), &mut paths);
+    walk(&root().join("tests"), &mut paths);
+    paths.retain(|path| path.extension().is_some_and(|end| end == "rs"));
+    paths.into_iter().map(|path| (path.clone(), std::fs::read_to_string(&path).unwrap())).collect()
+}
+
+/// All files that belong to the project; without git, those of its folders.
+fn project_files() -> Vec<(PathBuf, String)> {
+    let listed = Command::new("git").args(["ls-files", "-z"]).current_dir(root()).output();
+    let mut paths: Vec<PathBuf> = match listed {
+        Ok(output) if output.status.success() => {
+            let names = String::from_utf8(output.stdout).unwrap();
+            names.split('\0').filter(|name| !name.is_empty()).map(|n| root().join(n)).collect()
+        }
+        Ok(_) | Err(_) => Vec::new(),
+    };
+    if paths.is_empty() {
+        for folder in ["src", "tests", "config", "docs", "migrations"] {
+            let folder = root().join(folder);
+            if folder.is_dir() {
+                walk(&folder, &mut paths);
+            }
+        }
+    }
+    // Not UTF-8: not a text.
+    let text = |path: PathBuf| std::fs::read_to_string(&path).ok().map(|text| (path, text));
+    paths.into_iter().filter_map(text).collect()
+}
+
+/// The modules of ours that a text names, as far as the layers are about: the first segment after `crate::`.
+fn imports(code: &str) -> BTreeSet<String> {
+    let mut found = BTreeSet::new();
+    for line in code.lines().filter(|line| !line.trim_start().starts_with("//")) {
+        for (at, _) in line.match_indices("crate::") {
+            let name = |text: &str| -> String {
+                text.chars().take_while(|c| c.is_ascii_lowercase() || *c == '_').collect()
+            };
+            let rest = &line[at + "crate::".len()..];
+            if let Some(group) = rest.strip_prefix('{') {
+                found.extend(group.split(',').map(|part| name(part.trim())));
+            } else {
+                found.insert(name(rest));
+            }
+        }
+    }
+    found.retain(|name| !name.is_empty());
+    found
+}
+
+/// What a module of each layer may import of ours, itself included. `None`: anything.
+fn allowed(module: &str) -> Option<&'static [&'static str]> {
+    let top = module.split('/').next().unwrap();
+    match top {
+        "record" => Some(&["record"]),
+        "fingerprint" => Some(&["fingerprint", "record"]),
+        // A derived key reads the body as the fingerprint does.
+        "scope" => Some(&["scope", "fingerprint", "record"]),
+        "route" => Some(&["route", "scope", "fingerprint", "record"]),
+        "telemetry" => Some(&["telemetry", "record"]),
+        "store" => Some(&["store", "record", "telemetry"]),
+        "gateway" => {
+            Some(&["gateway", "route", "scope", "fingerprint", "record", "telemetry", "store"])
+        }
+        "relay" => Some(&["relay", "record", "store", "telemetry"]),
+        "lease" => Some(&["lease", "record", "store", "telemetry"]),
+        // The sweeper asks the lease's `Contact` whether it may judge other owners.
+        "sweep" => Some(&["sweep", "lease", "record", "store", "telemetry"]),
+        "admin" => {
+            Some(&["admin", "store", "record", "scope", "fingerprint", "route", "telemetry"])
+        }
+        "config" | "cli" | "demo" | "main" | "lib" => None,
+        _ => panic!("src/{module}.rs stands in no layer: give it a place in tests/tidy.rs"),
+    }
+}
+
+#[test]
+fn imports_point_at_meaning_and_never_at_the_next_step() {
+    let mut wrong = Vec::new();
+    for source in sources() {
+        let Some(allowed) = allowed(&source.module) else { continue };
+        for import in imports(source.code()) {
+            if !allowed.contains(&import.as_str()) {
+                wrong.push(format!("src/{}.rs imports crate::{import}", source.module));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn meaning_knows_no_runtime_and_each_crate_has_its_home() {
+    // Crate, and the modules that may name it.
+    let homes: &[(&str, &[&str])] = &[
+        ("tokio_postgres::", &["store/postgres"]),
+        ("bb8::", &["store/postgres"]),
+        ("bb8_postgres::", &["store/postgres"]),
+        ("rusqlite::", &["store/sqlite"]),
+        ("clap::", &["cli", "main"]),
+        ("toml::", &["config"]),
+        ("axum::", &["admin", "cli", "demo"]),
+        ("prometheus_client::", &["telemetry"]),
+        ("hyper::", &["gateway", "relay/sink", "relay/address", "admin", "demo", "cli"]),
+        ("hyper_util::", &["gateway", "relay/sink", "relay/address", "admin", "demo", "cli"]),
+    ];
+    let meaning = ["record", "fingerprint", "scope", "route"];
+    let never = ["tokio", "tracing::", "SystemTime::now", "Instant::now", "std::fs", "std::net"];
+    let mut wrong = Vec::new();
+    for source in sources() {
+        let code: String = source
+            .code()
+            .lines()
+            .filter(|line| !line.trim_start().starts_with("//"))
+            .map(|line| format!("{line}\n"))
+            .collect();
+        let named = |word: &str| {
+            code.match_indices(word).any(|(at, _)| {
+                let before = code[..at].chars().next_back().unwrap_or(' ');
+                !before.is_alphanumeric() && before != '_' && before != ':'
+            })
+        };
+        let within =
+            |home: &&str| source.module == **home || source.module.starts_with(&format!("{home}/"));
+        for (word, homes) in homes {
+            if named(word) && !homes.iter().any(&within) {
+                wrong.push(format!("src/{}.rs names {word}", source.module));
+            }
+        }
+        for word in never.iter().filter(|word| named(word)) {
+            if meaning.iter().any(within) {
+                wrong.push(format!("src/{}.rs names {word}", source.module));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn every_module_says_what_it_is_and_none_is_a_drawer() {
+    for source in sources() {
+        let module = &source.module;
+        assert!(source.text.starts_with("//! "), "src/{module}.rs begins without a //! doc");
+        if module.ends_with("tests") {
+            continue;
+        }
+        let lines = source.code().lines().count();
+        assert!(lines <= LINES_MAX, "src/{module}.rs has {lines} lines without tests: split it");
+    }
+}
+
+#[test]
+fn a_test_that_cannot_fail_and_an_unfinished_place_are_refused() {
+    // Put together, so that this file does not refuse itself.
+    let ignored = concat!("#[", "ignore");
+    let unfinished = [
+        concat!("TO", "DO"),
+        concat!("FIX", "ME"),
+        concat!("to", "do!("),
+        concat!("unimple", "mented!("),
+    ];
+    let mut wrong = Vec::new();
+    for (path, text) in rust_files() {
+        let mut before = "";
+        for (index, line) in text.lines().enumerate() {
+            let trimmed = line.trim();
+            let begins = before.is_empty() || before.ends_with([';', '{', '}', ']']);
+            let dropped = begins && trimmed.starts_with("matches!(") && trimmed.ends_with(");");
+            before = trimmed;
+            let open = unfinished.iter().any(|word| line.contains(word));
+            if dropped || trimmed.starts_with(ignored) || open {
+                wrong.push(format!("{}:{}: {trimmed}", path.display(), index + 1));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn the_project_speaks_of_itself_only() {
+    // Places that mean something on one machine, and how the work was organised.
+    let banned = [
+        concat!("../", "shared"),
+        concat!("/work", "/"),
+        concat!("helper", " session"),
+        concat!("helper", "-session"),
+        concat!("DEVELOPERS", ".md"),
+        concat!("SIGS", ".md"),
+        concat!("BRIEF", ".md"),
+        concat!("design", ".md"),
+        concat!("style", ".md"),
+        concat!("proxy", ".md"),
+        concat!("lessons", ".md"),
+    ];
+    // Registries: a checkout says nothing of where its crates came from. `Cargo.lock` must, and by its own public name only.
+    let registries = [concat!("index.crates", ".io"), concat!("static.crates", ".io")];
+    let mut wrong = Vec::new();
+    for (path, text) in project_files() {
+        let lock = path.file_name().is_some_and(|name| name == "Cargo.lock");
+        for (index, line) in text.lines().enumerate() {
+            let mut words = banned.iter().chain(&registries);
+            let foreign = lock
+                && line.starts_with("source = ")
+                && !line.contains("registry+https://github.com/rust-lang/crates.io-index");
+            if words.any(|word| line.contains(word)) || foreign {
+                wrong.push(format!("{}:{}: {}", path.display(), index + 1, line.trim()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// The text of `docs/` and the README, where there are docs yet.
+fn docs() -> Option<String> {
+    let folder = root().join("docs");
+    let mut paths = Vec::new();
+    if folder.is_dir() {
+        walk(&folder, &mut paths);
+    }
+    paths.retain(|path| path.extension().is_some_and(|end| end == "md"));
+    if paths.is_empty() {
+        return None;
+    }
+    paths.push(root().join("README.md"));
+    Some(paths.iter().filter_map(|path| std::fs::read_to_string(path).ok()).collect())
+}
+
+#[test]
+fn problems_metrics_and_settings_stand_in_the_docs() {
+    let Some(docs) = docs() else { return };
+    let sources = sources();
+    let text = |module: &str| {
+        sources
+            .iter()
+            .filter(|s| s.module.starts_with(module))
+            .map(|s| s.code())
+            .collect::<String>()
+    };
+    let mut missing = Vec::new();
+    for name in quoted_after(&text("telemetry"), &["register(\""]) {
+        if !docs.contains(&format!("oncegate_{name}")) {
+            missing.push(format!("metric oncegate_{name}"));
+        }
+    }
+    for name in quoted_after(&text("gateway/reply"), &["=> \""]) {
+        let problem =
+            name.contains('-') && name.chars().all(|c| c.is_ascii_lowercase() || c == '-');
+        if problem && !["new-key", "same-key"].contains(&name.as_str()) && !docs.contains(&name) {
+            missing.push(format!("problem {name}"));
+        }
+    }
+    let reference = std::fs::read_to_string(root().join("config/oncegate.toml")).unwrap();
+    let asked = [
+        ".text(\"",
+        ".number(\"",
+        ".flag(\"",
+        ".size(\"",
+        ".duration(\"",
+        ".texts(\"",
+        ".codes(\"",
+    ];
+    for name in quoted_after(&text("config/file"), &asked) {
+        if !docs.contains(&name) && !reference.contains(&name) {
+            missing.push(format!("setting {name}"));
+        }
+    }
+    assert!(missing.is_empty(), "not in docs/: {}", missing.join(", "));
+}
+
+/// The quoted words that follow one of the openings, with any white space between the parts.
+fn quoted_after(code: &str, openings: &[&str]) -> BTreeSet<String> {
+    let dense: String =
+        code.split_whitespace().collect::<Vec<_>>().join(" ").replace("( \"", "(\"");
+    let words = openings.iter().flat_map(|opening| dense.split(opening).skip(1));
+    words.filter_map(|rest| rest.split('"').next()).map(str::to_owned).collect()
+}
+
+#[test]
+fn the_words_that_this_file_reads_are_still_there() {
+    // Were a source renamed or written otherwise, the rules above would hold for nothing.
+    let sources = sources();
+    let code = |module: &str| {
+        sources
+            .iter()
+            .filter(|s| s.module.starts_with(module))
+            .map(|s| s.code())
+            .collect::<String>()
+    };
+    assert!(quoted_after(&code("telemetry"), &["register(\""]).len() > 8);
+    assert!(quoted_after(&code("config/file"), &[".text(\"", ".duration(\""]).len() > 30);
+    assert!(imports(&code("gateway")).contains("record"));
+    assert!(sources.len() > 30);
+}
