@@ -19,6 +19,7 @@
 mod support;
 
 mod acceptance;
+mod acceptance_relay;
 mod admin;
 mod cli;
 mod lease;
