@@ -22,6 +22,7 @@ mod acceptance;
 mod acceptance_relay;
 mod admin;
 mod cli;
+mod crash;
 mod lease;
 mod proxy;
 mod relay;
