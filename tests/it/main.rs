@@ -26,6 +26,7 @@ mod crash;
 mod lease;
 mod proxy;
 mod relay;
+mod replicas;
 mod sqlite;
 mod store;
 mod sweep;
