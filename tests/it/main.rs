@@ -24,6 +24,7 @@ mod admin;
 mod cli;
 mod crash;
 mod lease;
+mod outage;
 mod proxy;
 mod relay;
 mod replicas;
