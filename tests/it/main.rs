@@ -28,6 +28,7 @@ mod outage;
 mod proxy;
 mod relay;
 mod replicas;
+mod shutdown;
 mod sqlite;
 mod store;
 mod sweep;
