@@ -19,12 +19,17 @@
 mod support;
 
 mod acceptance;
+mod acceptance_relay;
 mod admin;
 mod cli;
+mod crash;
 mod lease;
+mod outage;
 mod postgres;
 mod proxy;
 mod relay;
+mod replicas;
+mod shutdown;
 mod sqlite;
 mod store;
 mod sweep;

@@ -44,6 +44,7 @@ pub struct Orders {
     arrived: watch::Receiver<usize>,
     gate: watch::Sender<bool>,
     answerer: Arc<Mutex<Arc<Answerer>>>,
+    pace: watch::Sender<Duration>,
     server: tokio::task::JoinHandle<()>,
 }
 
@@ -71,14 +72,18 @@ impl Orders {
         let (ledger, (count, arrived)) = (Arc::new(Mutex::new(Vec::new())), watch::channel(0));
         let gate = watch::Sender::new(true);
         let answerer: Arc<Mutex<Arc<Answerer>>> = Arc::new(Mutex::new(Arc::new(created)));
+        let pace = watch::Sender::new(Duration::ZERO);
+        let paced = pace.clone();
         let shared = (Arc::clone(&ledger), Arc::new(count), gate.clone(), Arc::clone(&answerer));
         let server = tokio::spawn(async move {
             loop {
                 let Ok((stream, _)) = listener.accept().await else { continue };
                 let (ledger, count, gate, answerer) = shared.clone();
+                let pace = paced.clone();
                 let service = service_fn(move |request: Request<Incoming>| {
                     let (ledger, count) = (Arc::clone(&ledger), Arc::clone(&count));
                     let (mut gate, answerer) = (gate.subscribe(), Arc::clone(&answerer));
+                    let pace = *pace.borrow();
                     async move {
                         let (head, body) = request.into_parts();
                         let Ok(body) = body.collect().await else {
@@ -97,6 +102,7 @@ impl Orders {
                             count.send_replace(ledger.len());
                             execution
                         };
+                        tokio::time::sleep(pace).await;
                         let _ = gate.wait_for(|open| *open).await;
                         let answer = Arc::clone(&answerer.lock().expect("the answerer"));
                         Ok::<_, Infallible>(answer(&execution))
@@ -108,7 +114,7 @@ impl Orders {
                 });
             }
         });
-        Self { addr, ledger, arrived, gate, answerer, server }
+        Self { addr, ledger, arrived, gate, answerer, pace, server }
     }
 
     pub fn url(&self) -> String {
@@ -128,6 +134,11 @@ impl Orders {
     /// How often under this key.
     pub fn runs_of(&self, key: &str) -> usize {
         self.ledger().iter().filter(|execution| execution.key() == Some(key)).count()
+    }
+
+    /// Takes this long for each execution from now on, after writing it down.
+    pub fn pace(&self, pace: Duration) {
+        self.pace.send_replace(pace);
     }
 
     /// Executes from now on, but answers only after [`Orders::go`].

@@ -78,7 +78,15 @@ impl Sink {
     pub(crate) async fn start(
         script: impl Fn(&Seen, usize) -> Act + Send + Sync + 'static,
     ) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        Self::on(0, script).await
+    }
+
+    /// As [`Sink::start`], on this port of the loopback.
+    pub(crate) async fn on(
+        port: u16,
+        script: impl Fn(&Seen, usize) -> Act + Send + Sync + 'static,
+    ) -> Self {
+        let listener = TcpListener::bind(("127.0.0.1", port)).await.unwrap();
         let port = listener.local_addr().unwrap().port();
         let book = Arc::new(Mutex::new(Book::default()));
         let script: Arc<Script> = Arc::new(script);

@@ -1,0 +1,138 @@
+//! Postgres goes away and comes back: nothing is forwarded unprotected, nothing that was promised is lost, and the
+//! gateway needs no restart.
+
+use http::{Method, StatusCode};
+
+use crate::support::client::{get, post};
+use crate::support::fleet::{TWO_EVENTS, order, replicas, sending};
+use crate::support::orders::Orders;
+use crate::support::postgres::Cluster;
+use crate::support::process::eventually;
+use crate::support::rig::Place;
+
+async fn parts() -> (Cluster, Orders, Place) {
+    let cluster = tokio::task::block_in_place(Cluster::own);
+    let place = Place::at(cluster.database());
+    (cluster, Orders::start().await, place)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a26_without_its_store_nothing_is_forwarded_under_a_key() {
+    let (cluster, orders, place) = parts().await;
+    let gateway = replicas(1, &place, &orders.url(), "", "").remove(0);
+    let before = order("before").to(gateway.addr).await;
+    assert_eq!(before.status, StatusCode::CREATED);
+
+    cluster.stop();
+    let refused = order("k").to(gateway.addr).await;
+    assert_eq!(refused.status, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(refused.problem(), "store-unavailable");
+    let after: u32 = refused.header("retry-after").expect("Retry-After").parse().unwrap();
+    assert!(after >= 1);
+    let shown = String::from_utf8_lossy(&refused.body).into_owned();
+    for inside in [cluster.port().to_string().as_str(), "postgres", "127.0.0.1", "insert", "INSERT"]
+    {
+        assert!(!shown.contains(inside), "{inside} in {shown}");
+    }
+    assert_eq!(orders.runs_of("k"), 0);
+    // What no route names, and what was completed, needs no store.
+    assert_eq!(get("/orders").to(gateway.addr).await.status, StatusCode::CREATED);
+    let unnamed = post("/elsewhere", "{}").method(Method::PUT).key("k");
+    assert_eq!(unnamed.to(gateway.addr).await.status, StatusCode::CREATED);
+    assert_eq!(orders.runs_of("k"), 1, "the unnamed one only");
+    let replay = order("before").to(gateway.addr).await;
+    assert!(replay.replayed());
+    assert_eq!(replay.body, before.body);
+    eventually("readiness tells", async || {
+        get("/readyz").to(gateway.admin).await.status == StatusCode::SERVICE_UNAVAILABLE
+    })
+    .await;
+
+    tokio::task::block_in_place(|| cluster.start());
+    eventually("it serves again", async || {
+        order("k").to(gateway.addr).await.status == StatusCode::CREATED
+    })
+    .await;
+    assert_eq!(orders.runs_of("k"), 2);
+    assert_eq!(place.records().await, 2);
+    eventually("readiness tells", async || {
+        get("/readyz").to(gateway.admin).await.status == StatusCode::OK
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a25_a_completion_outlives_a_kill_of_the_database() {
+    let (cluster, orders, place) = parts().await;
+    let mut gateway = replicas(1, &place, &orders.url(), "", TWO_EVENTS).remove(0);
+    let first = order("k").to(gateway.addr).await;
+    cluster.kill9();
+    assert_eq!(first.status, StatusCode::CREATED);
+    assert_eq!(first.header("oncegate-stored"), None, "it was durable when it was answered");
+    // Another process, which remembers nothing.
+    gateway.kill9();
+    tokio::task::block_in_place(|| cluster.start());
+    let gateway = tokio::task::block_in_place(|| gateway.restart());
+    let replay = order("k").to(gateway.addr).await;
+    assert!(replay.replayed());
+    assert_eq!((replay.status, &replay.body), (first.status, &first.body));
+    assert_eq!(orders.runs(), 1);
+    assert_eq!(place.events().await, 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a10_an_answer_that_the_store_did_not_take_is_kept_and_written_later() {
+    let (cluster, orders, place) = parts().await;
+    let gateways = replicas(2, &place, &orders.url(), "wait = \"1s\"", TWO_EVENTS);
+    let gateway = &gateways[0];
+    orders.hold();
+    let first = sending(order("k"), gateway.addr);
+    orders.asked(1).await;
+    cluster.stop();
+    orders.go();
+    let first = first.await.unwrap();
+    assert_eq!(first.status, StatusCode::CREATED, "the API's answer");
+    assert_eq!(first.header("oncegate-stored"), Some("false"));
+    assert_eq!(first.json()["id"], "order-1");
+    let meanwhile = order("k").to(gateway.addr).await;
+    assert_eq!(meanwhile.problem(), "in-progress", "it is still owed to the database");
+
+    tokio::task::block_in_place(|| cluster.start());
+    eventually("it is completed from memory", async || {
+        place.status_of("k").await.as_deref() == Some("completed")
+    })
+    .await;
+    assert_eq!(place.events().await, 2, "with its events");
+    for gateway in &gateways {
+        let replay = order("k").to(gateway.addr).await;
+        assert!(replay.replayed());
+        assert_eq!(replay.body, first.body);
+    }
+    assert_eq!(orders.runs(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reservation_cut_off_by_a_kill_of_the_database_is_not_lost_and_not_repeated() {
+    let (cluster, orders, place) = parts().await;
+    let gateway = replicas(1, &place, &orders.url(), "wait = \"1s\"", TWO_EVENTS).remove(0);
+    // Many at once, so that some are in the middle of a commit.
+    let tasks: Vec<_> = (0..40).map(|n| sending(order(&format!("k-{n}")), gateway.addr)).collect();
+    orders.asked(1).await;
+    cluster.kill9();
+    for task in tasks {
+        let answer = task.await.unwrap();
+        let fine = answer.status == StatusCode::CREATED;
+        assert!(fine || answer.problem() == "store-unavailable", "{answer:?}");
+    }
+    tokio::task::block_in_place(|| cluster.start());
+    for n in 0..40 {
+        let key = format!("k-{n}");
+        eventually("each key ends well", async || {
+            order(&key).to(gateway.addr).await.status == StatusCode::CREATED
+        })
+        .await;
+        assert_eq!(orders.runs_of(&key), 1, "{key}");
+    }
+    assert_eq!(place.records().await, 40);
+    assert_eq!(place.events().await, 80);
+}
