@@ -10,7 +10,7 @@ fn order() -> Ask {
     post("/orders", r#"{"customer":"c-1","amount":"129.90"}"#).tenant("acme").key("k")
 }
 
-const RETRY: &str = "on_unknown = \"retry\"\ntimeout = \"700ms\"";
+const RETRY: &str = "on_unknown = \"retry\"\ntimeout = \"2s\"";
 
 /// The attempts that the API saw.
 fn attempts(rig: &Rig) -> Vec<String> {
