@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
-use http::{HeaderMap, StatusCode, response};
+use http::{HeaderMap, HeaderName, StatusCode, response};
 use tokio::sync::Notify;
 
 use super::forward::{Evidence, GivenUp};
@@ -93,7 +93,7 @@ impl Closing<'_> {
         match class {
             Class::Stored => self.keep(underway, first).await,
             Class::Released => {
-                let share = shared(&first).map(Arc::new);
+                let share = shared(&first, &self.route.policy.replay_drop).map(Arc::new);
                 self.release(underway, share).await;
                 Finish::Released { first }
             }
@@ -262,14 +262,15 @@ fn owed(error: &Error) {
     tracing::warn!(error = %causes(error), "the database did not take an end; the settler goes on");
 }
 
-/// An answer that is not kept, for those who waited for it; a stream cannot be shared.
-fn shared(first: &First) -> Option<Shared> {
+/// An answer that is not kept, for those who waited for it; a stream cannot be shared. Like a replay it leaves `drop`
+/// out: a session that was opened for the first caller is nobody else's.
+fn shared(first: &First, drop: &[HeaderName]) -> Option<Shared> {
     let FirstBody::Whole(body) = &first.body else { return None };
-    let answer = Answer {
-        status: first.head.status,
-        headers: end_to_end(&first.head.headers),
-        body: KeptBody::Whole(body.clone()),
-    };
+    let mut headers = end_to_end(&first.head.headers);
+    for name in drop {
+        headers.remove(name);
+    }
+    let answer = Answer { status: first.head.status, headers, body: KeptBody::Whole(body.clone()) };
     Some(Shared { record: first.record, answer: SharedAnswer::Released(answer) })
 }
 

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use tempfile::TempDir;
 
+use super::fault::Fault;
 use super::orders::Orders;
 use super::postgres::Cluster;
 use super::process::{self, Gateway};
@@ -168,6 +169,14 @@ operation = "orders.create"
     )
 }
 
+/// A database and a gateway before an API of the test's own at `upstream`; lines for `[store]` and `[policy]`.
+pub async fn gateway(which: Which, upstream: &str, store: &str, policy: &str) -> (Place, Gateway) {
+    let place = Place::new(which).await;
+    let toml = config_at(&place, upstream, "127.0.0.1:0", store, policy, "");
+    let gateway = Gateway::start(&process::config(place.folder.path(), &toml));
+    (place, gateway)
+}
+
 /// API, database and gateway.
 pub struct Rig {
     pub orders: Orders,
@@ -188,4 +197,14 @@ impl Rig {
         let gateway = Gateway::start(&process::config(place.folder.path(), &toml));
         Self { orders, place, gateway }
     }
+}
+
+/// A gateway whose Postgres is behind a proxy; the rig's place looks past it. Lines for `[store]` and `[policy]`.
+pub async fn behind_a_fault(store: &str, policy: &str) -> (Fault, Rig) {
+    let (orders, place) = (Orders::start().await, Place::new(Which::Postgres).await);
+    let (fault, url) = Fault::before_postgres(&place.url, Cluster::shared().port()).await;
+    let toml = config_at(&place, &orders.url(), "127.0.0.1:0", store, policy, "");
+    let toml = toml.replace(&place.url, &url);
+    let gateway = Gateway::start(&process::config(place.folder.path(), &toml));
+    (fault, Rig { orders, place, gateway })
 }

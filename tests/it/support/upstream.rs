@@ -45,13 +45,21 @@ pub(crate) struct Reply {
     delay: Duration,
     bytes: Vec<u8>,
     later: Vec<u8>,
+    /// Between the bytes and what follows them.
+    pause: Duration,
     after: After,
 }
 
 impl Reply {
     pub(crate) fn keep(bytes: impl AsRef<[u8]>) -> Self {
         let bytes = bytes.as_ref().to_vec();
-        Self { delay: Duration::ZERO, bytes, later: Vec::new(), after: After::Keep }
+        Self {
+            delay: Duration::ZERO,
+            bytes,
+            later: Vec::new(),
+            pause: Duration::ZERO,
+            after: After::Keep,
+        }
     }
 
     pub(crate) fn fin(bytes: impl AsRef<[u8]>) -> Self {
@@ -60,6 +68,11 @@ impl Reply {
 
     pub(crate) fn reset(bytes: impl AsRef<[u8]>) -> Self {
         Self { after: After::Reset, ..Self::keep(bytes) }
+    }
+
+    /// A reset a tenth of a second behind the answer: what was written has arrived by then.
+    pub(crate) fn then_reset(self) -> Self {
+        Self { pause: Duration::from_millis(100), after: After::Reset, ..self }
     }
 
     pub(crate) fn after(self, delay: Duration) -> Self {
@@ -143,6 +156,7 @@ impl Upstream {
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 drop(stream.write_all(&reply.later).await);
             }
+            tokio::time::sleep(reply.pause).await;
             if reply.after == After::Reset {
                 drop(stream.set_zero_linger());
             }
