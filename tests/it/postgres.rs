@@ -45,6 +45,11 @@ async fn fresh() -> (Postgres, String) {
     (store, url)
 }
 
+/// A store on a fresh, migrated database, for the checks that every store passes.
+pub(crate) async fn open() -> Arc<dyn oncegate::store::Store> {
+    Arc::new(fresh().await.0)
+}
+
 async fn sql(url: &str) -> Client {
     let (client, connection) = tokio_postgres::connect(url, NoTls).await.unwrap();
     tokio::spawn(connection);

@@ -35,7 +35,14 @@ macro_rules! on_every_store {
                 }
             )*
         }
-        // Another store is another module here: it opens a fresh database and runs the same list.
+        mod postgres {
+            $(
+                #[tokio::test(flavor = "multi_thread")]
+                async fn $check() {
+                    super::$check(crate::postgres::open().await).await;
+                }
+            )*
+        }
     };
 }
 
