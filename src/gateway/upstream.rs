@@ -29,7 +29,7 @@ use bytes::Bytes;
 use http::header::{self, HeaderMap, HeaderValue};
 use http::uri::Scheme;
 use http::{Method, Request, Response, StatusCode, Uri, Version};
-use http_body::{Frame, SizeHint};
+use http_body::{Body as _, Frame, SizeHint};
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
@@ -214,21 +214,27 @@ impl Upstream {
 
     /// Sends a request that passes through, on a pooled connection where one is fresh, and streams both bodies.
     ///
-    /// Nothing is ever resent: only a request of which no byte was written, and that hyper handed back, moves on to
-    /// another connection. Dropping the future, or the answer's body, closes the connection.
+    /// A request moves on to another connection where no byte of it was written and hyper handed it back. Beyond that only
+    /// a safe request without a body (RFC 9110, 9.2.2) is sent a second time, once, where a reused connection ended
+    /// before its answer: the upstream closed it while it was idle. Dropping the future, or the answer's body, closes
+    /// the connection.
     pub async fn pooled(&self, request: Request<Body>) -> Result<Response<Body>, PassError> {
         let mut request = request;
+        let safe = matches!(*request.method(), Method::GET | Method::HEAD | Method::OPTIONS);
+        let may_repeat = safe && request.body().is_end_stream();
+        let mut repeated = false;
         self.name_host(request.headers_mut());
         *request.version_mut() = Version::HTTP_11;
         loop {
             let (mut connection, reused) = match self.check_out() {
-                Some(connection) => (connection, true),
-                None => {
+                Some(connection) if !repeated => (connection, true),
+                Some(_) | None => {
                     let dialed = self.dial().await.map_err(|e| unreachable_upstream(&e))?;
                     (dialed.connection, false)
                 }
             };
             let before = connection.meter.written();
+            let again = (may_repeat && reused).then(|| without_body(&request));
             let sent = self.exchange(&mut connection, request).await?;
             let mut error = match sent {
                 Ok(answer) => return self.stream(connection, answer),
@@ -239,7 +245,13 @@ impl Upstream {
             match unsent {
                 Some(unsent) if unmoved && reused => request = unsent,
                 Some(_) => return Err(PassError::Unreachable),
-                None => return Err(failed(error.error())),
+                None => match again {
+                    Some(again) => {
+                        repeated = true;
+                        request = again;
+                    }
+                    None => return Err(failed(error.error())),
+                },
             }
         }
     }
@@ -312,6 +324,16 @@ impl Upstream {
             }
         });
     }
+}
+
+/// The same request once more, of one that has no body.
+fn without_body(request: &Request<Body>) -> Request<Body> {
+    let mut again = Request::new(Full::default().map_err(|never| match never {}).boxed_unsync());
+    again.method_mut().clone_from(request.method());
+    again.uri_mut().clone_from(request.uri());
+    again.headers_mut().clone_from(request.headers());
+    again.extensions_mut().clone_from(request.extensions());
+    again
 }
 
 impl Inner {
@@ -486,7 +508,7 @@ pub struct Answer {
 impl Answer {
     /// At the clean end: a pooled connection goes back, any other is closed.
     fn park_if_over(&mut self) {
-        if !http_body::Body::is_end_stream(&self.body) {
+        if !self.body.is_end_stream() {
             return;
         }
         self.over();

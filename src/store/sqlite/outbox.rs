@@ -195,56 +195,68 @@ pub(super) fn sweep(tx: &Tx<'_>, retention: Duration, limit: u32) -> rusqlite::R
     Ok(swept)
 }
 
-/// An ended delivery that goes back into the queue: event, sink as it stands, sink to which it goes.
-type Again = (String, String, String);
+/// An ended delivery that goes back into the queue: event, sink as it stands, sink to which it goes, how it ended.
+type Again = (String, String, String, String);
 
 pub(super) fn redeliver(tx: &Tx<'_>, which: &Redeliver, by: &Operator) -> rusqlite::Result<u64> {
-    let (rows, event, sink) = match which {
-        Redeliver::One { id, sink } => (redeliver_one(tx, *id, sink.as_deref())?, Some(*id), sink),
-        Redeliver::Dead { sink } => (redeliver_dead(tx, sink.as_deref())?, None, sink),
-    };
-    if rows == 0 {
-        return Ok(0);
+    match which {
+        Redeliver::One { id, sink } => redeliver_one(tx, *id, sink.as_deref(), by),
+        Redeliver::Dead { sink } => redeliver_dead(tx, sink.as_deref(), by),
     }
-    let record = match event {
-        None => None,
-        Some(id) => tx.first(
-            "SELECT record_id FROM outbox_messages WHERE id = ?1",
-            [id.to_string()],
-            |row| row::uuid(row, 0),
-        )?,
-    };
-    let detail = serde_json::json!({ "sink": sink, "deliveries": rows });
-    let action = Action { name: "event.redeliver", record: record.map(Into::into), event, detail };
-    audit(tx, by, &action)?;
-    Ok(rows)
 }
 
-fn redeliver_one(tx: &Tx<'_>, id: Uuid, sink: Option<&str>) -> rusqlite::Result<u64> {
+fn redeliver_one(
+    tx: &Tx<'_>,
+    id: Uuid,
+    sink: Option<&str>,
+    by: &Operator,
+) -> rusqlite::Result<u64> {
     // Without a sink: what was delivered or given up. With one: also what was discarded, if only for want of a sink.
-    const ENDED: &str = "SELECT event_id, sink, coalesce(?2, sink) FROM outbox_done
+    const ENDED: &str = "SELECT event_id, sink, coalesce(?2, sink), outcome FROM outbox_done
         WHERE event_id = ?1 AND ((?2 IS NULL AND outcome IN ('sent', 'dead'))
           OR sink = ?2 OR (?2 <> '' AND sink = '' AND outcome = 'discarded'))";
     const DUE: &str = "UPDATE outbox_queue SET next_attempt_at = min(next_attempt_at, ?3)
-        WHERE event_id = ?1 AND (?2 IS NULL OR sink = ?2) AND lease_until <= ?3";
+        WHERE event_id = ?1 AND (?2 IS NULL OR sink = ?2) AND lease_until <= ?3 RETURNING sink";
     let id = id.to_string();
-    let due = tx.execute(DUE, params![id, sink, tx.now])?;
+    let due: Vec<String> = tx.rows(DUE, params![id, sink, tx.now], |row| row.get(0))?;
+    for sink in &due {
+        note_redelivery(tx, &id, sink, "pending", by)?;
+    }
     let ended: Vec<Again> = tx.rows(ENDED, params![id, sink], again)?;
-    Ok(due as u64 + queue_again(tx, &ended)?)
+    Ok(due.len() as u64 + queue_again(tx, &ended, by)?)
 }
 
-fn redeliver_dead(tx: &Tx<'_>, sink: Option<&str>) -> rusqlite::Result<u64> {
-    const DEAD: &str = "SELECT event_id, sink, sink FROM outbox_done
+fn redeliver_dead(tx: &Tx<'_>, sink: Option<&str>, by: &Operator) -> rusqlite::Result<u64> {
+    const DEAD: &str = "SELECT event_id, sink, sink, outcome FROM outbox_done
         WHERE outcome = 'dead' AND (?1 IS NULL OR sink = ?1)";
     let dead: Vec<Again> = tx.rows(DEAD, params![sink], again)?;
-    queue_again(tx, &dead)
+    queue_again(tx, &dead, by)
+}
+
+/// An audit row for each delivery, so that the life of every record tells of it.
+fn note_redelivery(
+    tx: &Tx<'_>,
+    event: &str,
+    sink: &str,
+    status: &str,
+    by: &Operator,
+) -> rusqlite::Result<()> {
+    const RECORD: &str = "SELECT record_id FROM outbox_messages WHERE id = ?1";
+    let record = tx.first(RECORD, [event], |row| row::uuid(row, 0))?;
+    let detail = serde_json::json!({ "sink": sink, "status": status });
+    let event = event.parse().ok();
+    audit(
+        tx,
+        by,
+        &Action { name: "event.redeliver", record: record.map(Into::into), event, detail },
+    )
 }
 
 fn again(row: &rusqlite::Row<'_>) -> rusqlite::Result<Again> {
-    Ok((row.get(0)?, row.get(1)?, row.get(2)?))
+    Ok((row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?))
 }
 
-fn queue_again(tx: &Tx<'_>, ended: &[Again]) -> rusqlite::Result<u64> {
+fn queue_again(tx: &Tx<'_>, ended: &[Again], by: &Operator) -> rusqlite::Result<u64> {
     const QUEUE: &str = "INSERT INTO outbox_queue (event_id, sink, lane, next_attempt_at, claim_no,
           ordering_key, seq, created_at, last_status, last_error)
         SELECT d.event_id, ?3, 1, ?4, d.claim_no + 1, m.ordering_key, m.seq, m.created_at,
@@ -254,8 +266,12 @@ fn queue_again(tx: &Tx<'_>, ended: &[Again]) -> rusqlite::Result<u64> {
         ON CONFLICT (event_id, sink) DO NOTHING";
     const DONE: &str = "DELETE FROM outbox_done WHERE event_id = ?1 AND sink = ?2";
     let mut queued = 0;
-    for (id, from, to) in ended {
-        queued += tx.execute(QUEUE, params![id, from, to, tx.now])? as u64;
+    for (id, from, to, outcome) in ended {
+        let rows = tx.execute(QUEUE, params![id, from, to, tx.now])?;
+        if rows > 0 {
+            note_redelivery(tx, id, to, outcome, by)?;
+        }
+        queued += rows as u64;
         tx.execute(DONE, params![id, from])?;
     }
     Ok(queued)
