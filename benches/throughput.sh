@@ -12,7 +12,7 @@ connections=${CONNECTIONS:-64}
 here=$PWD/benches/load
 work=$(mktemp -d)
 chmod 755 "$work"
-pgbin=$(dirname "$(command -v initdb || ls /usr/lib/postgresql/*/bin/initdb | tail -1)")
+pgbin=$(dirname "$(readlink -f "$(ls /usr/lib/postgresql/*/bin/initdb 2>/dev/null | tail -1 || command -v initdb)")")
 step_down=()
 if [ "$(id -u)" = 0 ]; then step_down=(setpriv --reuid=postgres --regid=postgres --clear-groups); fi
 cleanup() {

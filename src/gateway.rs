@@ -237,7 +237,7 @@ impl Gateway {
     }
 
     /// A leader's work: reserve, forward, complete.
-    async fn work(&self, keyed: Keyed, lead: Lead, deadline: Instant) -> Response<Body> {
+    async fn work(&self, mut keyed: Keyed, lead: Lead, deadline: Instant) -> Response<Body> {
         let route = Arc::clone(&keyed.route);
         let reservation = match self.desk.lead(&keyed.ask, lead, deadline).await {
             Admission::Execute(reservation) => reservation,
@@ -247,7 +247,7 @@ impl Gateway {
         };
         let _in_flight = self.metrics.in_flight();
         let upstream = self.upstream(&route);
-        let request = self.outgoing(&keyed, &upstream, reservation.fence());
+        let request = self.outgoing(&mut keyed, &upstream, reservation.fence());
         let policy = &route.policy;
         let bounds = Bounds { timeout: policy.timeout, body_max: policy.response_body_max };
         let begun = Instant::now();
@@ -378,13 +378,18 @@ impl Gateway {
     }
 
     /// The request as the upstream gets it: one computed Content-Length, no hop's own headers, our ids.
-    fn outgoing(&self, keyed: &Keyed, upstream: &Upstream, fence: Fence) -> Request<Full<Bytes>> {
+    fn outgoing(
+        &self,
+        keyed: &mut Keyed,
+        upstream: &Upstream,
+        fence: Fence,
+    ) -> Request<Full<Bytes>> {
         let mut request = Request::new(Full::new(keyed.body.clone()));
         *request.method_mut() = keyed.head.method.clone();
-        // The target parsed once already, as part of the caller's request.
-        *request.uri_mut() = keyed.head.uri.clone();
-        *request.headers_mut() = keyed.head.headers.clone();
-        *request.extensions_mut() = keyed.head.extensions.clone();
+        // The head is used up: a request is sent once.
+        *request.uri_mut() = std::mem::take(&mut keyed.head.uri);
+        *request.headers_mut() = std::mem::take(&mut keyed.head.headers);
+        *request.extensions_mut() = std::mem::take(&mut keyed.head.extensions);
         let headers = request.headers_mut();
         headers.remove(EXPECT);
         headers.remove(CONTENT_LENGTH);

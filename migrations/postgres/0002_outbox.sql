@@ -2,12 +2,12 @@
 
 CREATE TABLE outbox_messages (
     id              uuid        PRIMARY KEY,  -- the event's id, the same in all attempts; made from event_key
-    event_key       text        NOT NULL,     -- record id and event name (and element): unique and stable
+    event_key       text        COLLATE "C" NOT NULL,     -- record id and event name (and element): unique and stable
     seq             int         NOT NULL,     -- position among the events of its record
     event_type      text        NOT NULL,     -- order.created, say
-    tenant_id       text        NOT NULL,     -- the record's scope
+    tenant_id       text        COLLATE "C" NOT NULL,     -- the record's scope
     operation       text        NOT NULL,
-    idempotency_key text        NOT NULL,
+    idempotency_key text        COLLATE "C" NOT NULL,
     record_id       uuid        NOT NULL,     -- the record that it announces
     ordering_key    text,                     -- events with equal keys may be delivered in order
     content_type    text        NOT NULL DEFAULT 'application/json',
@@ -22,7 +22,7 @@ CREATE INDEX outbox_messages_created ON outbox_messages (created_at, id);
 -- A row stands here only while a delivery is owed. Claims change no indexed column.
 CREATE TABLE outbox_queue (
     event_id        uuid        NOT NULL,
-    sink            text        NOT NULL,
+    sink            text        COLLATE "C" NOT NULL,
     lane            smallint    NOT NULL DEFAULT 0,            -- 0 fresh, 1 tried before or redelivered
     next_attempt_at timestamptz NOT NULL,                      -- due from then on; changes only on failure
     lease_until     timestamptz NOT NULL DEFAULT '-infinity',  -- claimed until then; not indexed
@@ -47,7 +47,7 @@ CREATE INDEX outbox_queue_order ON outbox_queue (sink, ordering_key, created_at,
 -- Append-only: how each delivery ended.
 CREATE TABLE outbox_done (
     event_id    uuid        NOT NULL,
-    sink        text        NOT NULL,  -- '': no sink wanted the event
+    sink        text        COLLATE "C" NOT NULL,  -- '': no sink wanted the event
     outcome     text        NOT NULL   CHECK (outcome IN ('sent', 'dead', 'discarded')),
     claim_no    int         NOT NULL,  -- goes on from here when the event is redelivered
     attempts    int         NOT NULL,

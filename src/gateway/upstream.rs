@@ -50,7 +50,9 @@ pub type BodyError = Box<dyn std::error::Error + Send + Sync>;
 pub type Body = UnsyncBoxBody<Bytes, BodyError>;
 
 /// Header lines of an answer that are read; more make it malformed.
-const ANSWER_HEADERS_MAX: usize = 1000;
+///
+/// hyper makes room for all of them with every answer, so more is not free; 256 is more than any server is known to send.
+const ANSWER_HEADERS_MAX: usize = 256;
 /// Bytes of an answer's head that are read.
 const ANSWER_HEAD_BYTES_MAX: usize = 512 * 1024;
 /// Connections that wait in the pool for pass-through traffic.
@@ -188,20 +190,31 @@ impl Upstream {
 
     /// Makes a connection: name, TCP, TLS. Nothing of a request is written.
     pub async fn dial(&self) -> Result<Dialed, DialError> {
+        self.dial_for(Use::Once).await
+    }
+
+    async fn dial_for(&self, purpose: Use) -> Result<Dialed, DialError> {
         let deadline = Instant::now() + self.0.settings.connect_timeout;
-        let stream = timeout_at(deadline, self.connect(deadline));
+        let stream = timeout_at(deadline, self.connect(deadline, purpose));
         let (stream, probe) = stream.await.map_err(|_| DialError::TimedOut)??;
         let connection = Connection::open(stream, probe).await?;
         Ok(Dialed { connection, authority: self.0.authority.clone() })
     }
 
-    async fn connect(&self, deadline: Instant) -> Result<(Box<dyn Stream>, Probe), DialError> {
+    async fn connect(
+        &self,
+        deadline: Instant,
+        purpose: Use,
+    ) -> Result<(Box<dyn Stream>, Option<Probe>), DialError> {
         // Each time: containers change their addresses.
         let name = (self.0.host.as_str(), self.0.port);
         let addresses = tokio::net::lookup_host(name).await.map_err(DialError::Resolve)?.collect();
         let tcp = connect_any(addresses, deadline).await.map_err(DialError::Connect)?;
         tcp.set_nodelay(true).map_err(DialError::Connect)?;
-        let probe = Probe::of(&tcp).map_err(DialError::Connect)?;
+        let probe = match purpose {
+            Use::Once => None,
+            Use::Pool => Some(Probe::of(&tcp).map_err(DialError::Connect)?),
+        };
         let stream: Box<dyn Stream> = match &self.0.tls {
             Some((connector, name)) => {
                 let tls = connector.connect(name.clone(), tcp).await.map_err(DialError::Tls)?;
@@ -229,7 +242,8 @@ impl Upstream {
             let (mut connection, reused) = match self.check_out() {
                 Some(connection) if !repeated => (connection, true),
                 Some(_) | None => {
-                    let dialed = self.dial().await.map_err(|e| unreachable_upstream(&e))?;
+                    let dialed = self.dial_for(Use::Pool).await;
+                    let dialed = dialed.map_err(|e| unreachable_upstream(&e))?;
                     (dialed.connection, false)
                 }
             };
@@ -556,6 +570,15 @@ struct Connection {
     probe: Weak<Probe>,
 }
 
+/// What a connection is made for.
+#[derive(Clone, Copy)]
+enum Use {
+    /// One request.
+    Once,
+    /// Many, one after the other.
+    Pool,
+}
+
 /// A second handle of the socket, to look at it without waiting for the task that drives the connection.
 ///
 /// Between the upstream's FIN and the task's next turn a request would still be written, into the void.
@@ -573,7 +596,7 @@ impl Probe {
 }
 
 impl Connection {
-    async fn open(stream: Box<dyn Stream>, probe: Probe) -> Result<Self, DialError> {
+    async fn open(stream: Box<dyn Stream>, probe: Option<Probe>) -> Result<Self, DialError> {
         let meter = Arc::new(Meter::default());
         let io = TokioIo::new(Counted { stream, meter: Arc::clone(&meter) });
         let (sender, connection) = http1::Builder::new()
@@ -586,8 +609,8 @@ impl Connection {
             .handshake(io)
             .await
             .map_err(|error| DialError::Connect(io::Error::other(error)))?;
-        let probe = Arc::new(probe);
-        let seen = Arc::downgrade(&probe);
+        let probe = probe.map(Arc::new);
+        let seen = probe.as_ref().map_or_else(Weak::new, Arc::downgrade);
         let task = tokio::spawn(async move {
             let _probe = probe;
             if let Err(error) = connection.await {
