@@ -198,10 +198,15 @@ impl Closing<'_> {
                     underway.settled(Ending::LookAgain);
                     return Finish::NotStored { first };
                 };
+                // What was committed and not confirmed is found as a record of this attempt with this very answer.
+                let own = record.fence == completion.fence && completed.answer == completion.answer;
                 let replay = Arc::new(replay_of(record.fence, record.fingerprint, *completed));
                 self.desk.remember(&completion.scope, &replay);
                 underway.settled(Ending::Kept(Arc::clone(&replay)));
                 self.wake.notify_one();
+                if own {
+                    return Finish::Kept { first, expires_at: replay.expires_at };
+                }
                 Finish::Overtaken(replay)
             }
             Ok(Some(_) | None) => {

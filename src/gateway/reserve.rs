@@ -600,14 +600,40 @@ impl Inquiry<'_> {
             Takeover::Expired(_) => Fence { id: proposal.id, attempt: Attempt::FIRST },
             Takeover::Unknown(fence) => Fence { id: fence.id, attempt: fence.attempt.next() },
         };
-        match self.desk.store.take_over(proposal, from).await {
-            Ok(Changed::Yes) => self.held(taken, owner, fingerprint),
-            Ok(Changed::No) => Step::Again,
-            Err(Error::InDoubt(cause)) => {
+        let deadline = Instant::now() + self.desk.settings.reserve_timeout;
+        let mut doubt = false;
+        loop {
+            let error = match self.desk.store.take_over(proposal.clone(), from).await {
+                Ok(Changed::Yes) => return self.held(taken, owner, fingerprint),
+                Ok(Changed::No) if doubt => return self.read_back(taken, owner, fingerprint).await,
+                Ok(Changed::No) => return Step::Again,
+                Err(error) => error,
+            };
+            if let Error::InDoubt(cause) = &error {
                 tracing::warn!(%cause, "a takeover is in doubt");
-                Step::Doubt(taken)
+                doubt = true;
             }
-            Err(error) => unavailable(&error),
+            if !doubt {
+                return unavailable(&error);
+            }
+            if Instant::now() >= deadline {
+                return Step::Doubt(taken);
+            }
+            // The same again waits for the row that the lost one may hold, so its end is the truth.
+            tokio::time::sleep(POLL_FIRST).await;
+        }
+    }
+
+    /// Whether the takeover that changed nothing did so because it had been committed before.
+    async fn read_back(&self, taken: Fence, owner: OwnerId, fingerprint: Fingerprint) -> Step {
+        match self.desk.store.find(&self.ask.scope).await {
+            Ok(Some(Record { fence, state: State::InProgress { owner: by, .. }, .. }))
+                if fence == taken && by == owner =>
+            {
+                self.held(taken, owner, fingerprint)
+            }
+            Ok(_) => Step::Again,
+            Err(_) => Step::Doubt(taken),
         }
     }
 }

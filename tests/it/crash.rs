@@ -33,7 +33,7 @@ async fn a_gateway_that_is_killed_again_and_again_keeps_its_promises(which: Whic
     let (orders, sink) = api_and_sink().await;
     let place = Place::new(which).await;
     let mut gateway = start(&config(&place, &orders, &sink));
-    let clients = Clients::start(vec![gateway.addr]);
+    let clients = Clients::start(&[gateway.addr]);
     for _ in 0..KILLS {
         pass(random.u64(50..600)).await;
         gateway.kill9();
@@ -52,7 +52,7 @@ async fn replicas_and_database_that_are_killed_and_sleep_keep_the_promises() {
     let cluster = tokio::task::block_in_place(Cluster::own);
     let place = Place::at(cluster.database());
     let mut gateways: Vec<_> = (0..2).map(|_| start(&config(&place, &orders, &sink))).collect();
-    let clients = Clients::start(gateways.iter().map(|gateway| gateway.addr).collect());
+    let clients = Clients::start(&[gateways[0].addr, gateways[1].addr]);
     for _ in 0..KILLS {
         pass(random.u64(50..600)).await;
         let gateway = random.usize(0..gateways.len());
@@ -136,9 +136,9 @@ struct Clients {
 }
 
 impl Clients {
-    fn start(to: Vec<SocketAddr>) -> Self {
+    fn start(to: &[SocketAddr]) -> Self {
         let over = Arc::new(AtomicBool::new(false));
-        let client = |number| tokio::spawn(client(number, to.clone(), Arc::clone(&over)));
+        let client = |number| tokio::spawn(client(number, to.to_vec(), Arc::clone(&over)));
         Self { tasks: (0..CLIENTS).map(client).collect(), over }
     }
 

@@ -23,6 +23,7 @@ mod acceptance_relay;
 mod admin;
 mod cli;
 mod crash;
+mod doubt;
 mod lease;
 mod outage;
 mod postgres;

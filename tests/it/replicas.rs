@@ -160,6 +160,14 @@ async fn a06_live_work_is_not_taken_over_because_it_is_old() {
     assert_eq!(orders.runs(), 1);
 }
 
+/// Whether every thread of a process is stopped: the signal takes a moment to reach all of them.
+fn asleep(pid: u32) -> bool {
+    std::fs::read_dir(format!("/proc/{pid}/task")).expect("its threads").flatten().all(|thread| {
+        let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+        stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T'))
+    })
+}
+
 /// A replica that is stopped after the API was asked, whose API has answered, and whose record an operator has
 /// released after its lease ran out. What comes back is its caller.
 async fn asleep_and_released(
@@ -170,9 +178,10 @@ async fn asleep_and_released(
     orders.hold();
     let first = sending(order("k"), gateways[0].addr);
     orders.asked(1).await;
-    gateways[0].signal("STOP");
-    orders.go();
     let record = record_of(place, "k").await;
+    gateways[0].signal("STOP");
+    eventually("every thread of it sleeps", async || asleep(gateways[0].pid())).await;
+    orders.go();
     marked_unknown(&gateways[1], &record).await;
     let (code, out, errors) = command(&gateways[1], &["records", "release", &record]);
     assert_eq!(code, 0, "{out}{errors}");

@@ -13,6 +13,7 @@ pub(crate) mod rig;
 pub(crate) mod shelf;
 pub(crate) mod sink;
 pub(crate) mod upstream;
+pub(crate) mod wire;
 
 use std::time::Duration;
 

@@ -1,0 +1,187 @@
+//! Statements and answers that are lost between the gateway and Postgres: what was committed is found out, what was
+//! not is done again, and nothing is executed twice.
+
+use http::StatusCode;
+
+use crate::support::fleet::{self, TWO_EVENTS, order};
+use crate::support::orders::Orders;
+use crate::support::postgres::Cluster;
+use crate::support::process::{self, Gateway, eventually};
+use crate::support::rig::{self, Place, Which};
+use crate::support::sink::{OK, Sink};
+use crate::support::wire::{Loss, Wire};
+
+struct Parts {
+    orders: Orders,
+    place: Place,
+    wire: Wire,
+    gateway: Gateway,
+}
+
+/// A gateway that reaches its database over a wire that can be cut.
+async fn parts(policy: &str, more: &str) -> Parts {
+    let (orders, mut place) = (Orders::start().await, Place::new(Which::Postgres).await);
+    let port = Cluster::shared().port();
+    let wire = Wire::start(port).await;
+    let direct = place.url.clone();
+    place.url = wire.url(&direct, port);
+    // The sweeper looks so seldom that it is never there first.
+    let store = "lease = \"3s\"\nsweep_every = \"1h\"";
+    let toml = rig::config_at(&place, &orders.url(), "127.0.0.1:0", store, policy, more);
+    let gateway = Gateway::start(&process::config(place.folder.path(), &toml));
+    place.url = direct;
+    Parts { orders, place, wire, gateway }
+}
+
+/// Every statement of a first request, lost each way.
+#[tokio::test(flavor = "multi_thread")]
+async fn a04_a_first_request_survives_each_loss() {
+    let Parts { orders, place, wire, gateway } = parts("wait = \"1s\"", TWO_EVENTS).await;
+    let mut cases = 0;
+    for statement in ["-- reserve\n", "-- complete\n"] {
+        for loss in [Loss::Statement, Loss::Answer] {
+            let key = format!("k-{cases}");
+            cases += 1;
+            wire.lose(statement, loss);
+            let first = order(&key).to(gateway.addr).await;
+            assert_eq!(wire.losses(), cases, "{statement}{loss:?}");
+            assert_eq!(first.status, StatusCode::CREATED, "{statement}{loss:?}: {first:?}");
+            assert!(!first.replayed(), "it is the first: {statement}{loss:?}");
+            assert_eq!(first.header("oncegate-stored"), None, "{statement}{loss:?}");
+            assert!(first.header("oncegate-expires").is_some(), "{statement}{loss:?}");
+            let replay = order(&key).to(gateway.addr).await;
+            assert!(replay.replayed());
+            assert_eq!((replay.record(), &replay.body), (first.record(), &first.body));
+            assert_eq!(orders.runs_of(&key), 1, "{statement}{loss:?}");
+            assert_eq!(place.records().await, cases as i64);
+            assert_eq!(place.events().await, 2 * cases as i64);
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_mismatch_survives_the_loss_of_its_look() {
+    let Parts { orders, place: _place, wire, gateway } = parts("", "").await;
+    order("k").to(gateway.addr).await;
+    // Another process, which has to ask the database.
+    let other = gateway.restart();
+    for (n, loss) in [Loss::Statement, Loss::Answer].into_iter().enumerate() {
+        wire.lose("-- read_losers\n", loss);
+        let answer = order("k").set("content-type", "text/plain").to(other.addr).await;
+        assert_eq!(answer.problem(), "request-mismatch", "{loss:?}");
+        assert_eq!(wire.losses(), n + 1);
+    }
+    assert_eq!(orders.runs(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_unknown_outcome_survives_each_loss() {
+    let Parts { orders, place, wire, gateway } = parts("wait = \"1s\"", "").await;
+    orders.answer_status(502);
+    for loss in [Loss::Statement, Loss::Answer] {
+        let key = format!("{loss:?}");
+        wire.lose("-- mark_unknown\n", loss);
+        assert_eq!(order(&key).to(gateway.addr).await.status, StatusCode::BAD_GATEWAY);
+        eventually("it is unknown", async || {
+            place.status_of(&key).await.as_deref() == Some("unknown")
+        })
+        .await;
+        eventually("duplicates are told", async || {
+            order(&key).to(gateway.addr).await.problem() == "outcome-unknown"
+        })
+        .await;
+        assert_eq!(orders.runs_of(&key), 1);
+    }
+    assert_eq!(wire.losses(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_released_key_is_free_in_spite_of_each_loss() {
+    let Parts { orders, place: _place, wire, gateway } = parts("wait = \"1s\"", "").await;
+    for loss in [Loss::Statement, Loss::Answer] {
+        let key = format!("{loss:?}");
+        orders.answer_status(429);
+        wire.lose("-- release_first\n", loss);
+        assert_eq!(order(&key).to(gateway.addr).await.status, StatusCode::TOO_MANY_REQUESTS);
+        orders.answer_created();
+        eventually("the key is free", async || {
+            order(&key).to(gateway.addr).await.status == StatusCode::CREATED
+        })
+        .await;
+        assert_eq!(orders.runs_of(&key), 2);
+    }
+    assert_eq!(wire.losses(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_next_attempt_survives_each_loss() {
+    let Parts { orders, place, wire, gateway } =
+        parts("wait = \"1s\"\non_unknown = \"retry\"", "").await;
+    for loss in [Loss::Statement, Loss::Answer] {
+        let key = format!("{loss:?}");
+        orders.answer_status(502);
+        assert_eq!(order(&key).to(gateway.addr).await.status, StatusCode::BAD_GATEWAY);
+        orders.answer_created();
+        wire.lose("-- take_over_unknown\n", loss);
+        let next = order(&key).to(gateway.addr).await;
+        assert_eq!(next.status, StatusCode::CREATED, "{loss:?}: {next:?}");
+        assert_eq!(orders.runs_of(&key), 2, "the first, and one more");
+        assert_eq!(place.status_of(&key).await.as_deref(), Some("completed"));
+    }
+    assert_eq!(wire.losses(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_expired_record_is_taken_over_in_spite_of_each_loss() {
+    let Parts { orders, place, wire, gateway } =
+        parts("wait = \"1s\"\nretention = \"2s\"", "").await;
+    for (n, loss) in [Loss::Statement, Loss::Answer].into_iter().enumerate() {
+        let key = format!("{loss:?}");
+        wire.lose("-- take_over_expired\n", loss);
+        let first = order(&key).to(gateway.addr).await;
+        eventually("it runs again", async || {
+            let answer = order(&key).to(gateway.addr).await;
+            assert_eq!(answer.status, StatusCode::CREATED, "{loss:?}: {answer:?}");
+            answer.record() != first.record()
+        })
+        .await;
+        assert_eq!(orders.runs_of(&key), 2);
+        assert_eq!(place.status_of(&key).await.as_deref(), Some("completed"));
+        assert_eq!(wire.losses(), n + 1, "{loss:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_heartbeat_is_sent_again_under_the_same_owner() {
+    let Parts { orders, place, wire, gateway } = parts("", "").await;
+    for (n, loss) in [Loss::Statement, Loss::Answer].into_iter().enumerate() {
+        wire.lose("-- heartbeat\n", loss);
+        eventually("a heartbeat is lost", async || wire.losses() == n + 1).await;
+    }
+    let renewed = "select count(*) from oncegate_owners where lease_until > started_at + interval '7 seconds'";
+    eventually("the lease lives", async || place.count(renewed).await == 1).await;
+    assert_eq!(place.count("select count(*) from oncegate_owners").await, 1);
+    assert_eq!(order("k").to(gateway.addr).await.status, StatusCode::CREATED);
+    assert_eq!(orders.runs(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_event_is_delivered_in_spite_of_each_loss() {
+    let sink = Sink::start(|_, _| OK).await;
+    let Parts { orders: _orders, place, wire, gateway } = parts("", &fleet::sink(sink.port)).await;
+    let mut sent = 0;
+    for (statement, times) in [("-- finish\n", 1), ("-- claim\n", 1)] {
+        for loss in [Loss::Statement, Loss::Answer] {
+            let lost = wire.losses();
+            let seen = sink.seen().len();
+            wire.lose(statement, loss);
+            order(&format!("k-{sent}")).to(gateway.addr).await;
+            sent += 1;
+            let all = "select count(*) from outbox_events where status = 'sent'";
+            eventually("it is delivered", async || place.count(all).await == sent).await;
+            assert_eq!(wire.losses(), lost + 1, "{statement}{loss:?}");
+            assert_eq!(sink.seen().len(), seen + times, "{statement}{loss:?}");
+        }
+    }
+    assert_eq!(sink.ids().len() as i64, sent);
+}
