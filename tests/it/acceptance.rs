@@ -1,12 +1,11 @@
 //! The acceptance cases R1 to R16, each on both stores, against the real program.
 
 use std::collections::HashSet;
-use std::time::Duration;
 
 use futures_util::future::join_all;
 use http::StatusCode;
 
-use crate::support::client::{Answer, Ask, post};
+use crate::support::client::{Answer, Ask, get, post};
 use crate::support::process::{self, eventually};
 use crate::support::rig::{Rig, Which, on_both_stores};
 
@@ -215,8 +214,6 @@ async fn r16_who_called_when_and_how_it_ended_can_be_read(which: Which) {
     let shown: serde_json::Value = serde_json::from_str(&shown).unwrap();
     assert_eq!(shown["record"]["status"], "completed");
     assert_eq!(shown["record"]["response_status"], 201);
-    let target = format!("/api/v1/records?key=k&tenant=acme");
-    let listed = crate::support::client::get(&target).to(rig.gateway.admin).await;
+    let listed = get("/api/v1/records?key=k&tenant=acme").to(rig.gateway.admin).await;
     assert_eq!(listed.json()["records"][0]["id"], answer.record());
-    let _ = Duration::ZERO;
 }

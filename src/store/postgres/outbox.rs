@@ -45,7 +45,7 @@ SELECT u.event_id, u.claim_no, u.attempts,
        extract(epoch FROM clock_timestamp() - u.created_at)::float8 AS age,
        m.event_type, m.tenant_id, m.operation, m.idempotency_key, m.payload
 FROM u JOIN outbox_messages m ON m.id = u.event_id
-ORDER BY u.created_at, u.event_id";
+ORDER BY u.created_at, m.record_id, m.seq, u.event_id";
 
 pub(super) async fn claim(door: &Door, claim: &Claim) -> Result<Vec<Claimed>, Error> {
     door.run(&Claiming(claim)).await?.iter().map(claimed).collect()

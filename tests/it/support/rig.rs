@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use tempfile::TempDir;
+use tokio_postgres::SimpleQueryMessage;
 
 use super::fault::Fault;
 use super::orders::Orders;
@@ -97,10 +98,12 @@ impl Place {
             client.simple_query(sql).await.unwrap_or_else(|error| panic!("{sql}: {error}"));
         driver.abort();
         let row = |message| match message {
-            tokio_postgres::SimpleQueryMessage::Row(row) => {
+            SimpleQueryMessage::Row(row) => {
                 Some((0..row.len()).map(|n| row.get(n).map(str::to_owned)).collect())
             }
-            _ => None,
+            SimpleQueryMessage::CommandComplete(_) | SimpleQueryMessage::RowDescription(_) | _ => {
+                None
+            }
         };
         messages.into_iter().filter_map(row).collect()
     }
@@ -130,12 +133,7 @@ impl Place {
     }
 }
 
-/// A configuration for tests: one route, orders, tenants by header.
-pub fn config(place: &Place, upstream: &str, more: &str) -> String {
-    config_at(place, upstream, "127.0.0.1:0", "", "", more)
-}
-
-/// As [`config`], with an address, and lines for the sections `[store]` and `[policy]`.
+/// A configuration for tests: one route, orders, tenants by header; with lines for the sections `[store]` and `[policy]`.
 pub fn config_at(
     place: &Place,
     upstream: &str,
