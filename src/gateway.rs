@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
-use http::header::{CONTENT_LENGTH, EXPECT, HOST};
+use http::header::{CONNECTION, CONTENT_LENGTH, EXPECT, HOST};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, Uri};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
@@ -174,7 +174,10 @@ impl Gateway {
     async fn answer(self: Arc<Self>, request: Request<Incoming>) -> Response<Body> {
         if let Err(refused) = headers::check_framing(&request) {
             let problem = Problem::new(Name::RequestRefused).status(refused.status);
-            return problem.detail(refused.detail).into_response(None);
+            let mut response = problem.detail(refused.detail).into_response(None);
+            // Nobody knows where such a request ends: what follows it is not read as another one.
+            response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+            return response;
         }
         let mut request = accept::timed(request);
         headers::to_origin_form(&mut request);

@@ -29,10 +29,6 @@ impl Execution {
     pub fn key(&self) -> Option<&str> {
         self.headers.get("idempotency-key")?.to_str().ok()
     }
-
-    pub fn tenant(&self) -> Option<&str> {
-        self.headers.get("x-tenant-id")?.to_str().ok()
-    }
 }
 
 type Answerer = dyn Fn(&Execution) -> Response<Full<Bytes>> + Send + Sync;

@@ -133,6 +133,11 @@ impl Place {
     }
 }
 
+/// As [`config_at`], on any port and with nothing but defaults.
+pub fn config(place: &Place, upstream: &str, more: &str) -> String {
+    config_at(place, upstream, "127.0.0.1:0", "", "", more)
+}
+
 /// A configuration for tests: one route, orders, tenants by header; with lines for the sections `[store]` and `[policy]`.
 pub fn config_at(
     place: &Place,
