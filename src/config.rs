@@ -78,7 +78,7 @@ pub struct Server {
 
 /// The operators' side.
 pub struct Admin {
-    /// `host:port` or `unix:PATH`.
+    /// `host:port`.
     pub listen: String,
     /// What an operator must present; none on a loopback address only.
     pub token: Option<String>,

@@ -198,6 +198,7 @@ impl Gateway {
         let keyed = match self.read(&route, params, request).await {
             Read::Keyed(keyed) => keyed,
             Read::Unkeyed(request) => {
+                self.metrics.replied(route.operation.as_str(), Reply::Passed);
                 let upstream = self.upstream(&route);
                 return self.pass(&upstream, request).await;
             }

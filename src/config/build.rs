@@ -190,6 +190,10 @@ impl Builder<'_> {
 
     fn admin(&self, raw: &file::Admin) -> Admin {
         let listen = self.listen(&raw.listen, "127.0.0.1:9090");
+        if let Some(placed) = raw.listen.as_ref().filter(|_| listen.starts_with("unix:")) {
+            let wrong = "the admin listener has no unix socket; write \"127.0.0.1:9090\"";
+            self.notes.mistake(&placed.place, wrong);
+        }
         let from_file = raw.token_file.as_ref().and_then(|placed| self.secret_text(placed));
         let token = from_file.or_else(|| raw.token.as_ref().map(|placed| placed.value.clone()));
         if let Some(both) = raw.token_file.as_ref().filter(|_| raw.token.is_some()) {

@@ -19,7 +19,6 @@ use tokio::sync::watch;
 pub struct Execution {
     /// The business object's id.
     pub id: usize,
-    pub method: String,
     pub target: String,
     pub headers: HeaderMap,
     pub body: Bytes,
@@ -28,6 +27,12 @@ pub struct Execution {
 impl Execution {
     pub fn key(&self) -> Option<&str> {
         self.headers.get("idempotency-key")?.to_str().ok()
+    }
+}
+
+impl Execution {
+    pub fn tenant(&self) -> Option<&str> {
+        self.headers.get("x-tenant-id")?.to_str().ok()
     }
 }
 
@@ -89,7 +94,6 @@ impl Orders {
                             let mut ledger = ledger.lock().expect("the ledger");
                             let execution = Execution {
                                 id: ledger.len() + 1,
-                                method: head.method.to_string(),
                                 target: head.uri.to_string(),
                                 headers: head.headers,
                                 body: body.to_bytes(),
