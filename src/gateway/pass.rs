@@ -70,7 +70,7 @@ pub fn clean_answer(headers: &mut HeaderMap) {
 }
 
 /// Trailers may not carry what frames, routes or belongs to one hop; hyper filters them on the way out only.
-fn without_hop_trailers(body: Body) -> Body {
+pub(super) fn without_hop_trailers(body: Body) -> Body {
     const FORBIDDEN: [HeaderName; 4] =
         [header::CONTENT_LENGTH, header::HOST, header::TRAILER, header::EXPECT];
     if body.is_end_stream() {

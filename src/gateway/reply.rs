@@ -5,12 +5,14 @@ mod problem;
 use std::time::SystemTime;
 
 use bytes::Bytes;
+use http::header::TRAILER;
 use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
 
 pub(super) use self::problem::{Name, Problem};
 
 use super::complete::{First, FirstBody, end_to_end, has_body};
+use super::pass;
 use super::prefixed::Prefixed;
 use super::reserve::{Refusal, Replay, Shared, SharedAnswer};
 use super::upstream::Body;
@@ -54,13 +56,21 @@ pub(super) fn failure(record: RecordId, failure: Failure) -> Problem {
 /// The upstream's answer for the caller that started it. `expires_at`: where it is kept.
 pub(super) fn first(first: First, kept: Kept) -> Response<Body> {
     let First { record, head, body } = first;
+    let mut headers = end_to_end(&head.headers);
     let body = match body {
-        FirstBody::Whole(body) => whole(body),
-        FirstBody::Streamed { begun, rest } => Prefixed::new(begun, rest).boxed_unsync(),
+        FirstBody::Whole(body) => {
+            // What was read whole has no trailers any more, so none are announced.
+            headers.remove(TRAILER);
+            whole(body)
+        }
+        FirstBody::Streamed { begun, rest } => {
+            // A trailer carries the gateway's names as little as a header does.
+            pass::without_hop_trailers(Prefixed::new(begun, rest).boxed_unsync())
+        }
     };
     let mut response = Response::new(body);
     *response.status_mut() = head.status;
-    *response.headers_mut() = end_to_end(&head.headers);
+    *response.headers_mut() = headers;
     // Carries the spelling of header names and the reason phrase.
     *response.extensions_mut() = head.extensions;
     let headers = response.headers_mut();

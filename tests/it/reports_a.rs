@@ -49,6 +49,7 @@ fn assert_held(answer: &Answer) {
 
 on_both_stores! {
     a01_the_same_request_fifty_times_at_once_runs_once,
+    a01_of_two_requests_under_one_key_one_runs,
     a02_losers_of_the_race_replay_or_are_told_that_it_runs,
     a11_a_caller_that_hangs_up_loses_nothing,
     a11_a_caller_that_leaves_within_its_body_reserves_nothing,
@@ -56,12 +57,14 @@ on_both_stores! {
     a14_an_upstream_that_cannot_be_reached_frees_the_key,
     a15_a_broken_exchange_is_unknown_and_never_stored,
     a15_a_connection_that_is_closed_unread_is_judged_by_its_bytes,
+    a15_an_early_answer_is_still_an_answer,
     a15_an_odd_head_is_still_an_answer,
     a16_one_key_is_sent_once_to_an_upstream_that_closes_idle_connections,
     a17_redirects_are_answers,
     a18_interim_answers_are_not_the_answer,
     a20_a_wait_shorter_than_the_work_ends_without_a_second_run,
     a21_an_expired_row_that_is_not_swept_yet_blocks_nothing,
+    a21_an_expired_row_is_not_compared,
 }
 
 /// Fifty times the same request through each gateway; what the API and the answers say of it.
@@ -106,6 +109,30 @@ async fn a01_over_two_replicas_too() {
         storm(&format!("k{round}"), &both, &rig.orders, hold).await;
     }
     assert_eq!(rig.place.events().await, 30);
+}
+
+async fn a01_of_two_requests_under_one_key_one_runs(which: Which) {
+    let rig = Rig::start(which, "").await;
+    let other = (which == Which::Postgres).then(|| rig.gateway.restart());
+    let second = other.as_ref().map_or(rig.gateway.addr, |gateway| gateway.addr);
+    for round in 0..20 {
+        let key = format!("k{round}");
+        let asks = [order().key(&key), order().key(&key).body(r#"{"amount":"1.00"}"#)];
+        let all =
+            (0..40).map(|n| asks[n % 2].to(if n % 4 < 2 { rig.gateway.addr } else { second }));
+        let answers = join_all(all).await;
+        assert_eq!(rig.orders.runs_of(&key), 1);
+        let ran = rig.orders.ledger().pop().unwrap().body == BODY;
+        for (n, answer) in answers.iter().enumerate() {
+            if (n % 2 == 0) == ran {
+                assert_eq!(answer.status, StatusCode::CREATED, "{answer:?}");
+            } else {
+                assert_eq!(answer.problem(), "request-mismatch", "{answer:?}");
+            }
+        }
+    }
+    assert_eq!(rig.place.records().await, 20);
+    assert_eq!(rig.place.events().await, 20);
 }
 
 async fn a02_losers_of_the_race_replay_or_are_told_that_it_runs(which: Which) {
@@ -366,6 +393,19 @@ async fn a15_a_connection_that_is_closed_unread_is_judged_by_its_bytes(which: Wh
     assert_eq!(place.events().await, 0);
 }
 
+async fn a15_an_early_answer_is_still_an_answer(which: Which) {
+    let answer = "HTTP/1.1 201 Created\r\nContent-Length: 2\r\n\r\nok";
+    let upstream = Upstream::hasty(Reply::keep(answer)).await;
+    let (_place, gateway) = rig::gateway(which, &format!("http://{}", upstream.addr), "", "").await;
+    let large = order().key("k").body(vec![b'x'; 1 << 20]);
+    for replayed in [false, true] {
+        let answer = large.to(gateway.addr).await;
+        assert_eq!((answer.status, answer.replayed()), (StatusCode::CREATED, replayed));
+        assert_eq!(answer.body, "ok");
+    }
+    assert_eq!(upstream.connections(), 1);
+}
+
 async fn a15_an_odd_head_is_still_an_answer(which: Which) {
     let many = (0..150).map(|n| format!("X-{n}: {n}\r\n")).collect::<String>();
     let big = format!("X-Big: {}\r\n", "b".repeat(70 * 1024));
@@ -530,4 +570,18 @@ async fn a21_an_expired_row_that_is_not_swept_yet_blocks_nothing(which: Which) {
     }
     assert_eq!(rig.orders.runs(), 2);
     assert_eq!(rig.place.events().await, 2);
+}
+
+async fn a21_an_expired_row_is_not_compared(which: Which) {
+    let rig = Rig::with(which, "sweep_every = \"1h\"", "retention = \"1s\"", "").await;
+    let addr = rig.gateway.addr;
+    order().key("k").to(addr).await;
+    let other = order().key("k").body(r#"{"amount":"1.00"}"#);
+    eventually("another request takes the expired key", async || {
+        let answer = other.to(addr).await;
+        assert!(answer.status == 201 || answer.problem() == "request-mismatch", "{answer:?}");
+        answer.status == StatusCode::CREATED
+    })
+    .await;
+    assert_eq!(rig.orders.runs(), 2);
 }

@@ -126,6 +126,32 @@ async fn b01_a_freed_answer_is_shared_with_those_who_waited(which: Which) {
     assert_eq!(rig.place.records().await, 0);
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn b01_a_waiter_on_another_replica_that_finds_the_row_gone_executes_itself() {
+    let rig = Rig::start(Which::Postgres, "").await;
+    let other = Rig { gateway: rig.gateway.restart(), ..Rig::start(Which::Postgres, "").await };
+    rig.orders.hold();
+    rig.orders.answer(|execution| {
+        let status = if execution.id == 1 { 429 } else { 201 };
+        Response::builder().status(status).body(Bytes::from_static(b"{}").into()).unwrap()
+    });
+    let (here, there) = (rig.gateway.addr, other.gateway.addr);
+    let ask = |addr| tokio::spawn(async move { order().key("k").to(addr).await });
+    let first = ask(here);
+    rig.orders.asked(1).await;
+    let waiting = [ask(there), ask(there), ask(there)];
+    metric_is(&other, "oncegate_waiting", 2).await;
+    rig.orders.go();
+    assert_eq!(first.await.unwrap().status, StatusCode::TOO_MANY_REQUESTS);
+    let mut fresh = 0;
+    for answer in waiting {
+        let answer = answer.await.unwrap();
+        assert_eq!(answer.status, StatusCode::CREATED, "{answer:?}");
+        fresh += usize::from(!answer.replayed());
+    }
+    assert_eq!((fresh, rig.orders.runs()), (1, 2));
+}
+
 async fn b02_what_frees_a_key_is_the_routes_word(which: Which) {
     let rig = Rig::start(which, "").await;
     rig.orders.answer_status(500);

@@ -31,6 +31,8 @@ on_both_stores! {
     b12_headers_stay_repeated_in_order_and_raw,
     b16_an_answer_up_to_the_limit_is_kept,
     b16_a_larger_answer_arrives_whole_and_is_never_run_again,
+    b04_trailers_carry_no_names_of_the_gateway,
+    b16_a_larger_answer_that_breaks_off_is_seen_to_break_off,
     b17_a_stream_of_events_arrives_as_it_comes,
     b17_a_stream_that_breaks_off_is_seen_to_break_off,
 }
@@ -332,4 +334,37 @@ async fn b17_a_stream_that_breaks_off_is_seen_to_break_off(which: Which) {
         order().key("k").to(gateway.addr).await.problem() == "response-not-retained"
     })
     .await;
+}
+
+async fn b16_a_larger_answer_that_breaks_off_is_seen_to_break_off(which: Which) {
+    let bytes = random(4 * LIMIT);
+    let whole = created(&bytes, false);
+    let upstream = Upstream::always(Reply::fin(&whole[..3 * LIMIT])).await;
+    let url = format!("http://{}", upstream.addr);
+    let (place, gateway) = rig::gateway(which, &url, "", LIMITED).await;
+    let first = order().key("k").send(gateway.addr).await;
+    assert!(first.is_err(), "taken for whole: {first:?}");
+    assert_eq!(place.status_of("k").await.as_deref(), Some("completed"), "it was executed");
+    assert_eq!(order().key("k").to(gateway.addr).await.problem(), "response-not-retained");
+    assert_eq!(upstream.seen().len(), 1);
+}
+
+async fn b04_trailers_carry_no_names_of_the_gateway(which: Which) {
+    for kind in ["text/event-stream", "text/plain"] {
+        let answer = format!(
+            "HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nTrailer: X-Sum, Idempotent-Replayed, Oncegate-Stored\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\nX-Sum: 1\r\nIdempotent-Replayed: true\r\nOncegate-Stored: forged\r\n\r\n"
+        );
+        let upstream = Upstream::always(Reply::keep(answer)).await;
+        let url = format!("http://{}", upstream.addr);
+        let (_place, gateway) = rig::gateway(which, &url, "", "").await;
+        let lines = "TE: trailers\r\nConnection: close, TE\r\n";
+        let (answer, _) = Raw::sending(gateway.addr, raw_order(lines)).await.rest().await;
+        assert_eq!(status(&answer), 200);
+        let body = body(&answer).to_ascii_lowercase();
+        assert!(body.contains("hello"), "{answer}");
+        assert!(!body.contains("idempotent-replayed") && !body.contains("oncegate"), "{answer}");
+        // What is read whole has no trailers any more, so it announces none.
+        assert_eq!(header(&answer, "trailer").is_some(), kind == "text/event-stream", "{answer}");
+        assert_eq!(body.contains("x-sum: 1"), kind == "text/event-stream", "{answer}");
+    }
 }
