@@ -156,7 +156,10 @@ impl Upstream {
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 drop(stream.write_all(&reply.later).await);
             }
-            tokio::time::sleep(reply.pause).await;
+            // Even a sleep of no time at all would take a moment.
+            if !reply.pause.is_zero() {
+                tokio::time::sleep(reply.pause).await;
+            }
             if reply.after == After::Reset {
                 drop(stream.set_zero_linger());
             }
