@@ -136,15 +136,27 @@ async fn work_off<W: Work>(work: W, mut jobs: mpsc::Receiver<Job<W>>) {
                 None => return,
             }
         }
-        while waiting.len() < QUEUE_MAX {
-            match jobs.try_recv() {
-                Ok(job) => waiting.push_back(job),
-                Err(_) => break,
-            }
-        }
+        gather(&mut jobs, &mut waiting).await;
         let batch = next_batch(&mut waiting);
         if !batch.is_empty() {
             run_batch(&work, batch).await;
+        }
+    }
+}
+
+/// Takes over what has queued, and lets what is ready to run queue as well: on a busy runtime each turn brings more, on
+/// an idle one none, and a lone item goes at once. There is no timer.
+async fn gather<W: Work>(jobs: &mut mpsc::Receiver<Job<W>>, waiting: &mut VecDeque<Job<W>>) {
+    loop {
+        let before = waiting.len();
+        tokio::task::yield_now().await;
+        while waiting.len() < QUEUE_MAX
+            && let Ok(job) = jobs.try_recv()
+        {
+            waiting.push_back(job);
+        }
+        if waiting.len() == before || waiting.len() >= BATCH_MAX {
+            return;
         }
     }
 }
