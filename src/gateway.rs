@@ -12,6 +12,7 @@ pub mod accept;
 pub mod complete;
 pub mod forward;
 pub mod headers;
+mod intake;
 pub mod pass;
 mod prefixed;
 pub mod reply;
@@ -24,29 +25,25 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bytes::{Bytes, BytesMut};
-use http::header::{CONNECTION, CONTENT_LENGTH, EXPECT, HOST};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, Uri};
-use http_body_util::{BodyExt, Full};
+use http::header::CONNECTION;
+use http::{HeaderValue, Request, Response};
 use hyper::body::Incoming;
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::sync::{Notify, oneshot};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use self::complete::{Closing, Finish};
 use self::forward::Bounds;
-use self::headers::{Forwarding, Hop};
+use self::headers::Forwarding;
+use self::intake::{Intake, Keyed, Read};
 use self::pass::PassError;
-use self::prefixed::Prefixed;
 use self::reply::{Kept, Name, Problem};
-use self::reserve::{Admission, Ask, Desk, Followed, Lead, MayJudge, Seat};
+use self::reserve::{Admission, Desk, Followed, Lead, MayJudge, Seat};
 use self::upstream::{Body, Upstream};
-use crate::fingerprint::{self, fingerprint};
-use crate::record::event::RequestParts;
+use crate::record::LeaseView;
 use crate::record::outcome::Failure;
-use crate::record::{Fence, Key, LeaseView, Scope};
 use crate::route::{Found, Route, Routes};
-use crate::scope::{self, Asked, DigestKey, Params};
+use crate::scope::{DigestKey, Params};
 use crate::store::Store;
 use crate::telemetry::{Metrics, Reply, Step};
 
@@ -84,12 +81,10 @@ pub struct Gateway {
     default: Arc<Upstream>,
     store: Arc<dyn Store>,
     desk: Desk,
-    digest: DigestKey,
+    intake: Intake,
     metrics: Arc<Metrics>,
     wake: Arc<Notify>,
     tasks: TaskTracker,
-    in_flight: Arc<Semaphore>,
-    buffered: Arc<Semaphore>,
 }
 
 /// What the gateway works with.
@@ -112,31 +107,6 @@ pub struct Parts {
     pub wake: Arc<Notify>,
 }
 
-/// A keyed request, read as far as its scope needs.
-struct Keyed {
-    route: Arc<Route>,
-    head: http::request::Parts,
-    hop: Hop,
-    body: Bytes,
-    ask: Ask,
-    /// Held until the request is answered.
-    _room: Room,
-}
-
-/// A keyed request's share of the limits.
-struct Room {
-    _in_flight: OwnedSemaphorePermit,
-    _buffered: OwnedSemaphorePermit,
-}
-
-/// What becomes of a request on a keyed route.
-enum Read {
-    Keyed(Box<Keyed>),
-    /// It carries no key, and need not: passes through.
-    Unkeyed(Request<Body>),
-    Refused(Problem),
-}
-
 impl Gateway {
     /// Puts the gateway together. `None`: no upstream has the default's name.
     #[must_use]
@@ -150,9 +120,12 @@ impl Gateway {
         };
         let desk =
             Desk::new(desk_settings, Arc::clone(&store), lease, may_judge, Arc::clone(&metrics));
-        let in_flight =
-            Arc::new(Semaphore::new(settings.in_flight_max.min(Semaphore::MAX_PERMITS)));
-        let buffered = Arc::new(Semaphore::new(kibibytes(settings.buffered_bytes_max)));
+        let intake = Intake::new(
+            digest,
+            Arc::clone(&metrics),
+            settings.in_flight_max,
+            settings.buffered_bytes_max,
+        );
         let tasks = TaskTracker::new();
         Some(Arc::new(Self {
             settings,
@@ -161,12 +134,10 @@ impl Gateway {
             default,
             store,
             desk,
-            digest,
+            intake,
             metrics,
             wake,
             tasks,
-            in_flight,
-            buffered,
         }))
     }
 
@@ -195,7 +166,7 @@ impl Gateway {
         params: &Params,
         request: Request<Body>,
     ) -> Response<Body> {
-        let keyed = match self.read(&route, params, request).await {
+        let keyed = match self.intake.read(&route, params, request).await {
             Read::Keyed(keyed) => keyed,
             Read::Unkeyed(request) => {
                 self.metrics.replied(route.operation.as_str(), Reply::Passed);
@@ -251,7 +222,7 @@ impl Gateway {
         };
         let _in_flight = self.metrics.in_flight();
         let upstream = self.upstream(&route);
-        let request = self.outgoing(&mut keyed, &upstream, reservation.fence());
+        let request = keyed.outgoing(&self.settings.forwarding, &upstream, reservation.fence());
         let policy = &route.policy;
         let bounds = Bounds { timeout: policy.timeout, body_max: policy.response_body_max };
         let begun = Instant::now();
@@ -269,149 +240,6 @@ impl Gateway {
         };
         let finish = closing.close(underway, evidence, given_up).await;
         self.finished(&route, finish)
-    }
-
-    /// Reads key, body, tenant and fingerprint. Nothing is reserved before the whole body has arrived.
-    async fn read(&self, route: &Arc<Route>, params: &Params, request: Request<Body>) -> Read {
-        let hop = hop(&request);
-        let target = target(request.uri());
-        let (mut head, body) = request.into_parts();
-        let recipe = &route.scope;
-        let untouched = (!head.headers.contains_key(&recipe.key_header)).then(|| head.clone());
-        headers::strip_hop_by_hop(&mut head.headers);
-        headers::drop_own(&mut head.headers);
-        headers::drop_twins(&mut head.headers, &scope_headers(recipe));
-        let key = match scope::read_key(recipe, &head.headers) {
-            Ok(key) => key,
-            Err(refusal) => return refused(refusal, route),
-        };
-        if key.is_none() && recipe.derive_key.is_none() {
-            if recipe.key_required {
-                return refused(scope::Refusal::KeyMissing, route);
-            }
-            return Read::Unkeyed(Request::from_parts(untouched.unwrap_or(head), body));
-        }
-        let required = recipe.key_required || key.is_some();
-        let body_max = route.policy.request_body_max;
-        if required && declared_length(&head.headers).is_some_and(|length| length > body_max as u64)
-        {
-            return Read::Refused(too_large(body_max));
-        }
-        let Some(room) = self.room(&head.headers, body_max) else {
-            return Read::Refused(Problem::new(Name::Overloaded));
-        };
-        let body = match collect(body, body_max).await {
-            Collected::Whole(body) => body,
-            Collected::TooLarge { .. } if required => {
-                return Read::Refused(too_large(body_max));
-            }
-            Collected::TooLarge { begun, rest } => {
-                let body = Prefixed::new(begun, rest).boxed_unsync();
-                return Read::Unkeyed(Request::from_parts(untouched.unwrap_or(head), body));
-            }
-            Collected::Cut => return Read::Refused(Problem::new(Name::BodyIncomplete)),
-        };
-        let host = head.headers.get(HOST).and_then(|host| host.to_str().ok()).map(str::to_owned);
-        let asked = Asked {
-            method: &head.method,
-            target: &target,
-            headers: &head.headers,
-            params,
-            host: host.as_deref(),
-        };
-        let key = match key.or_else(|| scope::derive_key(recipe, &asked, &body)) {
-            Some(key) => key,
-            None if recipe.key_required => return refused(scope::Refusal::KeyMissing, route),
-            None => {
-                return Read::Unkeyed(Request::from_parts(untouched.unwrap_or(head), whole(body)));
-            }
-        };
-        let ask = match self.ask(route, &asked, key, &body) {
-            Ok(ask) => ask,
-            Err(refusal) => return refused(refusal, route),
-        };
-        let route = Arc::clone(route);
-        Read::Keyed(Box::new(Keyed { route, head, hop, body, ask, _room: room }))
-    }
-
-    /// Scope, fingerprint and what is kept of the request.
-    fn ask(
-        &self,
-        route: &Route,
-        asked: &Asked<'_>,
-        key: Key,
-        body: &Bytes,
-    ) -> Result<Ask, scope::Refusal> {
-        let tenant = scope::read_tenant(&route.scope, asked, &self.digest)?;
-        let begun = Instant::now();
-        let fingerprint = fingerprint(
-            &route.fingerprint,
-            &fingerprint::Parts {
-                method: asked.method,
-                target: asked.target,
-                headers: asked.headers,
-                body,
-            },
-        );
-        self.metrics.took(Step::Fingerprint, begun.elapsed());
-        let params: Vec<_> = asked.params.iter().collect();
-        let context = route.events.context(&RequestParts {
-            method: asked.method,
-            target: asked.target,
-            headers: asked.headers,
-            params: &params,
-            body,
-        });
-        Ok(Ask {
-            scope: Scope { tenant, operation: route.operation.clone(), key },
-            fingerprint,
-            caller: scope::caller(asked.headers, &self.digest),
-            context,
-            on_unknown: route.policy.on_unknown,
-        })
-    }
-
-    /// A share of the limits for a keyed request; `None`: a limit is reached.
-    fn room(&self, headers: &HeaderMap, body_max: usize) -> Option<Room> {
-        let length = declared_length(headers).and_then(|length| usize::try_from(length).ok());
-        let bytes = length.unwrap_or(body_max).min(body_max);
-        let permits = u32::try_from(kibibytes(bytes)).unwrap_or(u32::MAX);
-        let in_flight = Arc::clone(&self.in_flight).try_acquire_owned().ok()?;
-        let buffered = Arc::clone(&self.buffered).try_acquire_many_owned(permits).ok()?;
-        Some(Room { _in_flight: in_flight, _buffered: buffered })
-    }
-
-    /// The request as the upstream gets it: one computed Content-Length, no hop's own headers, our ids.
-    fn outgoing(
-        &self,
-        keyed: &mut Keyed,
-        upstream: &Upstream,
-        fence: Fence,
-    ) -> Request<Full<Bytes>> {
-        let mut request = Request::new(Full::new(keyed.body.clone()));
-        *request.method_mut() = keyed.head.method.clone();
-        // The head is used up: a request is sent once.
-        *request.uri_mut() = std::mem::take(&mut keyed.head.uri);
-        *request.headers_mut() = std::mem::take(&mut keyed.head.headers);
-        *request.extensions_mut() = std::mem::take(&mut keyed.head.extensions);
-        let headers = request.headers_mut();
-        headers.remove(EXPECT);
-        headers.remove(CONTENT_LENGTH);
-        if !keyed.body.is_empty() || !bodyless(&keyed.head.method) {
-            headers.insert(CONTENT_LENGTH, HeaderValue::from(keyed.body.len()));
-        }
-        if !keyed.route.scope.forward_key {
-            headers.remove(&keyed.route.scope.key_header);
-        }
-        if self.settings.forwarding.host == headers::HostPolicy::Upstream {
-            headers.insert(HOST, upstream.authority().clone());
-        }
-        headers::forward(&self.settings.forwarding, &keyed.hop, headers);
-        if let Ok(id) = HeaderValue::from_str(&fence.id.to_string()) {
-            headers.insert(reply::RECORD, id);
-            headers.insert(reply::ATTEMPT, HeaderValue::from(fence.attempt.number()));
-        }
-        request
     }
 
     async fn pass(&self, upstream: &Upstream, request: Request<Body>) -> Response<Body> {
@@ -466,12 +294,12 @@ impl Gateway {
             }
             Finish::Released { first } => (Reply::Released, reply::first(first, Kept::No)),
             Finish::Unknown { first } => (Reply::Unknown, reply::first(first, Kept::No)),
-            Finish::Failed { record, failure } => {
+            Finish::Failed { fence, failure } => {
                 let counted = match failure {
                     Failure::NothingSent | Failure::LeaseEnded => Reply::Released,
                     Failure::Broken | Failure::TimedOut => Reply::Unknown,
                 };
-                let problem = reply::failure(record, failure);
+                let problem = reply::failure(fence, failure);
                 (counted, problem.into_response(Some(&route.operation)))
             }
         };
@@ -512,87 +340,4 @@ impl hyper::service::Service<Request<Incoming>> for Serve {
         let gateway = Arc::clone(&self.0);
         Box::pin(async move { Ok(gateway.answer(request).await) })
     }
-}
-
-/// A body as far as it was collected.
-enum Collected {
-    Whole(Bytes),
-    TooLarge { begun: Vec<Bytes>, rest: Body },
-    Cut,
-}
-
-async fn collect(mut body: Body, max: usize) -> Collected {
-    let mut pieces: Vec<Bytes> = Vec::new();
-    let mut total = 0_usize;
-    while let Some(frame) = body.frame().await {
-        match frame.map(http_body::Frame::into_data) {
-            Ok(Ok(data)) => {
-                total = total.saturating_add(data.len());
-                pieces.push(data);
-            }
-            // Trailers of a request are not forwarded with a buffered body.
-            Ok(Err(_)) => {}
-            Err(_) => return Collected::Cut,
-        }
-        if total > max {
-            return Collected::TooLarge { begun: pieces, rest: body };
-        }
-    }
-    if pieces.len() == 1 {
-        return Collected::Whole(pieces.pop().unwrap_or_default());
-    }
-    let mut whole = BytesMut::with_capacity(total);
-    for piece in pieces {
-        whole.extend_from_slice(&piece);
-    }
-    Collected::Whole(whole.freeze())
-}
-
-fn too_large(max: usize) -> Problem {
-    Problem::new(Name::BodyTooLarge).detail(format!(
-        "This route takes bodies of at most {max} bytes. Nothing was reserved or forwarded; the key is free."
-    ))
-}
-
-fn refused(refusal: scope::Refusal, route: &Route) -> Read {
-    Read::Refused(Problem::of_scope(refusal, &route.scope.key_header))
-}
-
-/// The headers that say where a request belongs: nothing else may look like them to the upstream.
-fn scope_headers(recipe: &scope::Recipe) -> Vec<&HeaderName> {
-    let mut names = vec![&recipe.key_header];
-    if let scope::Source::Header(tenant) = &recipe.tenant {
-        names.push(tenant);
-    }
-    names
-}
-
-fn hop<B>(request: &Request<B>) -> Hop {
-    let peer = request.extensions().get::<accept::Peer>();
-    Hop {
-        peer: peer.and_then(|peer| peer.addr).map(|addr| addr.ip()),
-        host: request.headers().get(HOST).cloned(),
-        https: peer.is_some_and(|peer| peer.https),
-    }
-}
-
-fn target(uri: &Uri) -> String {
-    uri.path_and_query().map_or_else(|| uri.path().to_owned(), ToString::to_string)
-}
-
-fn declared_length(headers: &HeaderMap) -> Option<u64> {
-    headers.get(CONTENT_LENGTH)?.to_str().ok()?.trim().parse().ok()
-}
-
-/// Methods whose requests say nothing by having no body (RFC 9110, 8.6).
-fn bodyless(method: &Method) -> bool {
-    matches!(*method, Method::GET | Method::HEAD | Method::DELETE | Method::OPTIONS)
-}
-
-fn kibibytes(bytes: usize) -> usize {
-    bytes.div_ceil(1024).clamp(1, Semaphore::MAX_PERMITS)
-}
-
-fn whole(body: Bytes) -> Body {
-    Full::new(body).map_err(|never| match never {}).boxed_unsync()
 }

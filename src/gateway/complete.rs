@@ -19,7 +19,7 @@ use super::reserve::{
 use super::upstream;
 use crate::record::event::{Event, Origin};
 use crate::record::outcome::{Class, Failure};
-use crate::record::{Answer, KeptBody, RecordId, State};
+use crate::record::{Answer, Attempt, Fence, KeptBody, RecordId, State};
 use crate::route::Route;
 use crate::store::{Changed, Completion, Error, Settled, Store};
 use crate::telemetry::{Metrics, Step};
@@ -52,7 +52,7 @@ pub(super) enum Finish {
     /// Perhaps executed: passed on.
     Unknown { first: First },
     /// No answer.
-    Failed { record: RecordId, failure: Failure },
+    Failed { fence: Fence, failure: Failure },
 }
 
 /// What completing needs besides the attempt.
@@ -77,7 +77,8 @@ impl Closing<'_> {
         evidence: Evidence,
         given_up: Option<GivenUp>,
     ) -> Finish {
-        let record = underway.fence.id;
+        let fence = underway.fence;
+        let record = fence.id;
         let (head, body) = match evidence {
             Evidence::Answered { head, body } => (head, FirstBody::Whole(body)),
             Evidence::Large { head, begun, rest } => (head, FirstBody::Streamed { begun, rest }),
@@ -85,7 +86,7 @@ impl Closing<'_> {
                 self.fail(underway, failure).await;
                 // Only now: the record says what happened before the connection is cut.
                 drop(given_up);
-                return Finish::Failed { record, failure };
+                return Finish::Failed { fence, failure };
             }
         };
         let class = self.route.outcome.class(head.status, &head.headers);
@@ -94,7 +95,8 @@ impl Closing<'_> {
             Class::Stored => self.keep(underway, first).await,
             Class::Released => {
                 let share = shared(&first, &self.route.policy.replay_drop).map(Arc::new);
-                self.release(underway, share).await;
+                let ending = share.map_or(Ending::LookAgain, Ending::Shared);
+                self.release(underway, ending).await;
                 Finish::Released { first }
             }
             Class::Unknown => {
@@ -105,28 +107,30 @@ impl Closing<'_> {
     }
 
     async fn fail(&self, underway: Box<Underway>, failure: Failure) {
-        match failure.class() {
-            Class::Released => {
-                let record = underway.fence.id;
-                let share = Shared { record, answer: SharedAnswer::Unreachable };
-                let share = (failure == Failure::NothingSent).then(|| Arc::new(share));
-                self.release(underway, share).await;
+        let Fence { id: record, attempt } = underway.fence;
+        let ending = match failure {
+            Failure::Broken | Failure::TimedOut => return self.lose(underway).await,
+            // What is freed of a later attempt is unknown again, and no waiter starts the next one.
+            Failure::NothingSent | Failure::LeaseEnded if attempt > Attempt::FIRST => {
+                Ending::Unknown(record)
             }
-            Class::Unknown | Class::Stored => self.lose(underway).await,
-        }
+            Failure::NothingSent => {
+                Ending::Shared(Arc::new(Shared { record, answer: SharedAnswer::Unreachable }))
+            }
+            Failure::LeaseEnded => Ending::LookAgain,
+        };
+        self.release(underway, ending).await;
     }
 
-    /// Frees the key; what was answered is shared with those who waited.
-    async fn release(&self, underway: Box<Underway>, share: Option<Arc<Shared>>) {
+    /// Frees the attempt; those who waited for it get this ending.
+    async fn release(&self, underway: Box<Underway>, ending: Ending) {
         match self.store.release(&underway.scope, underway.fence).await {
-            Ok(Changed::Yes) => {
-                underway.settled(share.map_or(Ending::LookAgain, Ending::Shared));
-            }
+            Ok(Changed::Yes) => underway.settled(ending),
             Ok(Changed::No) => underway.settled(Ending::LookAgain),
             Err(error) => {
                 owed(&error);
                 let (scope, fence) = (underway.scope.clone(), underway.fence);
-                underway.owe(Debt::Release { scope, fence, share });
+                underway.owe(Debt::Release { scope, fence, ending });
             }
         }
     }

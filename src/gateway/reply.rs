@@ -12,12 +12,13 @@ use http_body_util::{BodyExt, Full};
 pub(super) use self::problem::{Name, Problem};
 
 use super::complete::{First, FirstBody, end_to_end, has_body};
+use super::headers;
 use super::pass;
 use super::prefixed::Prefixed;
 use super::reserve::{Refusal, Replay, Shared, SharedAnswer};
 use super::upstream::Body;
 use crate::record::outcome::Failure;
-use crate::record::{Answer, KeptBody, Operation, RecordId};
+use crate::record::{Answer, Attempt, Fence, KeptBody, Operation, RecordId};
 
 /// Marks an answer from the store. Set by the gateway only.
 pub(super) const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
@@ -42,15 +43,21 @@ pub(super) fn refusal(refusal: Refusal, mismatch: StatusCode) -> Problem {
     }
 }
 
-/// A failed forward as a problem.
-pub(super) fn failure(record: RecordId, failure: Failure) -> Problem {
+/// A failed forward as a problem. What is freed of a later attempt goes back to `unknown`: the earlier one may have executed.
+pub(super) fn failure(fence: Fence, failure: Failure) -> Problem {
     let name = match failure {
         Failure::NothingSent => Name::UpstreamUnreachable,
         Failure::LeaseEnded => Name::StoreUnavailable,
         Failure::Broken => Name::UpstreamFailed,
         Failure::TimedOut => Name::UpstreamTimeout,
     };
-    Problem::new(name).record(record)
+    let problem = Problem::new(name).record(fence.id);
+    if failure == Failure::NothingSent && fence.attempt > Attempt::FIRST {
+        return problem.detail(
+            "Nothing was sent to the service this time. Whether an earlier attempt under this key was executed is still not known.",
+        );
+    }
+    problem
 }
 
 /// The upstream's answer for the caller that started it. `expires_at`: where it is kept.
@@ -74,6 +81,7 @@ pub(super) fn first(first: First, kept: Kept) -> Response<Body> {
     // Carries the spelling of header names and the reason phrase.
     *response.extensions_mut() = head.extensions;
     let headers = response.headers_mut();
+    headers::add_via(headers);
     name_record(headers, record);
     match kept {
         Kept::Until(expires_at) => name_expiry(headers, expires_at),
@@ -137,6 +145,7 @@ fn kept_answer(answer: &Answer) -> Option<Response<Body>> {
     let mut response = Response::new(whole(body));
     *response.status_mut() = answer.status;
     *response.headers_mut() = answer.headers.clone();
+    headers::add_via(response.headers_mut());
     Some(response)
 }
 

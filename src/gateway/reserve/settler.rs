@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use tokio_util::task::TaskTracker;
 
 use super::cache::Cache;
-use super::{Ending, Lead, Replay, Shared};
+use super::{Ending, Lead, Replay};
 use crate::record::{Fence, Fingerprint, Record, Scope, State};
 use crate::store::{Changed, Completion, Error, Settled, Store};
 use crate::telemetry::Metrics;
@@ -29,8 +29,8 @@ pub(crate) enum Debt {
     Complete { completion: Box<Completion>, fingerprint: Fingerprint },
     /// Nobody knows what the upstream did.
     Unknown { scope: Scope, fence: Fence },
-    /// It is known not to have executed; those who waited share this.
-    Release { scope: Scope, fence: Fence, share: Option<Arc<Shared>> },
+    /// It is known not to have executed; those who waited get this ending.
+    Release { scope: Scope, fence: Fence, ending: Ending },
     /// A reservation that may still be committed by a backend that was lost: deleted, again and again, until
     /// that backend cannot commit any more.
     Withdraw { scope: Scope, fence: Fence, window: Duration },
@@ -97,12 +97,9 @@ impl Settler {
                 self.store.mark_unknown(scope, *fence).await?;
                 Ok(Ending::Unknown(fence.id))
             }
-            Debt::Release { scope, fence, share } => {
+            Debt::Release { scope, fence, ending } => {
                 let released = self.store.release(scope, *fence).await?;
-                Ok(match (released, share) {
-                    (Changed::Yes, Some(share)) => Ending::Shared(Arc::clone(share)),
-                    (Changed::Yes, None) | (Changed::No, _) => Ending::LookAgain,
-                })
+                Ok(if released == Changed::Yes { ending.clone() } else { Ending::LookAgain })
             }
             Debt::Withdraw { scope, fence, window } => {
                 let until = Instant::now() + *window;

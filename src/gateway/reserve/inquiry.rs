@@ -1,0 +1,228 @@
+//! A leader's talk with the store: propose, and decide on the record that stands in the way.
+//!
+//! Every answer of the store leads to one [`Step`]. A record of another owner is judged only by its lease, and only where
+//! this replica may judge; a record of this process's own that the desk knows nothing of is `unknown`. A statement whose
+//! end is not known is never taken for undone.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::{Ask, Desk, Lead, News, POLL_FIRST, Refusal, Replay, causes, replay_of};
+use crate::record::{Attempt, Fence, Fingerprint, OwnerId, Record, RecordId, State};
+use crate::route::OnUnknown;
+use crate::store::{Changed, Error, Proposal, Reserved, Takeover};
+use crate::telemetry;
+
+/// A row that is this process's own.
+#[derive(Clone, Copy)]
+pub(super) struct Held {
+    pub(super) fence: Fence,
+    pub(super) fingerprint: Fingerprint,
+    pub(super) owner: OwnerId,
+}
+
+/// What the leader does next.
+pub(super) enum Step {
+    /// It holds the reservation.
+    Held(Held),
+    /// Its reservation may or may not have been committed.
+    Doubt(Fence),
+    /// There is an answer.
+    Replay(Arc<Replay>),
+    /// Nobody knows how the record ended.
+    Unknown(RecordId),
+    /// It tells its caller no.
+    Refuse(Refusal),
+    /// The row moved on: propose again.
+    Again,
+    /// Another replica works on the record: look again after a while.
+    Wait(RecordId),
+}
+
+/// A leader's talk with the store.
+pub(super) struct Inquiry<'a> {
+    desk: &'a Desk,
+    ask: &'a Ask,
+    lead: &'a Lead,
+    /// Whether this request has seen the record in progress: then it does not start the next attempt itself.
+    saw_running: bool,
+}
+
+impl<'a> Inquiry<'a> {
+    pub(super) fn new(desk: &'a Desk, ask: &'a Ask, lead: &'a Lead) -> Self {
+        Self { desk, ask, lead, saw_running: false }
+    }
+
+    /// Proposes a reservation, and decides on what stands in its place.
+    pub(super) async fn propose(&mut self) -> Step {
+        let started = Instant::now();
+        let proposal = self.proposal();
+        let fence = Fence { id: proposal.id, attempt: Attempt::FIRST };
+        let owner = proposal.owner;
+        let deadline = started + self.desk.settings.reserve_timeout;
+        let reserved = self.desk.store.reserve(proposal, deadline).await;
+        self.desk.metrics.took(telemetry::Step::Reserve, started.elapsed());
+        match reserved {
+            Ok(Reserved::Held) => self.held(fence, owner, self.ask.fingerprint),
+            Ok(Reserved::Exists(record)) => self.meet(*record).await,
+            Ok(Reserved::Vanished) => Step::Again,
+            Ok(Reserved::LeaseEnded) => self.await_lease(owner, deadline).await,
+            Err(Error::InDoubt(cause)) => {
+                tracing::warn!(%cause, "a reservation is in doubt");
+                Step::Doubt(fence)
+            }
+            Err(error) => unavailable(&error),
+        }
+    }
+
+    /// Looks at the record that another replica works on.
+    pub(super) async fn look(&mut self) -> Step {
+        match self.desk.store.find(&self.ask.scope).await {
+            Ok(Some(record)) => self.meet(record).await,
+            Ok(None) => Step::Again,
+            // The wait goes on: a database that is away for a moment ends no attempt.
+            Err(_) => self.lead_record().map_or(Step::Again, Step::Wait),
+        }
+    }
+
+    fn lead_record(&self) -> Option<RecordId> {
+        match *self.lead.entry.news.borrow() {
+            News::Running { record, .. } => Some(record),
+            News::Proposed | News::Ended(_) => None,
+        }
+    }
+
+    fn proposal(&self) -> Proposal {
+        Proposal {
+            id: RecordId::fresh(),
+            scope: self.ask.scope.clone(),
+            fingerprint: self.ask.fingerprint,
+            owner: self.desk.lease.current().owner,
+            caller: self.ask.caller.clone(),
+            context: self.ask.context.clone(),
+        }
+    }
+
+    fn held(&self, fence: Fence, owner: OwnerId, fingerprint: Fingerprint) -> Step {
+        Step::Held(Held { fence, fingerprint, owner })
+    }
+
+    /// The database has not seen this process's heartbeat in time: waits for the next lease, under a new owner id.
+    async fn await_lease(&self, ended: OwnerId, deadline: Instant) -> Step {
+        while self.desk.lease.current().owner == ended {
+            if Instant::now() >= deadline {
+                tracing::warn!(
+                    "this replica has no lease: the database does not see its heartbeat"
+                );
+                return Step::Refuse(Refusal::StoreUnavailable);
+            }
+            tokio::time::sleep(POLL_FIRST).await;
+        }
+        Step::Again
+    }
+
+    /// Decides on a record that stands under the scope.
+    async fn meet(&mut self, record: Record) -> Step {
+        let fence = record.fence;
+        if let State::Completed(completed) = &record.state
+            && completed.time_left.is_zero()
+        {
+            return self.take_over(Takeover::Expired(fence), self.ask.fingerprint).await;
+        }
+        if !record.fingerprint.same_request(&self.ask.fingerprint) {
+            return Step::Refuse(Refusal::Mismatch { record: fence.id });
+        }
+        match record.state {
+            State::Completed(completed) => {
+                Step::Replay(Arc::new(replay_of(fence, record.fingerprint, *completed)))
+            }
+            State::Unknown => self.meet_unknown(fence, record.fingerprint).await,
+            State::InProgress { owner, owner_lives } => {
+                self.meet_running(fence, record.fingerprint, owner, owner_lives).await
+            }
+        }
+    }
+
+    async fn meet_unknown(&mut self, fence: Fence, fingerprint: Fingerprint) -> Step {
+        match self.ask.on_unknown {
+            OnUnknown::Retry if !self.saw_running => {
+                self.take_over(Takeover::Unknown(fence), fingerprint).await
+            }
+            OnUnknown::Retry | OnUnknown::Hold => Step::Unknown(fence.id),
+        }
+    }
+
+    async fn meet_running(
+        &mut self,
+        fence: Fence,
+        fingerprint: Fingerprint,
+        owner: OwnerId,
+        owner_lives: bool,
+    ) -> Step {
+        let scope = &self.ask.scope;
+        let marked = if owner == self.desk.lease.current().owner {
+            // A row of this process without an entry: nobody here knows how far it came.
+            self.desk.store.mark_unknown(scope, fence).await.map(|changed| changed == Changed::Yes)
+        } else if !owner_lives && (self.desk.may_judge)() {
+            self.desk.store.mark_dead(Some((scope, fence)), 1).await.map(|marked| marked > 0)
+        } else {
+            self.saw_running = true;
+            self.lead.running(fence.id, fingerprint);
+            return Step::Wait(fence.id);
+        };
+        match marked {
+            Ok(true) => self.meet_unknown(fence, fingerprint).await,
+            Ok(false) => Step::Again,
+            Err(error) => unavailable(&error),
+        }
+    }
+
+    async fn take_over(&self, from: Takeover, fingerprint: Fingerprint) -> Step {
+        let proposal = self.proposal();
+        let owner = proposal.owner;
+        let taken = match from {
+            Takeover::Expired(_) => Fence { id: proposal.id, attempt: Attempt::FIRST },
+            Takeover::Unknown(fence) => Fence { id: fence.id, attempt: fence.attempt.next() },
+        };
+        let deadline = Instant::now() + self.desk.settings.reserve_timeout;
+        let mut doubt = false;
+        loop {
+            let error = match self.desk.store.take_over(proposal.clone(), from).await {
+                Ok(Changed::Yes) => return self.held(taken, owner, fingerprint),
+                Ok(Changed::No) if doubt => return self.read_back(taken, owner, fingerprint).await,
+                Ok(Changed::No) => return Step::Again,
+                Err(error) => error,
+            };
+            if let Error::InDoubt(cause) = &error {
+                tracing::warn!(%cause, "a takeover is in doubt");
+                doubt = true;
+            }
+            if !doubt {
+                return unavailable(&error);
+            }
+            if Instant::now() >= deadline {
+                return Step::Doubt(taken);
+            }
+            // The same again waits for the row that the lost one may hold, so its end is the truth.
+            tokio::time::sleep(POLL_FIRST).await;
+        }
+    }
+
+    /// Whether the takeover that changed nothing did so because it had been committed before.
+    async fn read_back(&self, taken: Fence, owner: OwnerId, fingerprint: Fingerprint) -> Step {
+        match self.desk.store.find(&self.ask.scope).await {
+            Ok(Some(Record { fence, state: State::InProgress { owner: by, .. }, .. }))
+                if fence == taken && by == owner =>
+            {
+                self.held(taken, owner, fingerprint)
+            }
+            Ok(_) => Step::Again,
+            Err(_) => Step::Doubt(taken),
+        }
+    }
+}
+
+fn unavailable(error: &Error) -> Step {
+    tracing::warn!(error = %causes(error), "no reservation could be made");
+    Step::Refuse(Refusal::StoreUnavailable)
+}
