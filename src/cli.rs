@@ -20,6 +20,7 @@ use crate::demo;
 use crate::record::Answer;
 use crate::record::event::{Event, Origin};
 use crate::store::RecordRow;
+use crate::telemetry::causes;
 
 /// Makes retries of writes safe: an idempotency gateway in front of any HTTP API.
 #[derive(Debug, Parser)]
@@ -155,12 +156,12 @@ async fn with_config(
 
 #[expect(clippy::needless_pass_by_value, reason = "the shape of map_err")]
 fn opened(error: crate::store::OpenError) -> Problem {
-    (1, with_causes(&error))
+    (1, causes(&error))
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "the shape of map_err")]
 fn failed(failure: Failure) -> Problem {
-    (failure.code(), with_causes(&failure))
+    (failure.code(), causes(&failure))
 }
 
 fn load(
@@ -179,20 +180,6 @@ fn fail(code: u8, message: &str) -> ExitCode {
 
 fn say(line: &str) {
     drop(writeln!(std::io::stdout(), "{line}"));
-}
-
-/// An error with its causes, each once.
-fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let next = error.to_string();
-        if !text.ends_with(&next) {
-            text = format!("{text}: {next}");
-        }
-        cause = error.source();
-    }
-    text
 }
 
 /// Logs to standard error; `RUST_LOG` overrides the configured level.
@@ -230,7 +217,7 @@ async fn serve(args: ServeArgs) -> ExitCode {
     let running = tokio::select! {
         started = serve::start(config) => match started {
             Ok(running) => running,
-            Err(error) => return fail(1, &with_causes(&error)),
+            Err(error) => return fail(1, &causes(&error)),
         },
         _ = terminate.recv() => return ExitCode::SUCCESS,
         _ = interrupt.recv() => return ExitCode::SUCCESS,

@@ -1,4 +1,4 @@
-//! Every metric by name, as typed handles. Nobody else names a metric.
+//! Every metric by name, as typed handles, and how an error is written down. Nobody else names a metric.
 //!
 //! Labels come from the configuration (operations, sinks) or from enums here, never from callers: cardinality is bounded.
 
@@ -327,4 +327,20 @@ impl Drop for GaugeGuard {
     fn drop(&mut self) {
         self.0.dec();
     }
+}
+
+/// An error with its causes, outermost first and each once, for one line of a log or of a message.
+#[must_use]
+pub fn causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let next = error.to_string();
+        // A transparent error says the same as its cause.
+        if !text.ends_with(&next) {
+            text = format!("{text}: {next}");
+        }
+        cause = error.source();
+    }
+    text
 }

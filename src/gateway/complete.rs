@@ -13,8 +13,7 @@ use tokio::sync::Notify;
 use super::forward::{Evidence, GivenUp};
 use super::headers;
 use super::reserve::{
-    Debt, Desk, Ending, Replay, Shared, SharedAnswer, Underway, causes, replay_of,
-    replay_of_completion,
+    Debt, Desk, Ending, Replay, Shared, SharedAnswer, Underway, replay_of, replay_of_completion,
 };
 use super::upstream;
 use crate::record::event::{Event, Origin};
@@ -22,7 +21,7 @@ use crate::record::outcome::{Class, Failure};
 use crate::record::{Answer, Attempt, Fence, KeptBody, RecordId, State};
 use crate::route::Route;
 use crate::store::{Changed, Completion, Error, Settled, Store};
-use crate::telemetry::{Metrics, Step};
+use crate::telemetry::{Metrics, Step, causes};
 
 /// A body on its way to the first caller.
 pub(super) enum FirstBody {

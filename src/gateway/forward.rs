@@ -11,9 +11,10 @@ use http::{HeaderMap, Request, Response, StatusCode, response};
 use http_body::Body as _;
 use http_body_util::{BodyExt, Full};
 
-use super::reserve::{Reservation, Underway, causes};
+use super::reserve::{Reservation, Underway};
 use super::upstream::{self, SendError, Upstream};
 use crate::record::outcome::Failure;
+use crate::telemetry::causes;
 
 /// What was seen of one forward.
 pub(super) enum Evidence {

@@ -434,18 +434,6 @@ fn ended(ask: &Ask, ending: Ending) -> Followed {
     })
 }
 
-/// An error with its causes, for one line of the log.
-pub(super) fn causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
-}
-
 /// A completed record as it is replayed, with the end of its life in memory.
 pub(super) fn replay_of(fence: Fence, fingerprint: Fingerprint, completed: Completed) -> Replay {
     let Completed { answer, expires_at, time_left } = completed;

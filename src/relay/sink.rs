@@ -37,6 +37,7 @@ use tokio::time::{Instant, timeout_at};
 use super::address::{Resolver, Rule};
 use super::verdict::{ERROR_MAX, Evidence, Patience, clean, retry_after};
 use crate::store::Claimed;
+use crate::telemetry::causes;
 
 /// How long an unused connection is kept: below the five seconds at which common servers close theirs.
 const IDLE_MAX: Duration = Duration::from_secs(4);
@@ -234,7 +235,7 @@ impl Sink {
         let connection = capture_connection(&mut request);
         let response = match timeout_at(deadline, self.client.request(request)).await {
             Ok(Ok(response)) => response,
-            Ok(Err(error)) => return failed(&chain(&error)),
+            Ok(Err(error)) => return failed(&causes(&error)),
             Err(_) => {
                 let connected = connection.connection_metadata().is_some();
                 return failed(&self.late(connected));
@@ -345,18 +346,6 @@ async fn read_text(mut body: Incoming, deadline: Instant) -> String {
         }
     }
     clean(&String::from_utf8_lossy(&kept))
-}
-
-/// An error's causes, outermost first. None of them shows a header or a body.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
 }
 
 #[cfg(test)]

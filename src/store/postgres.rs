@@ -41,6 +41,7 @@ use super::{
     Redeliver, Reserved, Settled, Store, Takeover,
 };
 use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
+use crate::telemetry;
 use door::{Dial, Door, Lane};
 
 /// How to reach the database.
@@ -118,8 +119,8 @@ impl Postgres {
 
 fn dial(settings: &Settings) -> Result<Dial, OpenError> {
     // The error's own text never repeats the URL, which may hold a password.
-    let mut config =
-        Config::from_str(&settings.url).map_err(|error| OpenError::Url(chain(&error)))?;
+    let mut config = Config::from_str(&settings.url)
+        .map_err(|error| OpenError::Url(telemetry::causes(&error)))?;
     if config.get_application_name().is_none() {
         config.application_name("oncegate");
     }
@@ -151,17 +152,6 @@ fn place(config: &Config) -> String {
         })
         .collect();
     format!("postgres://{}/{}", hosts.join(","), config.get_dbname().unwrap_or_default())
-}
-
-/// An error's text with those of its causes.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }
 
 /// A duration as the statements take it, in seconds: at most a century, so that no time leaves the database's range.

@@ -7,11 +7,11 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::{Ask, Desk, Lead, News, POLL_FIRST, Refusal, Replay, causes, replay_of};
+use super::{Ask, Desk, Lead, News, POLL_FIRST, Refusal, Replay, replay_of};
 use crate::record::{Attempt, Fence, Fingerprint, OwnerId, Record, RecordId, State};
 use crate::route::OnUnknown;
 use crate::store::{Changed, Error, Proposal, Reserved, Takeover};
-use crate::telemetry;
+use crate::telemetry::{self, causes};
 
 /// A row that is this process's own.
 #[derive(Clone, Copy)]

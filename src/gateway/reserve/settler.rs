@@ -14,7 +14,7 @@ use super::cache::Cache;
 use super::{Ending, Lead, Replay};
 use crate::record::{Fence, Fingerprint, Record, Scope, State};
 use crate::store::{Changed, Completion, Error, Settled, Store};
-use crate::telemetry::Metrics;
+use crate::telemetry::{Metrics, causes};
 
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
@@ -79,10 +79,10 @@ impl Settler {
                 Err(error) => error,
             };
             if let Error::Refused(_) = error {
-                tracing::error!(error = %super::causes(&error), "the database refuses an outcome");
+                tracing::error!(error = %causes(&error), "the database refuses an outcome");
                 return Ending::LookAgain;
             }
-            tracing::debug!(error = %super::causes(&error), "an outcome is still owed to the database");
+            tracing::debug!(error = %causes(&error), "an outcome is still owed to the database");
             tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
             pause = (pause * 2).min(PAUSE_MAX);
         }
