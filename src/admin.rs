@@ -53,11 +53,11 @@ const PING_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long a list or a record may take the store.
 const READ_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a caller may take for its headers.
-const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
+const HEADER_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long open answers may still take once the listener stops.
 const STOP_GRACE: Duration = Duration::from_secs(5);
 /// How many connections are served at once; one more waits.
-const CONNECTIONS_MAX: usize = 64;
+const CONNECTIONS_MAX: usize = 512;
 /// How many rows of one event (one a sink) are shown.
 const EVENT_ROWS_MAX: u32 = 500;
 

@@ -144,7 +144,9 @@ async fn with_config(
     args: &ConfigArgs,
     command: impl AsyncFnOnce(Config) -> Result<Exit, Problem>,
 ) -> ExitCode {
-    let config = match load(args.config.as_deref(), None) {
+    // These commands need the store only: beside a `serve` without a file they find its default one.
+    let unused = args.config.is_none().then_some("http://127.0.0.1");
+    let config = match load(args.config.as_deref(), unused) {
         Ok((config, _)) => config,
         Err(code) => return code,
     };
@@ -168,8 +170,10 @@ fn load(
     path: Option<&std::path::Path>,
     upstream: Option<&str>,
 ) -> Result<(Config, Vec<config::Warning>), ExitCode> {
-    Config::load(path, std::env::vars(), upstream)
-        .map_err(|mistakes| fail(USAGE, &mistakes.to_string()))
+    let (config, mut warnings) = Config::load(path, std::env::vars(), upstream)
+        .map_err(|mistakes| fail(USAGE, &mistakes.to_string()))?;
+    warnings.extend(config::check::warnings(&config));
+    Ok((config, warnings))
 }
 
 fn fail(code: u8, message: &str) -> ExitCode {
@@ -250,7 +254,11 @@ fn check(args: &ConfigArgs) -> ExitCode {
         for warning in &warnings {
             say(&format!("warning: {warning}"));
         }
-        say(&format!("ok: {routes} routes, {} warnings", warnings.len()));
+        let counted = |count: usize, what: &str| {
+            format!("{count} {what}{}", if count == 1 { "" } else { "s" })
+        };
+        let (routes, warned) = (counted(routes, "route"), counted(warnings.len(), "warning"));
+        say(&format!("ok: {routes}, {warned}"));
     }
     ExitCode::SUCCESS
 }
@@ -279,6 +287,13 @@ fn announce(config: &Config) -> impl Fn(&RecordRow, &Answer) -> (Vec<Event>, Dur
             context: row.context.as_deref(),
             answer,
         });
+        if rendered.failed > 0 {
+            let (failed, all) = (rendered.failed, rendered.events.len());
+            let note = format!(
+                "oncegate: {failed} of {all} events say only why their template failed with this answer"
+            );
+            drop(writeln!(std::io::stderr(), "{note}"));
+        }
         (rendered.events, route.policy.retention)
     }
 }

@@ -167,7 +167,7 @@ fn table(played: &[Played]) -> String {
 async fn stay(running: &Running, gateway: std::net::SocketAddr) {
     let order = r#"-H 'Content-Type: application/json' -H 'X-Tenant-Id: acme'"#;
     say(&format!(
-        "\nTry it (the second time it is a replay: look for Idempotent-Replayed):\n\n  curl -i http://{gateway}/orders {order} -H 'Idempotency-Key: my-1' -d '{{\"amount\":\"129.90\"}}'\n\nThe same key for another request is refused:\n\n  curl -i http://{gateway}/orders {order} -H 'Idempotency-Key: my-1' -d '{{\"amount\":\"1.00\"}}'\n\nWas it executed?\n\n  curl http://{admin}/api/v1/records?key=my-1\n\nCtrl-C ends the demo and removes its folder.",
+        "\nTry it (the second time it is a replay: look for Idempotent-Replayed):\n\n  curl -i http://{gateway}/orders {order} -H 'Idempotency-Key: my-1' -d '{{\"amount\":\"129.90\"}}'\n\nThe same key for another request is refused:\n\n  curl -i http://{gateway}/orders {order} -H 'Idempotency-Key: my-1' -d '{{\"amount\":\"1.00\"}}'\n\nWas it executed?\n\n  curl 'http://{admin}/api/v1/records?key=my-1'\n\nCtrl-C ends the demo and removes its folder.",
         admin = running.admin
     ));
     // Err: signals cannot be listened for; then the demo ends at once.

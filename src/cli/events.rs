@@ -60,6 +60,7 @@ pub struct ListArgs {
 #[derive(Args, Debug)]
 pub struct ShowArgs {
     /// The event's id
+    #[arg(value_parser = print::id::<Uuid>)]
     pub id: Uuid,
 }
 
@@ -68,6 +69,7 @@ pub struct ShowArgs {
 #[command(group = ArgGroup::new("which").required(true).args(["id", "status"]))]
 pub struct RedeliverArgs {
     /// The event's id
+    #[arg(value_parser = print::id::<Uuid>)]
     pub id: Option<Uuid>,
     /// All in this status: only `dead`
     #[arg(long, value_parser = dead)]

@@ -64,6 +64,11 @@ impl Failure {
     }
 }
 
+/// Reads an id that was typed.
+pub(super) fn id<T: std::str::FromStr>(text: &str) -> Result<T, String> {
+    text.parse().map_err(|_| "an id is a UUID, as the lists show it".to_owned())
+}
+
 /// Prints one JSON document.
 pub(super) fn json<T: Serialize>(out: &mut dyn Write, value: &T) -> Result<(), Failure> {
     writeln!(out, "{}", to_json(value)?)?;

@@ -68,6 +68,7 @@ pub struct ListArgs {
 #[derive(Args, Debug)]
 pub struct ShowArgs {
     /// The record's id
+    #[arg(value_parser = print::id::<RecordId>)]
     pub id: RecordId,
 }
 
@@ -75,6 +76,7 @@ pub struct ShowArgs {
 #[derive(Args, Debug)]
 pub struct ReleaseArgs {
     /// The record's id
+    #[arg(value_parser = print::id::<RecordId>)]
     pub id: RecordId,
     /// Also a completed one: its answer is forgotten, and the next request executes again
     #[arg(long)]
@@ -88,6 +90,7 @@ pub struct ReleaseArgs {
 #[derive(Args, Debug)]
 pub struct CompleteArgs {
     /// The record's id
+    #[arg(value_parser = print::id::<RecordId>)]
     pub id: RecordId,
     /// The answer's status
     #[arg(long)]

@@ -161,6 +161,10 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     let admin = admin_listener.local_addr().map_err(|cause| cannot_listen(listen, cause))?;
     let addr = listener.local_addr();
 
+    for sink in &config.relay.sinks {
+        // Shown from the start: an alert on a series that is absent never fires.
+        metrics.outbox(&sink.name, 0, Duration::ZERO, 0);
+    }
     let (tasks, ready) = (TaskTracker::new(), Readiness::default());
     let stop = Stop {
         ready: ready.clone(),

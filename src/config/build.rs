@@ -143,12 +143,15 @@ impl Builder<'_> {
         let raw = &file.server;
         let host = self.host(&file.upstream.host);
         let statement = or(&store.timeout, STATEMENT_TIMEOUT);
+        let postgres = store.url.as_ref().is_some_and(|url| url.value.starts_with("postgres"));
+        // A statement that was sent ends with its own time-out; the rest is for a commit on its way. SQLite has no
+        // backend that could commit later: one look tells.
+        let doubt_window = if postgres { (2 * statement).max(30 * SECOND) } else { Duration::ZERO };
         gateway::Settings {
             forwarding: Forwarding { trusted: self.networks(&raw.trusted_proxies), host },
             reserve_timeout: or(&store.reserve_timeout, 5 * SECOND),
             completion_timeout: or(&store.completion_timeout, 2 * SECOND),
-            // A statement that was sent ends with its own time-out; the rest is for a commit on its way.
-            doubt_window: (2 * statement).max(30 * SECOND),
+            doubt_window,
             cache_bytes: u64::try_from(or(&store.cache_bytes, 64 * MIB)).unwrap_or(u64::MAX),
             in_flight_max: count(&raw.in_flight_max, 1000),
             buffered_bytes_max: or(&raw.buffered_bytes_max, 256 * MIB),

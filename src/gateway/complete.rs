@@ -107,6 +107,8 @@ impl Closing<'_> {
 
     async fn fail(&self, underway: Box<Underway>, failure: Failure) {
         let Fence { id: record, attempt } = underway.fence;
+        let operation = &self.route.operation;
+        tracing::warn!(%record, %operation, ?failure, "an attempt ended without an answer");
         let ending = match failure {
             Failure::Broken | Failure::TimedOut => return self.lose(underway).await,
             // What is freed of a later attempt is unknown again, and no waiter starts the next one.

@@ -21,6 +21,7 @@ mod thread;
 
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions, TryLockError};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -52,6 +53,7 @@ pub struct Sqlite {
     reservations: Batcher<Reservations>,
     completions: Batcher<Completions>,
     place: String,
+    stand: Stand,
 }
 
 impl Sqlite {
@@ -63,17 +65,21 @@ impl Sqlite {
     pub async fn open(path: &Path) -> Result<Self, OpenError> {
         let place = path.display().to_string();
         let path = path.to_owned();
-        let opened = tokio::task::spawn_blocking(move || start(&path)).await;
-        let (writer, reader, lists) = match opened {
+        let opened = tokio::task::spawn_blocking(move || {
+            let workers = start(&path)?;
+            Ok::<_, Cause>((workers, Stand::of(&path)?))
+        })
+        .await;
+        let ((writer, reader, lists), stand) = match opened {
             Ok(Ok(workers)) => workers,
             Ok(Err(cause)) => return Err(OpenError::Connect { place, cause }),
             Err(cause) => return Err(OpenError::Connect { place, cause: cause.into() }),
         };
-        let (reservations, reserving) = Batcher::new(Reservations(writer.clone()));
+        let (reservations, reserving) = Batcher::new(Reservations(writer.clone(), stand.clone()));
         let (completions, completing) = Batcher::new(Completions(writer.clone()));
         tokio::spawn(reserving);
         tokio::spawn(completing);
-        let store = Self { writer, reader, lists, reservations, completions, place };
+        let store = Self { writer, reader, lists, reservations, completions, place, stand };
         match store.version().await? {
             found if found > KNOWN => Err(OpenError::NewerSchema { found, known: KNOWN }),
             _ => Ok(store),
@@ -106,7 +112,13 @@ impl Sqlite {
     /// # Errors
     /// As every write.
     pub async fn end_all_leases(&self) -> Result<(), Error> {
-        self.writer.write(|tx| tx.execute("DELETE FROM oncegate_owners", []).map(drop)).await
+        let end = |tx: &Tx<'_>| {
+            tx.execute("DELETE FROM oncegate_owners", [])?;
+            // What a dead relay had claimed is free at once, too.
+            tx.execute("UPDATE outbox_queue SET lease_until = 0 WHERE lease_until > 0", [])
+                .map(drop)
+        };
+        self.writer.write(end).await
     }
 
     async fn version(&self) -> Result<u32, OpenError> {
@@ -173,7 +185,38 @@ fn resolved(path: &Path) -> PathBuf {
     std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned())
 }
 
-struct Reservations(Worker);
+/// The file that was opened, and the path under which it must still stand: written to a file that was deleted or
+/// replaced, a reservation would be gone at the next start.
+#[derive(Clone)]
+struct Stand {
+    path: PathBuf,
+    identity: (u64, u64),
+}
+
+impl Stand {
+    fn of(path: &Path) -> std::io::Result<Self> {
+        Ok(Self { path: path.to_owned(), identity: identity(path)? })
+    }
+
+    /// Whether the path still leads to the file.
+    fn check(&self) -> Result<(), Error> {
+        let wrong =
+            |why: String| Error::Unavailable(format!("{}: {why}", self.path.display()).into());
+        match identity(&self.path) {
+            Ok(found) if found == self.identity => Ok(()),
+            Ok(_) => Err(wrong("another file stands in the place of the database".to_owned())),
+            Err(error) => Err(wrong(error.to_string())),
+        }
+    }
+}
+
+/// Device and inode.
+fn identity(path: &Path) -> std::io::Result<(u64, u64)> {
+    let found = std::fs::metadata(path)?;
+    Ok((found.dev(), found.ino()))
+}
+
+struct Reservations(Worker, Stand);
 
 #[async_trait]
 impl Work for Reservations {
@@ -185,6 +228,7 @@ impl Work for Reservations {
     }
 
     async fn run(&self, items: &[Arc<Proposal>]) -> Result<Vec<Reserved>, RunError> {
+        self.1.check()?;
         let items = items.to_vec();
         let reserve =
             move |tx: &Tx<'_>| items.iter().map(|item| records::reserve(tx, item)).collect();
@@ -215,6 +259,7 @@ impl Work for Completions {
 #[async_trait]
 impl Store for Sqlite {
     async fn heartbeat(&self, owner: OwnerId, lease: Duration) -> Result<Beat, Error> {
+        self.stand.check()?;
         self.writer.write(move |tx| records::heartbeat(tx, owner, lease)).await
     }
 
@@ -332,6 +377,7 @@ impl Store for Sqlite {
     }
 
     async fn ping(&self) -> Result<(), Error> {
+        self.stand.check()?;
         let answers = |tx: &Tx<'_>| tx.first("SELECT 1 FROM oncegate_meta", [], |_| Ok(()));
         self.reader.read(answers).await.map(drop)
     }

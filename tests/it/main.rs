@@ -22,6 +22,7 @@ mod acceptance;
 mod acceptance_relay;
 mod admin;
 mod cli;
+mod commands;
 mod crash;
 mod doubt;
 mod fingerprint;

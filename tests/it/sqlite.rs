@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use oncegate::record::{Fingerprint, Key, Operation, OwnerId, RecordId, Scope, Tenant};
 use oncegate::store::sqlite::{Sqlite, lock};
-use oncegate::store::{OpenError, Proposal, RecordFilter, Reserved, Store};
+use oncegate::store::{Error, OpenError, Proposal, RecordFilter, Reserved, Store};
 
 /// A store on this file, migrated.
 pub(crate) async fn open(path: &Path) -> Arc<dyn Store> {
@@ -188,4 +188,36 @@ async fn the_contents_can_be_asked_in_sql() {
     let hashed = "select count(*) from idempotency_records where length(request_hash) = 32";
     assert_eq!(count(hashed), 1, "already while it is running");
     assert_eq!(count("select length(database_id) from oncegate_meta"), 32);
+}
+
+#[tokio::test]
+async fn nothing_is_reserved_once_the_file_is_gone_or_replaced() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("o.db");
+    let store = open(&path).await;
+    let owner = OwnerId::fresh();
+    store.heartbeat(owner, Duration::from_secs(60)).await.unwrap();
+    let reserve = async |key: &str| {
+        let proposal = Proposal {
+            id: RecordId::fresh(),
+            scope: Scope {
+                tenant: Tenant::stored("t"),
+                operation: Operation::stored("o"),
+                key: Key::stored(key),
+            },
+            fingerprint: Fingerprint { canonical: [1; 32], raw: [2; 32], recipe: [3; 8] },
+            owner,
+            caller: None,
+            context: None,
+        };
+        store.reserve(proposal, Instant::now() + Duration::from_secs(10)).await
+    };
+    assert_eq!(reserve("before").await.unwrap(), Reserved::Held);
+    std::fs::rename(&path, folder.path().join("moved.db")).unwrap();
+    assert!(matches!(reserve("gone").await, Err(Error::Unavailable(_))));
+    assert!(store.ping().await.is_err(), "and readiness tells");
+    std::fs::write(&path, b"another file").unwrap();
+    assert!(matches!(reserve("replaced").await, Err(Error::Unavailable(_))));
+    std::fs::rename(folder.path().join("moved.db"), &path).unwrap();
+    assert_eq!(reserve("back").await.unwrap(), Reserved::Held);
 }

@@ -7,6 +7,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue};
 use quick_cache::Weighter;
 use quick_cache::sync::Cache as Lru;
 
@@ -15,8 +17,17 @@ use crate::record::{Answer, Fingerprint, KeptBody, RecordId, Scope};
 /// How much earlier than the retention an entry ends: more than the clocks' rates differ over a look.
 const EARLY: Duration = Duration::from_secs(1);
 
+/// What a header costs beside its text: its place in the map, and an allocation.
+const HEADER_BYTES: usize = 160;
+
+/// What an entry costs beside headers and body: the maps, the scope, the index of the cache.
+const BASE_BYTES: usize = 1024;
+
+/// Bodies up to this size are copied into memory of their own.
+const COPIED_MAX: usize = 64 * 1024;
+
 /// Average size that is assumed for sizing the cache's index.
-const ENTRY_BYTES: u64 = 1024;
+const ENTRY_BYTES: u64 = 2048;
 
 /// A stored answer, ready to be sent again.
 #[derive(Debug)]
@@ -40,6 +51,7 @@ impl Replay {
         ends: Instant,
     ) -> Self {
         let until = ends.checked_sub(EARLY).unwrap_or(ends);
+        let answer = compact(answer);
         Self { record, fingerprint, answer, expires_at, until }
     }
 
@@ -48,20 +60,37 @@ impl Replay {
             .answer
             .headers
             .iter()
-            .map(|(name, value)| name.as_str().len() + value.len() + 64)
+            .map(|(name, value)| name.as_str().len() + value.len() + HEADER_BYTES)
             .sum();
         let body = match &self.answer.body {
             KeptBody::Whole(body) => body.len(),
             KeptBody::NotRetained => 0,
         };
-        (headers + body + 512) as u64
+        (headers + body + BASE_BYTES) as u64
     }
 }
 
-#[derive(Clone)]
-struct Bytes;
+/// An answer of its own bytes: headers and small bodies are slices of the buffer that a connection was read into, and
+/// would keep all of it for as long as they live.
+fn compact(answer: Answer) -> Answer {
+    let mut headers = HeaderMap::with_capacity(answer.headers.keys_len());
+    for (name, value) in &answer.headers {
+        let own = HeaderValue::from_bytes(value.as_bytes()).unwrap_or_else(|_| value.clone());
+        headers.append(name.clone(), own);
+    }
+    let body = match answer.body {
+        KeptBody::Whole(body) if body.len() <= COPIED_MAX => {
+            KeptBody::Whole(Bytes::copy_from_slice(&body))
+        }
+        body @ (KeptBody::Whole(_) | KeptBody::NotRetained) => body,
+    };
+    Answer { status: answer.status, headers, body }
+}
 
-impl Weighter<Scope, Arc<Replay>> for Bytes {
+#[derive(Clone)]
+struct Weight;
+
+impl Weighter<Scope, Arc<Replay>> for Weight {
     fn weight(&self, scope: &Scope, replay: &Arc<Replay>) -> u64 {
         let scope =
             scope.tenant.as_str().len() + scope.operation.as_str().len() + scope.key.as_str().len();
@@ -71,13 +100,13 @@ impl Weighter<Scope, Arc<Replay>> for Bytes {
 
 /// The cache. Clones are one cache.
 #[derive(Clone)]
-pub(super) struct Cache(Arc<Lru<Scope, Arc<Replay>, Bytes>>);
+pub(super) struct Cache(Arc<Lru<Scope, Arc<Replay>, Weight>>);
 
 impl Cache {
     /// A cache of at most this many bytes.
     pub(super) fn new(bytes: u64) -> Self {
         let entries = usize::try_from(bytes / ENTRY_BYTES).unwrap_or(usize::MAX).clamp(16, 1 << 20);
-        Self(Arc::new(Lru::with_weighter(entries, bytes, Bytes)))
+        Self(Arc::new(Lru::with_weighter(entries, bytes, Weight)))
     }
 
     /// The answer under a scope, while it may be replayed at `now`.
@@ -105,8 +134,7 @@ impl Cache {
 
 #[cfg(test)]
 mod tests {
-    use bytes::Bytes;
-    use http::{HeaderMap, StatusCode};
+    use http::StatusCode;
 
     use super::*;
     use crate::record::{Key, Operation, Tenant};

@@ -74,14 +74,14 @@ done AS (
     WHERE d.tenant_id = c.tenant_id AND d.operation = c.operation AND d.key = c.key
       AND d.id = c.id AND d.attempt = c.attempt AND d.status = c.was
       AND (c.was = 'unknown' OR (c.was = 'in_progress' AND NOT c.owner_lives))
-    RETURNING d.id, d.tenant_id, d.operation, d.key, d.attempt, c.at, c.was, c.response_status)",
+    RETURNING d.id, d.tenant_id, d.operation, d.key, d.attempt, c.at, c.was)",
     write_events!(),
     ",
 logged AS (
     INSERT INTO audit_log (who, action, record_id, why, detail)
     SELECT $20, 'record.complete', id, $21,
-           json_build_object('status', was, 'attempt', attempt,
-                             'response_status', response_status)::text
+           json_build_object('tenant', tenant_id, 'operation', operation, 'key', key,
+                             'status', was, 'attempt', attempt - 1)::text
     FROM done)
 SELECT r.*, EXISTS (SELECT FROM done) AS acted FROM r"
 );

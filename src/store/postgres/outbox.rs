@@ -107,7 +107,7 @@ gone AS (
     WHERE q.event_id = x.event_id AND q.sink = $1 AND q.claim_no = x.claim_no
       AND q.lease_until <> '-infinity'
     RETURNING q.event_id, q.sink, q.claim_no, q.attempts + 1 AS attempts,
-              x.outcome, x.status, coalesce(x.error, q.last_error) AS error),
+              x.outcome, x.status, x.error),
 kept AS (
     INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts, last_status, last_error,
                              finished_at)
