@@ -8,7 +8,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
 use crate::support::proxy::{Setup, start_proxy};
-use crate::support::raw::{End, PATIENCE, Raw, body, header, headers, status};
+use crate::support::raw::{End, NOT_CHUNKED, PATIENCE, Raw, body, header, headers, status};
 use crate::support::upstream::{OK, Reply, Upstream};
 
 const SHORT: Duration = Duration::from_millis(300);
@@ -63,18 +63,7 @@ async fn of_length_and_chunks_together_only_the_chunks_count() {
 #[tokio::test]
 async fn only_chunked_is_a_transfer_coding() {
     // A2, A3, A12
-    for value in [
-        ",chunked",
-        "chunked,",
-        "\x0bchunked",
-        "xchunked",
-        "\"chunked\"",
-        "chunked;q=1",
-        "chunked, chunked",
-        "gzip, chunked",
-        "identity",
-        "chunked\r\nTransfer-Encoding: chunked",
-    ] {
+    for value in NOT_CHUNKED {
         refused(post(&format!("Transfer-Encoding: {value}\r\n\r\n0\r\n\r\n")), &[400, 501]).await;
     }
     let nbsp = [post("Transfer-Encoding: ").as_bytes(), b"\xa0chunked\r\n\r\n0\r\n\r\n"].concat();
@@ -638,10 +627,21 @@ async fn a_pooled_connection_that_died_is_replaced_and_nothing_sent_twice() {
         let sent = if method == "GET" { 4 } else { 3 };
         assert_eq!(upstream.seen().len(), before + sent, "{method}");
     }
+    // An upstream that closes unannounced after each answer: the next request may meet the connection just before its
+    // end is known. What is safe is asked again and always answered; what is not goes out once, come what may.
     let closing = Upstream::always(Reply::fin(OK)).await;
     let addr = start_proxy(closing.addr).await;
-    for _ in 0..200 {
-        assert_eq!(status(&Raw::sending(addr, get("")).await.answer().await), 200);
+    for (method, most) in [("GET", 2), ("POST", 1)] {
+        for n in 0..200 {
+            let target = format!("/{method}/{n}");
+            let request =
+                format!("{method} {target} HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n");
+            let status = status(&Raw::sending(addr, request).await.answer().await);
+            assert!(status == 200 || (method == "POST" && status == 502), "{target}: {status}");
+            let sent = closing.seen().iter().filter(|seen| seen.target() == target).count();
+            let least = usize::from(status == 200);
+            assert!((least..=most).contains(&sent), "{target} was sent {sent} times");
+        }
     }
 }
 

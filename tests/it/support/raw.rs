@@ -138,3 +138,18 @@ pub(crate) fn body(answer: &str) -> &str {
 pub(crate) fn latin(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| char::from(*byte)).collect()
 }
+
+/// Values of `Transfer-Encoding` that are not exactly one `chunked`, whatever another reader takes them for.
+pub(crate) const NOT_CHUNKED: [&str; 11] = [
+    ",chunked",
+    "chunked,",
+    "\x0bchunked",
+    "xchunked",
+    "\"chunked\"",
+    "chunked;q=1",
+    "chunked, chunked",
+    "gzip, chunked",
+    "identity",
+    "chunked\r\nTransfer-Encoding: chunked",
+    "chunked\r\nTransfer-Encoding: identity",
+];
