@@ -17,6 +17,7 @@ pub mod pass;
 mod prefixed;
 pub mod reply;
 pub mod reserve;
+mod room;
 pub mod upstream;
 
 use std::collections::HashMap;
@@ -39,6 +40,7 @@ use self::intake::{Intake, Keyed, Read};
 use self::pass::PassError;
 use self::reply::{Kept, Name, Problem};
 use self::reserve::{Admission, Desk, Followed, Lead, MayJudge, Seat};
+use self::room::{Limits, NoRoom, Room};
 use self::upstream::{Body, Upstream};
 use crate::record::LeaseView;
 use crate::record::outcome::Failure;
@@ -65,12 +67,22 @@ pub struct Settings {
     pub doubt_window: Duration,
     /// Bytes of answers kept in memory for replay.
     pub cache_bytes: u64,
-    /// Keyed requests in flight, waiting ones included.
+    /// Keyed requests that are read, executed or answered at a time.
     pub in_flight_max: usize,
-    /// Sum of the buffered bodies of keyed requests, in bytes.
+    /// Duplicates that wait for an execution on this replica at a time.
+    pub waiting_max: usize,
+    /// Sum of the bodies of keyed requests and of their answers in memory, in bytes; see [`Settings::fits`].
     pub buffered_bytes_max: usize,
     /// Under which name unnamed routes find their upstream.
     pub default_upstream: String,
+}
+
+impl Settings {
+    /// Whether one request with bodies of these lengths can be admitted at all.
+    #[must_use]
+    pub fn fits(&self, request_body_max: usize, response_body_max: usize) -> bool {
+        room::fits(self.buffered_bytes_max, request_body_max, response_body_max)
+    }
 }
 
 /// The gateway behind a listener.
@@ -120,12 +132,9 @@ impl Gateway {
         };
         let desk =
             Desk::new(desk_settings, Arc::clone(&store), lease, may_judge, Arc::clone(&metrics));
-        let intake = Intake::new(
-            digest,
-            Arc::clone(&metrics),
-            settings.in_flight_max,
-            settings.buffered_bytes_max,
-        );
+        let limits =
+            Limits::new(settings.in_flight_max, settings.waiting_max, settings.buffered_bytes_max);
+        let intake = Intake::new(digest, Arc::clone(&metrics), limits);
         let tasks = TaskTracker::new();
         Some(Arc::new(Self {
             settings,
@@ -166,7 +175,7 @@ impl Gateway {
         params: &Params,
         request: Request<Body>,
     ) -> Response<Body> {
-        let keyed = match self.intake.read(&route, params, request).await {
+        let mut keyed = match self.intake.read(&route, params, request).await {
             Read::Keyed(keyed) => keyed,
             Read::Unkeyed(request) => {
                 self.metrics.replied(route.operation.as_str(), Reply::Passed);
@@ -178,12 +187,21 @@ impl Gateway {
         let deadline = Instant::now() + route.policy.wait;
         loop {
             match self.desk.seat(&keyed.ask) {
-                Seat::Decided(admission) => return self.reply(&route, admission, Reply::Replayed),
-                Seat::Lead(lead) => return self.detach(keyed, lead, deadline).await,
+                Seat::Decided(admission) => {
+                    return self.reply(&route, &mut keyed.room, admission, Reply::Replayed);
+                }
+                // Dropping the lead lets the others look again.
+                Seat::Lead(lead) => match keyed.room.work() {
+                    Ok(()) => return self.detach(keyed, lead, deadline).await,
+                    Err(NoRoom) => return self.overloaded(&route),
+                },
                 Seat::Follow(follow) => {
+                    if keyed.room.wait() == Err(NoRoom) {
+                        return self.overloaded(&route);
+                    }
                     let followed = self.desk.follow(&keyed.ask, follow, deadline).await;
                     if let Followed::Admitted(admission) = followed {
-                        return self.reply(&route, admission, Reply::Waited);
+                        return self.reply(&route, &mut keyed.room, admission, Reply::Waited);
                     }
                 }
             }
@@ -217,7 +235,7 @@ impl Gateway {
         let reservation = match self.desk.lead(&keyed.ask, lead, deadline).await {
             Admission::Execute(reservation) => reservation,
             other @ (Admission::Replay(_) | Admission::Share(_) | Admission::Refuse(_)) => {
-                return self.reply(&route, other, Reply::Replayed);
+                return self.reply(&route, &mut keyed.room, other, Reply::Replayed);
             }
         };
         let _in_flight = self.metrics.in_flight();
@@ -226,9 +244,13 @@ impl Gateway {
         let policy = &route.policy;
         let bounds = Bounds { timeout: policy.timeout, body_max: policy.response_body_max };
         let begun = Instant::now();
-        let (underway, evidence, given_up) =
+        let (mut underway, evidence, given_up) =
             forward::forward(reservation, upstream, request, bounds).await;
         self.metrics.took(Step::Forward, begun.elapsed());
+        // What was taken for the answer, cut down to it, stays taken until store and caller have it.
+        let bytes = evidence.bytes();
+        let held = keyed.room.answer(bytes).ok();
+        underway.hold(held.clone());
         let closing = Closing {
             desk: &self.desk,
             store: &*self.store,
@@ -239,7 +261,11 @@ impl Gateway {
             timeout: self.settings.completion_timeout,
         };
         let finish = closing.close(underway, evidence, given_up).await;
-        self.finished(&route, finish)
+        let response = self.finished(&route, finish);
+        match held {
+            Some(held) => response.map(|body| held.carry(body, bytes)),
+            None => response,
+        }
     }
 
     async fn pass(&self, upstream: &Upstream, request: Request<Body>) -> Response<Body> {
@@ -262,10 +288,29 @@ impl Gateway {
         problem.into_response(Some(&route.operation))
     }
 
+    fn overloaded(&self, route: &Route) -> Response<Body> {
+        self.refuse(route, Problem::new(Name::Overloaded))
+    }
+
     /// Answers a request that is not executed by itself. `replayed`: how a stored answer counts.
-    fn reply(&self, route: &Route, admission: Admission, replayed: Reply) -> Response<Body> {
+    fn reply(
+        &self,
+        route: &Route,
+        room: &mut Room,
+        admission: Admission,
+        replayed: Reply,
+    ) -> Response<Body> {
+        let bytes = admission.bytes();
+        // A stored answer that finds no room is still stored: the caller comes again for it.
+        let held = match bytes {
+            0 => None,
+            bytes => match room.answer(bytes) {
+                Ok(held) => Some(held),
+                Err(NoRoom) => return self.overloaded(route),
+            },
+        };
         let operation = &route.operation;
-        match admission {
+        let response = match admission {
             Admission::Replay(replay) => {
                 self.metrics.replied(operation.as_str(), replayed);
                 reply::replay(&replay, operation)
@@ -279,6 +324,10 @@ impl Gateway {
             }
             // Only a leader executes, in `work`. Dropping the reservation releases it.
             Admission::Execute(_) => self.refuse(route, Problem::new(Name::StoreUnavailable)),
+        };
+        match held {
+            Some(held) => response.map(|body| held.carry(body, bytes)),
+            None => response,
         }
     }
 

@@ -26,6 +26,17 @@ pub(super) enum Evidence {
     Failed(Failure),
 }
 
+impl Evidence {
+    /// The bytes of the answer's body that are in memory.
+    pub(super) fn bytes(&self) -> usize {
+        match self {
+            Self::Answered { body, .. } => body.len(),
+            Self::Large { begun, .. } => begun.iter().map(Bytes::len).sum(),
+            Self::Failed(_) => 0,
+        }
+    }
+}
+
 /// How an exchange is bounded.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Bounds {

@@ -39,7 +39,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, Sleep, timeout, timeout_at};
 use tokio_rustls::TlsConnector;
 
 use crate::gateway::upstream::counted::{Counted, Meter, Stream};
@@ -72,6 +72,9 @@ pub struct Settings {
     pub idle_timeout: Duration,
     /// Pass-through: how long the upstream may neither take more of the request nor begin its answer.
     pub answer_timeout: Duration,
+    /// How long the upstream may be silent within the body of its answer; none: for ever. A keyed request's answer that is
+    /// read whole is bounded by its route's own time-out before.
+    pub answer_idle_timeout: Option<Duration>,
     /// For https: PEM file with the only certificates to trust. None: the system's.
     pub ca_file: Option<PathBuf>,
 }
@@ -85,6 +88,7 @@ impl Settings {
             connect_timeout: Duration::from_secs(2),
             idle_timeout: Duration::from_secs(4),
             answer_timeout: Duration::from_secs(60),
+            answer_idle_timeout: Some(Duration::from_secs(600)),
             ca_file: None,
         }
     }
@@ -176,7 +180,17 @@ impl Upstream {
         let host = authority.host().trim_start_matches('[').trim_end_matches(']').to_owned();
         let ca_file = settings.ca_file.as_deref();
         let tls = if secure { Some(tls(&host, ca_file).map_err(|e| wrong(&e))?) } else { None };
-        let port = authority.port_u16().unwrap_or(if secure { 443 } else { 80 });
+        let port = match (authority.port(), authority.port_u16()) {
+            (None, _) => {
+                if secure {
+                    443
+                } else {
+                    80
+                }
+            }
+            (Some(_), Some(port)) => port,
+            (Some(_), None) => return Err(wrong("has a port that is none")),
+        };
         let authority = HeaderValue::from_str(authority.as_str()).map_err(|e| e.to_string())?;
         let pool = Mutex::default();
         Ok(Self(Arc::new(Inner { host, port, authority, tls, settings, pool })))
@@ -198,7 +212,8 @@ impl Upstream {
         let stream = timeout_at(deadline, self.connect(deadline, purpose));
         let (stream, probe) = stream.await.map_err(|_| DialError::TimedOut)??;
         let connection = Connection::open(stream, probe).await?;
-        Ok(Dialed { connection, authority: self.0.authority.clone() })
+        let idle_limit = self.0.settings.answer_idle_timeout;
+        Ok(Dialed { connection, authority: self.0.authority.clone(), idle_limit })
     }
 
     async fn connect(
@@ -300,7 +315,9 @@ impl Upstream {
             tracing::debug!(fault, "malformed answer from the upstream");
             return Err(PassError::Failed);
         }
-        let mut body = Answer { body, connection: Some(connection), pool: Some(self.clone()) };
+        let idle = Idle::new(self.0.settings.answer_idle_timeout);
+        let (connection, pool) = (Some(connection), Some(self.clone()));
+        let mut body = Answer { body, connection, pool, idle };
         body.park_if_over();
         Ok(Response::from_parts(head, body.boxed_unsync()))
     }
@@ -425,6 +442,7 @@ async fn connect_any(addresses: Vec<SocketAddr>, deadline: Instant) -> io::Resul
 pub struct Dialed {
     connection: Connection,
     authority: HeaderValue,
+    idle_limit: Option<Duration>,
 }
 
 impl Dialed {
@@ -438,7 +456,7 @@ impl Dialed {
         request: Request<Full<Bytes>>,
         may_write: impl Fn() -> bool + Send + Sync + 'static,
     ) -> Result<Response<Answer>, SendError> {
-        let Self { mut connection, authority } = self;
+        let Self { mut connection, authority, idle_limit } = self;
         connection.meter.ask(may_write);
         if let Err(error) = connection.sender.ready().await {
             return Err(connection.end().await.judge(error.into()));
@@ -451,7 +469,8 @@ impl Dialed {
         };
         let (mut head, body) = answer.into_parts();
         reframe(&mut head).map_err(|fault| SendError::Broken(fault.into()))?;
-        let body = Answer { body, connection: Some(connection), pool: None };
+        let idle = Idle::new(idle_limit);
+        let body = Answer { body, connection: Some(connection), pool: None, idle };
         Ok(Response::from_parts(head, body))
     }
 }
@@ -517,6 +536,36 @@ pub struct Answer {
     body: Incoming,
     connection: Option<Connection>,
     pool: Option<Upstream>,
+    idle: Idle,
+}
+
+/// The upstream was silent for too long within an answer.
+#[derive(Debug, thiserror::Error)]
+#[error("the upstream was silent for too long in the middle of its answer")]
+pub struct Silent;
+
+/// How long an answer's body has been waited for.
+struct Idle {
+    limit: Option<Duration>,
+    waiting: Option<Pin<Box<Sleep>>>,
+}
+
+impl Idle {
+    const fn new(limit: Option<Duration>) -> Self {
+        Self { limit, waiting: None }
+    }
+
+    /// Something came, or the end.
+    fn over(&mut self) {
+        self.waiting = None;
+    }
+
+    /// Nothing has come: is it too long since something did? While nobody reads, nobody asks.
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let Some(limit) = self.limit else { return Poll::Pending };
+        let timer = self.waiting.get_or_insert_with(|| Box::pin(tokio::time::sleep(limit)));
+        timer.as_mut().poll(cx)
+    }
 }
 
 impl Answer {
@@ -543,7 +592,13 @@ impl http_body::Body for Answer {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
+        let Poll::Ready(frame) = Pin::new(&mut self.body).poll_frame(cx) else {
+            ready!(self.idle.poll(cx));
+            tracing::info!("the upstream was silent in the middle of its answer");
+            self.connection = None;
+            return Poll::Ready(Some(Err(Silent.into())));
+        };
+        self.idle.over();
         match &frame {
             None => self.over(),
             Some(Ok(_)) => self.park_if_over(),

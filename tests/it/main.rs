@@ -28,6 +28,8 @@ mod doubt;
 mod fingerprint;
 mod lease;
 mod outage;
+mod outcomes;
+mod overload;
 mod postgres;
 mod proxy;
 mod relay;

@@ -34,6 +34,8 @@ async fn no_tenant(rig: &Rig, ask: Ask) {
     let answer = ask.key("shared").to(rig.gateway.addr).await;
     assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{ask:?}", ask = answer);
     assert_eq!(answer.problem(), "tenant-missing");
+    let detail = answer.json()["detail"].to_string();
+    assert!(detail.contains("`x-tenant-id`"), "it names what to send: {detail}");
     assert_eq!((rig.orders.runs(), rig.place.records().await), before);
 }
 
