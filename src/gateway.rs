@@ -18,6 +18,7 @@ mod prefixed;
 pub mod reply;
 pub mod reserve;
 mod room;
+mod spelling;
 pub mod upstream;
 
 use std::collections::HashMap;

@@ -18,7 +18,7 @@ use super::reserve::{
 use super::upstream;
 use crate::record::event::{Event, Origin};
 use crate::record::outcome::{Class, Failure};
-use crate::record::{Answer, Attempt, Fence, KeptBody, RecordId, State};
+use crate::record::{Answer, Attempt, Fence, KeptBody, RecordId, Spelling, State};
 use crate::route::Route;
 use crate::store::{Changed, Completion, Error, Settled, Store};
 use crate::telemetry::{Metrics, Step, causes};
@@ -234,7 +234,8 @@ impl Closing<'_> {
             FirstBody::Streamed { .. } => KeptBody::NotRetained,
         };
         let kept = headers::kept(&first.head.headers, &self.route.policy.replay_drop);
-        let answer = Answer { status: first.head.status, headers: kept, body };
+        let spelling = spelling_of(&kept, &first.head);
+        let answer = Answer { status: first.head.status, headers: kept, spelling, body };
         let events = self.events(underway, &answer);
         Completion {
             scope: underway.scope.clone(),
@@ -280,8 +281,15 @@ fn shared(first: &First, drop: &[HeaderName]) -> Option<Shared> {
     for name in drop {
         headers.remove(name);
     }
-    let answer = Answer { status: first.head.status, headers, body: KeptBody::Whole(body.clone()) };
+    let (status, spelling) = (first.head.status, spelling_of(&headers, &first.head));
+    let answer = Answer { status, headers, spelling, body: KeptBody::Whole(body.clone()) };
     Some(Shared { record: first.record, answer: SharedAnswer::Released(answer) })
+}
+
+/// How the upstream spelled these headers of its answer.
+fn spelling_of(headers: &HeaderMap, head: &response::Parts) -> Spelling {
+    let sent = head.extensions.get::<upstream::SentNames>();
+    sent.map_or_else(Spelling::default, |sent| Spelling::of(headers, &sent.0))
 }
 
 /// The headers that go on to a caller.

@@ -28,7 +28,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::header::{self, HeaderMap, HeaderValue};
 use http::uri::Scheme;
-use http::{Method, Request, Response, StatusCode, Uri, Version};
+use http::{HeaderName, Method, Request, Response, StatusCode, Uri, Version};
 use http_body::{Body as _, Frame, SizeHint};
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full};
@@ -72,8 +72,7 @@ pub struct Settings {
     pub idle_timeout: Duration,
     /// Pass-through: how long the upstream may neither take more of the request nor begin its answer.
     pub answer_timeout: Duration,
-    /// How long the upstream may be silent within the body of its answer; none: for ever. A keyed request's answer that is
-    /// read whole is bounded by its route's own time-out before.
+    /// How long the upstream may be silent within the body of an answer that is streamed; none: for ever.
     pub answer_idle_timeout: Option<Duration>,
     /// For https: PEM file with the only certificates to trust. None: the system's.
     pub ca_file: Option<PathBuf>,
@@ -315,9 +314,9 @@ impl Upstream {
             tracing::debug!(fault, "malformed answer from the upstream");
             return Err(PassError::Failed);
         }
-        let idle = Idle::new(self.0.settings.answer_idle_timeout);
+        let idle_limit = self.0.settings.answer_idle_timeout;
         let (connection, pool) = (Some(connection), Some(self.clone()));
-        let mut body = Answer { body, connection, pool, idle };
+        let mut body = Answer { body, connection, pool, idle: Idle::new(idle_limit), idle_limit };
         body.park_if_over();
         Ok(Response::from_parts(head, body.boxed_unsync()))
     }
@@ -458,6 +457,7 @@ impl Dialed {
     ) -> Result<Response<Answer>, SendError> {
         let Self { mut connection, authority, idle_limit } = self;
         connection.meter.ask(may_write);
+        connection.meter.listen();
         if let Err(error) = connection.sender.ready().await {
             return Err(connection.end().await.judge(error.into()));
         }
@@ -468,11 +468,41 @@ impl Dialed {
             }
         };
         let (mut head, body) = answer.into_parts();
+        head.extensions.insert(SentNames(sent_names(&connection.meter.heard()).into()));
         reframe(&mut head).map_err(|fault| SendError::Broken(fault.into()))?;
-        let idle = Idle::new(idle_limit);
-        let body = Answer { body, connection: Some(connection), pool: None, idle };
+        let body = Answer {
+            body,
+            connection: Some(connection),
+            pool: None,
+            idle: Idle::new(None),
+            idle_limit,
+        };
         Ok(Response::from_parts(head, body))
     }
+}
+
+/// The names of an answer's header lines as they were spelled, in their order: an extension of it.
+#[derive(Clone, Debug)]
+pub(super) struct SentNames(pub(super) Arc<[Box<str>]>);
+
+/// Reads the names out of the bytes of an answer, behind any interim ones. What is no header line is left out.
+fn sent_names(bytes: &[u8]) -> Vec<Box<str>> {
+    let mut lines = bytes.split_inclusive(|byte| *byte == b'\n').map(<[u8]>::trim_ascii_end);
+    let mut names = Vec::new();
+    while let Some(status) = lines.next() {
+        let interim = status.get(8..).is_some_and(|code| code.trim_ascii_start().starts_with(b"1"));
+        for line in lines.by_ref().take_while(|line| !line.is_empty()).filter(|_| !interim) {
+            let colon = line.iter().position(|byte| *byte == b':');
+            let name = colon.and_then(|at| line.get(..at)).unwrap_or_default().trim_ascii_end();
+            if HeaderName::from_bytes(name).is_ok() {
+                names.push(String::from_utf8_lossy(name).into());
+            }
+        }
+        if !interim {
+            break;
+        }
+    }
+    names
 }
 
 /// One computed length, and nothing else that says where the request ends; a Host in any case.
@@ -537,6 +567,7 @@ pub struct Answer {
     connection: Option<Connection>,
     pool: Option<Upstream>,
     idle: Idle,
+    idle_limit: Option<Duration>,
 }
 
 /// The upstream was silent for too long within an answer.
@@ -569,6 +600,13 @@ impl Idle {
 }
 
 impl Answer {
+    /// From here on the body is streamed, and bounded by `answer_idle_timeout`; who reads it whole has a time-out.
+    #[must_use]
+    pub fn streamed(mut self) -> Self {
+        self.idle = Idle::new(self.idle_limit);
+        self
+    }
+
     /// At the clean end: a pooled connection goes back, any other is closed.
     fn park_if_over(&mut self) {
         if !self.body.is_end_stream() {
@@ -716,5 +754,23 @@ struct Driver(JoinHandle<()>);
 impl Drop for Driver {
     fn drop(&mut self) {
         self.0.abort();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_names_of_an_answer_are_those_of_its_final_head() {
+        for (bytes, names) in [
+            ("HTTP/1.1 200 OK\r\nETag: a\r\nx-B:\r\n folded: no\r\n\r\nBody: no\r\n", "ETag x-B"),
+            ("HTTP/1.1 103 Hints\r\nLink: a\r\n\r\nHTTP/1.1 201\r\nX-A : b\r\n\r\n", "X-A"),
+            ("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.0 200 OK\nX-A: b\nX-a: c\n\nok", "X-A X-a"),
+            ("HTTP/1.1 200 OK\r\nno colon\r\nX(A): b\r\nX-B: c\r\nX-Cut", "X-B"),
+            ("", ""),
+        ] {
+            assert_eq!(sent_names(bytes.as_bytes()).join(" "), names, "{bytes:?}");
+        }
     }
 }

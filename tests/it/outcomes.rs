@@ -62,6 +62,8 @@ struct Row {
     does: Does,
     /// Lines of its route.
     policy: &'static str,
+    /// Lines of its upstream.
+    upstream: &'static str,
     gets: Gets,
     record: Option<&'static str>,
     retry: Retry,
@@ -78,8 +80,10 @@ const TIMED_OUT: Gets = Gets::Problem(504, "upstream-timeout");
 
 /// Certainly not one byte was sent: released.
 fn never_sent() -> Vec<Row> {
-    let row =
-        |name, does, retry| Row { name, does, policy: "", gets: UNREACHABLE, record: None, retry };
+    let row = |name, does, retry| {
+        let (upstream, gets) = ("connect_timeout = \"400ms\"", UNREACHABLE);
+        Row { name, does, policy: "", upstream, gets, record: None, retry }
+    };
     vec![
         row("the connection is refused", Does::Refuses, Retry::Runs),
         row("the name has no address", Does::HasNoName, Retry::Unreachable),
@@ -128,7 +132,7 @@ fn lost() -> Vec<Row> {
     ];
     let row = |name, does, policy, gets| {
         let (record, retry) = (Some("unknown"), Retry::Held);
-        Row { name, does, policy, gets, record, retry }
+        Row { name, does, policy, upstream: "", gets, record, retry }
     };
     let broken = broken.into_iter().map(|(name, does)| row(name, does, "", FAILED));
     let silent =
@@ -145,7 +149,7 @@ fn answered() -> Vec<Row> {
     };
     let row = |name, code, lines, policy, record, retry| {
         let (does, gets) = (by(code, lines), Gets::Answer(code));
-        Row { name, does, policy, gets, record, retry }
+        Row { name, does, policy, upstream: "", gets, record, retry }
     };
     let stored = |name, code| row(name, code, "", "", Some("completed"), Retry::Replayed);
     let freed = |name, code, lines| row(name, code, lines, "", None, Retry::Runs);
@@ -213,10 +217,15 @@ fn odd() -> Vec<Row> {
         name,
         does,
         policy,
+        upstream: "",
         gets,
         record: Some("completed"),
         retry,
     };
+    let impatient = |row| Row { upstream: "answer_idle_timeout = \"50ms\"", ..row };
+    let silent = Does::Answers(Reply::keep(&stream));
+    // A tenth of a second between the two pieces.
+    let rested = Reply::keep(&WHOLE[..WHOLE.len() - 1]).then("k");
     let whole = |name, does| row(name, does, "", Gets::Answer(201), Retry::Replayed);
     let large_body = |name, bytes: &str, gets| {
         row(name, Does::Answers(Reply::fin(bytes)), SMALL, gets, Retry::NotRetained)
@@ -237,6 +246,8 @@ fn odd() -> Vec<Row> {
             Gets::Answer(201),
         ),
         large_body("a body beyond the limit, in chunks", &chunks, Gets::Answer(201)),
+        impatient(whole("a pause within a body that is read whole", Does::Answers(rested))),
+        impatient(row("a stream that falls silent", silent, SMALL, Gets::Part, Retry::NotRetained)),
         large_body("a stream of events", &stream, Gets::Answer(201)),
         large_body(
             "a body beyond the limit that breaks off",
@@ -426,9 +437,9 @@ async fn each_outcome_has_its_answer_its_record_and_its_retry(which: Which) {
     for (number, mut row) in rows.enumerate() {
         let does = std::mem::replace(&mut row.does, Does::HasNoName);
         let behind = does.start().await;
-        let (url, policy) = (&behind.url, row.policy);
+        let (url, policy, upstream) = (&behind.url, row.policy, row.upstream);
         more += &format!(
-            "[upstreams.u{number}]\nurl = \"{url}\"\nconnect_timeout = \"400ms\"\n[[route]]\nmethod = \"POST\"\npath = \"/{number}\"\noperation = \"o{number}\"\nupstream = \"u{number}\"\n{policy}\n"
+            "[upstreams.u{number}]\nurl = \"{url}\"\n{upstream}\n[[route]]\nmethod = \"POST\"\npath = \"/{number}\"\noperation = \"o{number}\"\nupstream = \"u{number}\"\n{policy}\n"
         );
         cases.push(Case { row, behind, number });
     }
