@@ -34,8 +34,8 @@ use self::thread::{Role, Tx, Worker, checkpoints, connect};
 use super::batch::{Batcher, RunError, Work};
 use super::{
     Acknowledgement, Acted, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion, Error,
-    EventFilter, EventRow, Gauges, OpenError, Operator, Proposal, RecordFilter, RecordRow,
-    Redeliver, Reserved, Settled, Store, Takeover,
+    EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal, RecordFilter,
+    RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
 };
 use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 
@@ -297,6 +297,11 @@ impl Store for Sqlite {
     async fn mark_dead(&self, only: Option<(&Scope, Fence)>, limit: u32) -> Result<u64, Error> {
         let only = only.map(|(scope, fence)| (scope.clone(), fence));
         self.writer.write(move |tx| records::mark_dead(tx, only.as_ref(), limit)).await
+    }
+
+    async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error> {
+        let late = late.clone();
+        self.writer.write(move |tx| operator::note_late(tx, &late)).await
     }
 
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {
