@@ -13,6 +13,7 @@ pub mod complete;
 pub mod forward;
 pub mod headers;
 mod intake;
+mod late;
 pub mod pass;
 mod prefixed;
 pub mod reply;
@@ -25,6 +26,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use http::header::CONNECTION;
 use http::{HeaderValue, Request, Response};
 use hyper::body::Incoming;
@@ -32,10 +34,11 @@ use tokio::sync::{Notify, oneshot};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use self::complete::{Closing, Finish};
+use self::complete::{Closing, Finish, Late};
 use self::forward::Bounds;
 use self::headers::Forwarding;
 use self::intake::{Intake, Keyed, Read};
+use self::late::LateReads;
 use self::pass::PassError;
 use self::reply::{Kept, Name, Problem};
 use self::reserve::{Admission, Desk, Followed, Lead, MayJudge, Seat};
@@ -67,6 +70,8 @@ pub struct Settings {
     pub cache_bytes: u64,
     /// Keyed requests in flight, waiting ones included.
     pub in_flight_max: usize,
+    /// Answers awaited after their time-out.
+    pub late_answers_max: usize,
     /// Sum of the buffered bodies of keyed requests, in bytes.
     pub buffered_bytes_max: usize,
     /// Under which name unnamed routes find their upstream.
@@ -82,6 +87,7 @@ pub struct Gateway {
     store: Arc<dyn Store>,
     desk: Desk,
     intake: Intake,
+    late: LateReads,
     metrics: Arc<Metrics>,
     wake: Arc<Notify>,
     tasks: TaskTracker,
@@ -127,6 +133,7 @@ impl Gateway {
             settings.buffered_bytes_max,
         );
         let tasks = TaskTracker::new();
+        let late = LateReads::new(settings.late_answers_max, Arc::clone(&metrics));
         Some(Arc::new(Self {
             settings,
             routes,
@@ -135,6 +142,7 @@ impl Gateway {
             store,
             desk,
             intake,
+            late,
             metrics,
             wake,
             tasks,
@@ -212,7 +220,12 @@ impl Gateway {
     }
 
     /// A leader's work: reserve, forward, complete.
-    async fn work(&self, mut keyed: Keyed, lead: Lead, deadline: Instant) -> Response<Body> {
+    async fn work(
+        self: Arc<Self>,
+        mut keyed: Keyed,
+        lead: Lead,
+        deadline: Instant,
+    ) -> Response<Body> {
         let route = Arc::clone(&keyed.route);
         let reservation = match self.desk.lead(&keyed.ask, lead, deadline).await {
             Admission::Execute(reservation) => reservation,
@@ -229,17 +242,35 @@ impl Gateway {
         let (underway, evidence, given_up) =
             forward::forward(reservation, upstream, request, bounds).await;
         self.metrics.took(Step::Forward, begun.elapsed());
-        let closing = Closing {
+        let context = keyed.ask.context.take();
+        let closing = self.closing(&route, context.as_deref());
+        let (finish, late) = closing.close(underway, evidence, given_up).await;
+        if let Some(late) = late {
+            self.await_late(late, &route, context);
+        }
+        self.finished(&route, finish)
+    }
+
+    fn closing<'a>(&'a self, route: &'a Route, context: Option<&'a [u8]>) -> Closing<'a> {
+        Closing {
             desk: &self.desk,
             store: &*self.store,
             metrics: &self.metrics,
             wake: &self.wake,
-            route: &route,
-            context: keyed.ask.context.as_deref(),
+            route,
+            context,
             timeout: self.settings.completion_timeout,
-        };
-        let finish = closing.close(underway, evidence, given_up).await;
-        self.finished(&route, finish)
+        }
+    }
+
+    /// Goes on reading an answer whose caller was told that it did not come in time.
+    fn await_late(self: &Arc<Self>, late: Late, route: &Arc<Route>, context: Option<Bytes>) {
+        let Late { parted, exchange } = late;
+        let (gateway, route) = (Arc::clone(self), Arc::clone(route));
+        let time = route.policy.late_answer;
+        self.late.start(exchange, time, move |evidence| async move {
+            gateway.closing(&route, context.as_deref()).close_late(parted, evidence).await
+        });
     }
 
     async fn pass(&self, upstream: &Upstream, request: Request<Body>) -> Response<Body> {
@@ -288,7 +319,7 @@ impl Gateway {
             Finish::Kept { first, expires_at } => {
                 (Reply::Executed, reply::first(first, Kept::Until(expires_at)))
             }
-            Finish::NotStored { first } => (Reply::Executed, reply::first(first, Kept::NotYet)),
+            Finish::NotStored { first, counted } => (counted, reply::first(first, Kept::NotYet)),
             Finish::Overtaken(replay) => {
                 (Reply::Executed, reply::replay(&replay, &route.operation))
             }
@@ -323,6 +354,8 @@ impl Gateway {
     pub async fn drained(&self) {
         self.tasks.close();
         self.tasks.wait().await;
+        // Their records are unknown already: nobody waits for them.
+        self.late.cut().await;
         self.desk.settler().idle().await;
     }
 }

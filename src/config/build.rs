@@ -154,6 +154,7 @@ impl Builder<'_> {
             doubt_window,
             cache_bytes: u64::try_from(or(&store.cache_bytes, 64 * MIB)).unwrap_or(u64::MAX),
             in_flight_max: count(&raw.in_flight_max, 1000),
+            late_answers_max: count(&raw.late_answers_max, 100),
             buffered_bytes_max: or(&raw.buffered_bytes_max, 256 * MIB),
             default_upstream: DEFAULT_UPSTREAM.to_owned(),
         }

@@ -28,7 +28,7 @@ pub(super) const RECORD: HeaderName = HeaderName::from_static("oncegate-record")
 pub(super) const ATTEMPT: HeaderName = HeaderName::from_static("oncegate-attempt");
 /// When a kept answer expires.
 const EXPIRES: HeaderName = HeaderName::from_static("oncegate-expires");
-/// `false`: the upstream answered, and the store has not taken the answer yet.
+/// `false`: the upstream answered, and the store has not taken the answer yet, or not as the record's answer.
 const STORED: HeaderName = HeaderName::from_static("oncegate-stored");
 
 /// A refusal of the desk as a problem; `mismatch` is the route's status for mismatches.
@@ -98,7 +98,7 @@ pub(super) fn first(first: First, kept: Kept) -> Response<Body> {
 pub(super) enum Kept {
     /// Durable, until then.
     Until(SystemTime),
-    /// It should be, and the store has not taken it yet.
+    /// It should be, and the store has not taken it yet; or the record had gone on, and it stands in the audit table.
     NotYet,
     /// It is not to be kept.
     No,
@@ -117,10 +117,10 @@ pub(super) fn replay(replay: &Replay, operation: &Operation) -> Response<Body> {
                 "The first request under this key was executed and answered with status {status}. Its answer was too large to keep. Read the result from the API itself."
             );
             let problem = Problem::new(Name::ResponseNotRetained).detail(detail);
-            problem.record(replay.record).into_response(Some(operation))
+            problem.record(replay.fence.id).into_response(Some(operation))
         }
     };
-    name_record(response.headers_mut(), replay.record);
+    name_record(response.headers_mut(), replay.fence.id);
     name_expiry(response.headers_mut(), replay.expires_at);
     response
 }
