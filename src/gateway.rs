@@ -9,6 +9,7 @@
 //! and its retry finds the result. Those who wait for another's execution are not tasks; they hold nothing.
 
 pub mod accept;
+mod bypass;
 pub mod complete;
 pub mod forward;
 pub mod headers;
@@ -34,6 +35,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use self::bypass::Alarm;
 use self::complete::{Closing, Finish, Late};
 use self::forward::Bounds;
 use self::headers::Forwarding;
@@ -41,7 +43,7 @@ use self::intake::{Intake, Keyed, Read};
 use self::late::LateReads;
 use self::pass::PassError;
 use self::reply::{Kept, Name, Problem};
-use self::reserve::{Admission, Desk, Followed, Lead, MayJudge, Seat};
+use self::reserve::{Admission, Desk, Followed, Lead, MayJudge, Refusal, Seat, Unreserved};
 use self::upstream::{Body, Upstream};
 use crate::record::LeaseView;
 use crate::record::outcome::Failure;
@@ -72,10 +74,21 @@ pub struct Settings {
     pub in_flight_max: usize,
     /// Answers awaited after their time-out.
     pub late_answers_max: usize,
+    /// What a keyed request gets while the store is away.
+    pub on_unavailable: OnUnavailable,
     /// Sum of the buffered bodies of keyed requests, in bytes.
     pub buffered_bytes_max: usize,
     /// Under which name unnamed routes find their upstream.
     pub default_upstream: String,
+}
+
+/// What a keyed request gets for which no reservation can be made because the store is away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnUnavailable {
+    /// 503; nothing is forwarded.
+    Refuse,
+    /// It is forwarded unprotected.
+    Bypass,
 }
 
 /// The gateway behind a listener.
@@ -88,6 +101,7 @@ pub struct Gateway {
     desk: Desk,
     intake: Intake,
     late: LateReads,
+    alarm: Alarm,
     metrics: Arc<Metrics>,
     wake: Arc<Notify>,
     tasks: TaskTracker,
@@ -143,6 +157,7 @@ impl Gateway {
             desk,
             intake,
             late,
+            alarm: Alarm::default(),
             metrics,
             wake,
             tasks,
@@ -190,8 +205,16 @@ impl Gateway {
                 Seat::Lead(lead) => return self.detach(keyed, lead, deadline).await,
                 Seat::Follow(follow) => {
                     let followed = self.desk.follow(&keyed.ask, follow, deadline).await;
-                    if let Followed::Admitted(admission) = followed {
-                        return self.reply(&route, admission, Reply::Waited);
+                    match followed {
+                        Followed::Admitted(Admission::Refuse(refusal))
+                            if self.bypasses(refusal) =>
+                        {
+                            return self.bypass(*keyed).await;
+                        }
+                        Followed::Admitted(admission) => {
+                            return self.reply(&route, admission, Reply::Waited);
+                        }
+                        Followed::LookAgain => {}
                     }
                 }
             }
@@ -229,13 +252,17 @@ impl Gateway {
         let route = Arc::clone(&keyed.route);
         let reservation = match self.desk.lead(&keyed.ask, lead, deadline).await {
             Admission::Execute(reservation) => reservation,
+            Admission::Refuse(refusal) if self.bypasses(refusal) => {
+                return self.bypass(keyed).await;
+            }
             other @ (Admission::Replay(_) | Admission::Share(_) | Admission::Refuse(_)) => {
                 return self.reply(&route, other, Reply::Replayed);
             }
         };
         let _in_flight = self.metrics.in_flight();
         let upstream = self.upstream(&route);
-        let request = keyed.outgoing(&self.settings.forwarding, &upstream, reservation.fence());
+        let request =
+            keyed.outgoing(&self.settings.forwarding, &upstream, Some(reservation.fence()));
         let policy = &route.policy;
         let bounds = Bounds { timeout: policy.timeout, body_max: policy.response_body_max };
         let begun = Instant::now();
@@ -271,6 +298,27 @@ impl Gateway {
         self.late.start(exchange, time, move |evidence| async move {
             gateway.closing(&route, context.as_deref()).close_late(parted, evidence).await
         });
+    }
+
+    /// Whether this is a refusal in whose place the request is forwarded unprotected.
+    fn bypasses(&self, refusal: Refusal) -> bool {
+        self.settings.on_unavailable == OnUnavailable::Bypass
+            && refusal == Refusal::StoreUnavailable(Unreserved::Certainly)
+    }
+
+    /// Forwards a request that nothing protects, once.
+    async fn bypass(&self, mut keyed: Keyed) -> Response<Body> {
+        let route = Arc::clone(&keyed.route);
+        self.alarm.raise();
+        self.metrics.replied(route.operation.as_str(), Reply::Bypassed);
+        let upstream = self.upstream(&route);
+        let request = keyed.outgoing(&self.settings.forwarding, &upstream, None);
+        let mut answer = match bypass::forward(&upstream, request, route.policy.timeout).await {
+            Ok(answer) => answer,
+            Err(failure) => reply::bypass_failed(failure).into_response(Some(&route.operation)),
+        };
+        bypass::mark(&mut answer);
+        answer
     }
 
     async fn pass(&self, upstream: &Upstream, request: Request<Body>) -> Response<Body> {

@@ -69,6 +69,8 @@ label_enum!(
         StoreUnavailable = "store_unavailable",
         /// Passed through unprotected.
         Passed = "passed",
+        /// Forwarded unprotected, because the store was away.
+        Bypassed = "bypassed",
     }
 );
 

@@ -130,6 +130,8 @@ pub struct Store {
     pub sweep_every: Maybe<Duration>,
     /// Rows of one of its statements.
     pub sweep_batch: Maybe<u32>,
+    /// `refuse` or `bypass`.
+    pub on_unavailable: Maybe<String>,
 }
 
 /// `[policy]`, and the same fields of a route.
@@ -387,8 +389,9 @@ fn store(mut s: Section<'_>) -> Store {
         cache_bytes: s.size("cache_bytes"),
         sweep_every: s.duration("sweep_every"),
         sweep_batch: s.number("sweep_batch", 1..=100_000),
+        on_unavailable: s.text("on_unavailable"),
     };
-    s.not_yet(&["on_unavailable", "spill", "encryption"]);
+    s.not_yet(&["spill", "encryption"]);
     s.finish();
     read
 }

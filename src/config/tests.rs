@@ -83,6 +83,10 @@ const CASES: &[(&str, &str)] = &[
         "og.toml:2: policy.late_answer: this is an integer; write a duration with its unit, such as \"500ms\", \"10s\" or \"24h\"",
     ),
     (
+        "store.on_unavailable = \"pass\"",
+        "og.toml:2: store.on_unavailable: must be \"refuse\" (503 while the store is away) or \"bypass\" (forward unprotected)",
+    ),
+    (
         "server.late_answers_max = -1",
         "og.toml:2: server.late_answers_max: must be a whole number from 0 to 1000000",
     ),

@@ -39,7 +39,7 @@ pub(super) fn refusal(refusal: Refusal, mismatch: StatusCode) -> Problem {
         }
         Refusal::InProgress { record } => Problem::new(Name::InProgress).record(record),
         Refusal::OutcomeUnknown { record } => Problem::new(Name::OutcomeUnknown).record(record),
-        Refusal::StoreUnavailable => Problem::new(Name::StoreUnavailable),
+        Refusal::StoreUnavailable(_) => Problem::new(Name::StoreUnavailable),
     }
 }
 
@@ -58,6 +58,21 @@ pub(super) fn failure(fence: Fence, failure: Failure) -> Problem {
         );
     }
     problem
+}
+
+/// A request that was forwarded unprotected, and failed, as a problem.
+pub(super) fn bypass_failed(failure: Failure) -> Problem {
+    let (name, detail) = match failure {
+        Failure::NothingSent | Failure::LeaseEnded => (
+            Name::UpstreamUnreachable,
+            "Nothing was sent to the service. Send it again with the same key.",
+        ),
+        Failure::Broken | Failure::TimedOut => (
+            if failure == Failure::Broken { Name::UpstreamFailed } else { Name::UpstreamTimeout },
+            "The request was forwarded without protection and no complete answer came back: it may have been executed, and nothing remembers it. Find out from the service itself before you send it again.",
+        ),
+    };
+    Problem::new(name).detail(detail)
 }
 
 /// The upstream's answer for the caller that started it. `expires_at`: where it is kept.

@@ -103,7 +103,16 @@ pub(super) enum Refusal {
     /// Nobody knows whether it executed.
     OutcomeUnknown { record: RecordId },
     /// No reservation could be made; nothing was forwarded.
-    StoreUnavailable,
+    StoreUnavailable(Unreserved),
+}
+
+/// Whether a request for which no reservation could be made has none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Unreserved {
+    /// The store was away: this request has none, and no record was seen under its scope.
+    Certainly,
+    /// There may be one, or another attempt's record stands there.
+    Perhaps,
 }
 
 /// Where the requests of one process meet, by scope.
@@ -146,7 +155,7 @@ pub(super) enum Ending {
     /// Nobody knows how.
     Unknown(RecordId),
     /// No reservation could be made.
-    Unavailable,
+    Unavailable(Unreserved),
     /// Its leader left without an end: look again.
     LookAgain,
 }
@@ -427,7 +436,7 @@ impl Desk {
                     let window = self.settings.doubt_window;
                     let scope = ask.scope.clone();
                     self.settler.owe(Debt::Withdraw { scope, fence, window }, Some(lead));
-                    return Admission::Refuse(Refusal::StoreUnavailable);
+                    return Admission::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps));
                 }
                 Step::Replay(replay) => {
                     self.remember(&ask.scope, &replay);
@@ -439,8 +448,8 @@ impl Desk {
                     return Admission::Refuse(Refusal::OutcomeUnknown { record });
                 }
                 Step::Refuse(refusal) => {
-                    if refusal == Refusal::StoreUnavailable {
-                        lead.end(Ending::Unavailable);
+                    if let Refusal::StoreUnavailable(unreserved) = refusal {
+                        lead.end(Ending::Unavailable(unreserved));
                     }
                     return Admission::Refuse(refusal);
                 }
@@ -448,7 +457,7 @@ impl Desk {
             }
         }
         tracing::warn!("a record kept moving while it was being reserved");
-        Admission::Refuse(Refusal::StoreUnavailable)
+        Admission::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps))
     }
 
     fn reservation(&self, held: Held, ask: &Ask, lead: Lead) -> Reservation {
@@ -480,7 +489,7 @@ fn ended(ask: &Ask, ending: Ending) -> Followed {
         Ending::Kept(replay) => from_record(ask, replay),
         Ending::Shared(shared) => Admission::Share(shared),
         Ending::Unknown(record) => Admission::Refuse(Refusal::OutcomeUnknown { record }),
-        Ending::Unavailable => Admission::Refuse(Refusal::StoreUnavailable),
+        Ending::Unavailable(unreserved) => Admission::Refuse(Refusal::StoreUnavailable(unreserved)),
         Ending::LookAgain => return Followed::LookAgain,
     })
 }
