@@ -40,10 +40,13 @@ use super::{
 use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 
 /// Each migration brings the schema from the version before it to its own: the first is version 1.
-const MIGRATIONS: [&str; 1] = [include_str!("../../migrations/sqlite/0001_records.sql")];
+const MIGRATIONS: [&str; 2] = [
+    include_str!("../../migrations/sqlite/0001_records.sql"),
+    include_str!("../../migrations/sqlite/0002_unknown.sql"),
+];
 
 /// The schema's version that this program knows.
-const KNOWN: u32 = 1;
+const KNOWN: u32 = 2;
 
 /// A SQLite file as a store. Dropped, its threads finish what is queued and end.
 pub struct Sqlite {

@@ -29,6 +29,11 @@ const MIGRATIONS: &[Migration] = &[
         name: "outbox",
         sql: include_str!("../../../migrations/postgres/0002_outbox.sql"),
     },
+    Migration {
+        version: 3,
+        name: "unknown",
+        sql: include_str!("../../../migrations/postgres/0003_unknown.sql"),
+    },
 ];
 
 /// The version that this program knows.
