@@ -37,8 +37,8 @@ use uuid::Uuid;
 use super::batch::{Batcher, RunError, Turns};
 use super::{
     Acknowledgement, Acted, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion, Error,
-    EventFilter, EventRow, Gauges, OpenError, Operator, Proposal, RecordFilter, RecordRow,
-    Redeliver, Reserved, Settled, Store, Takeover,
+    EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal, RecordFilter,
+    RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
 };
 use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 use crate::telemetry;
@@ -224,6 +224,10 @@ impl Store for Postgres {
             Some((scope, fence)) => records::mark_one_dead(&self.door, scope, fence).await,
             None => records::mark_dead(&self.door, limit).await,
         }
+    }
+
+    async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error> {
+        complete::note_late(&self.door, late).await
     }
 
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {

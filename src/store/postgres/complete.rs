@@ -11,12 +11,12 @@ use tokio_postgres::Row;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::door::{Effect, Lane, Param};
+use super::door::{Door, Effect, Lane, Param, Params};
 use super::rows::{attempt, get};
 use super::seconds;
 use crate::record::{KeptBody, RecordId, Scope, encode_headers};
 use crate::store::batch::{RunError, Work};
-use crate::store::{Completion, Error, Settled};
+use crate::store::{Completion, Error, LateOutcome, Settled};
 
 /// Writes the events of completed records: of `done(id, at)` with the flattened arrays `$10` to `$17`.
 ///
@@ -180,6 +180,22 @@ impl<'a> Columns<'a> {
             (&self.sinks, Type::TEXT_ARRAY),
         ]
     }
+}
+
+const NOTE_LATE: &str = "-- note_late
+INSERT INTO audit_log (id, who, action, record_id, why, detail) VALUES ($1, $2, $3, $4, $5, $6)
+ON CONFLICT (id) DO NOTHING";
+
+pub(super) async fn note_late(door: &Door, late: &LateOutcome) -> Result<(), Error> {
+    let params: Params<'_> = &[
+        (&late.id(), Type::UUID),
+        (&LateOutcome::WHO, Type::TEXT),
+        (&LateOutcome::ACTION, Type::TEXT),
+        (&Uuid::from(late.fence.id), Type::UUID),
+        (&late.summary(), Type::TEXT),
+        (&late.detail().to_string(), Type::TEXT),
+    ];
+    door.write(NOTE_LATE, params).await.map(drop)
 }
 
 /// How completions are run.

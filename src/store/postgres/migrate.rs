@@ -30,6 +30,11 @@ const MIGRATIONS: &[Migration] = &[
         sql: include_str!("../../../migrations/postgres/0002_outbox.sql"),
     },
     Migration {
+        version: 3,
+        name: "unknown",
+        sql: include_str!("../../../migrations/postgres/0003_unknown.sql"),
+    },
+    Migration {
         version: 6,
         name: "unwanted",
         sql: include_str!("../../../migrations/postgres/0006_unwanted.sql"),
