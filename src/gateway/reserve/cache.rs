@@ -13,7 +13,7 @@ use quick_cache::Weighter;
 use quick_cache::sync::Cache as Lru;
 
 use crate::gateway::spelling;
-use crate::record::{Answer, Fingerprint, KeptBody, RecordId, Scope};
+use crate::record::{Answer, Fence, Fingerprint, KeptBody, RecordId, Scope};
 
 /// How much earlier than the retention an entry ends: more than the clocks' rates differ over a look.
 const EARLY: Duration = Duration::from_secs(1);
@@ -33,7 +33,8 @@ const ENTRY_BYTES: u64 = 2048;
 /// A stored answer, ready to be sent again.
 #[derive(Debug)]
 pub(crate) struct Replay {
-    pub(crate) record: RecordId,
+    /// The record, and the attempt that completed it.
+    pub(crate) fence: Fence,
     pub(crate) fingerprint: Fingerprint,
     pub(crate) answer: Answer,
     /// Told to callers.
@@ -47,7 +48,7 @@ pub(crate) struct Replay {
 impl Replay {
     /// `ends`: when the retention ends, by the process's monotonic clock.
     pub(super) fn new(
-        record: RecordId,
+        fence: Fence,
         fingerprint: Fingerprint,
         answer: Answer,
         expires_at: SystemTime,
@@ -55,7 +56,7 @@ impl Replay {
     ) -> Self {
         let until = ends.checked_sub(EARLY).unwrap_or(ends);
         let answer = compact(answer);
-        Self { record, fingerprint, answer, expires_at, until, spelled: OnceLock::new() }
+        Self { fence, fingerprint, answer, expires_at, until, spelled: OnceLock::new() }
     }
 
     /// What makes the server spell the names of the answer's headers as they came.
@@ -133,7 +134,7 @@ impl Cache {
     }
 
     pub(super) fn forget(&self, records: &[RecordId]) {
-        self.0.retain(|_, replay| !records.contains(&replay.record));
+        self.0.retain(|_, replay| !records.contains(&replay.fence.id));
     }
 
     pub(super) fn bytes(&self) -> u64 {
@@ -146,7 +147,7 @@ mod tests {
     use http::StatusCode;
 
     use super::*;
-    use crate::record::{Key, Operation, Spelling, Tenant};
+    use crate::record::{Attempt, Key, Operation, Spelling, Tenant};
 
     fn scope(key: &str) -> Scope {
         Scope {
@@ -161,7 +162,8 @@ mod tests {
         let (headers, spelling) = (HeaderMap::new(), Spelling::default());
         let answer = Answer { status: StatusCode::OK, headers, spelling, body };
         let fingerprint = Fingerprint { canonical: [0; 32], raw: [0; 32], recipe: [0; 8] };
-        Arc::new(Replay::new(RecordId::fresh(), fingerprint, answer, SystemTime::UNIX_EPOCH, ends))
+        let fence = Fence { id: RecordId::fresh(), attempt: Attempt::FIRST };
+        Arc::new(Replay::new(fence, fingerprint, answer, SystemTime::UNIX_EPOCH, ends))
     }
 
     #[test]
@@ -189,7 +191,7 @@ mod tests {
             (replay(1, now + Duration::from_secs(60)), replay(1, now + Duration::from_secs(60)));
         cache.put(&scope("1"), &one);
         cache.put(&scope("2"), &two);
-        cache.forget(&[one.record]);
+        cache.forget(&[one.fence.id]);
         assert!(cache.get(&scope("1"), now).is_none());
         assert!(cache.get(&scope("2"), now).is_some());
     }
