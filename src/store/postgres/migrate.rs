@@ -29,6 +29,11 @@ const MIGRATIONS: &[Migration] = &[
         name: "outbox",
         sql: include_str!("../../../migrations/postgres/0002_outbox.sql"),
     },
+    Migration {
+        version: 5,
+        name: "claim_owner",
+        sql: include_str!("../../../migrations/postgres/0005_claim_owner.sql"),
+    },
 ];
 
 /// The version that this program knows.
