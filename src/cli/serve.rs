@@ -92,6 +92,9 @@ async fn open_to_serve(settings: &config::Store) -> Result<Opened, StartError> {
         StoreKind::Sqlite(path) => {
             let lock = sqlite::lock(path)?;
             let store = Sqlite::open(path).await?;
+            if lock.found_it_cut() {
+                store.check_whole().await?;
+            }
             store.migrate(migrate).await?;
             // The lock says that no other process lives: every lease in the file is a dead one's.
             store.end_all_leases().await?;
