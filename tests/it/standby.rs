@@ -77,6 +77,27 @@ async fn an_old_primary_that_only_reads_is_left_for_the_new_one() {
     assert!(gateway.log().contains("read-only"), "the log tells");
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn after_a_failover_nothing_is_read_from_the_old_primary_over_an_old_connection() {
+    let (primary, standby, url) = pair();
+    let store = Postgres::open(settings(&url)).await.unwrap();
+    store.migrate(true).await.unwrap();
+    let owner = OwnerId::fresh();
+    let new = proposal(owner, "new");
+    assert_eq!(store.find(&new.scope).await.unwrap(), None, "this connection stays in the pool");
+    tokio::task::block_in_place(|| {
+        primary.set("default_transaction_read_only = on");
+        standby.promote();
+    });
+    eventually("the new primary is found", async || {
+        store.heartbeat(owner, Duration::from_secs(60)).await.is_ok()
+    })
+    .await;
+    assert_eq!(store.reserve(new.clone(), soon()).await.unwrap(), Reserved::Held);
+    let found = store.find(&new.scope).await.unwrap().expect("the old primary does not know it");
+    assert_eq!(found.fence.id, new.id);
+}
+
 /// The statement's commit waits for a standby that is gone, and is given up. The server then shows it as committed, and
 /// a fail-over would lose it.
 #[tokio::test(flavor = "multi_thread")]
