@@ -32,18 +32,19 @@ use self::file::Stand;
 pub use self::file::{FileLock, lock};
 use self::records::Completer;
 use self::thread::{Role, Tx, Worker, checkpoints, connect};
-use super::batch::{Batcher, RunError, Work};
+use super::batch::{Batcher, RunError, Turns, Work};
 use super::{
     Acknowledgement, Acted, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion, Error,
-    EventFilter, EventRow, Gauges, OpenError, Operator, Proposal, RecordFilter, RecordRow,
-    Redeliver, Reserved, Settled, Store, Takeover,
+    EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal, RecordFilter,
+    RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
 };
 use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 use crate::telemetry;
 
 /// Each migration brings the schema from the version before it to its own.
-const MIGRATIONS: [(u32, &str); 2] = [
+const MIGRATIONS: [(u32, &str); 3] = [
     (1, include_str!("../../migrations/sqlite/0001_records.sql")),
+    (2, include_str!("../../migrations/sqlite/0002_unknown.sql")),
     (3, include_str!("../../migrations/sqlite/0003_claim_owner.sql")),
 ];
 
@@ -80,8 +81,9 @@ impl Sqlite {
             Err(cause) => return Err(OpenError::Connect { place, cause: cause.into() }),
         };
         let pen = Pen { writer, stand, trouble: Arc::default() };
-        let (reservations, reserving) = Batcher::new(Reservations(pen.clone()));
-        let (completions, completing) = Batcher::new(Completions(pen.clone()));
+        let turns = Turns::default();
+        let (reservations, reserving) = Batcher::new(Reservations(pen.clone()), turns.clone());
+        let (completions, completing) = Batcher::new(Completions(pen.clone()), turns);
         tokio::spawn(reserving);
         tokio::spawn(completing);
         let store = Self { pen, reader, lists, reservations, completions, place };
@@ -305,6 +307,11 @@ impl Store for Sqlite {
     async fn mark_dead(&self, only: Option<(&Scope, Fence)>, limit: u32) -> Result<u64, Error> {
         let only = only.map(|(scope, fence)| (scope.clone(), fence));
         self.pen.write(move |tx| records::mark_dead(tx, only.as_ref(), limit)).await
+    }
+
+    async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error> {
+        let late = late.clone();
+        self.pen.write(move |tx| operator::note_late(tx, &late)).await
     }
 
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {
