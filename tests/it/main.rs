@@ -33,6 +33,8 @@ mod fingerprint;
 mod late;
 mod lease;
 mod outage;
+mod outcomes;
+mod overload;
 mod pgbouncer;
 mod postgres;
 mod proxy;

@@ -12,7 +12,7 @@ use http::{HeaderMap, HeaderValue, StatusCode};
 use oncegate::record::event::Event;
 use oncegate::record::{
     Answer, Attempt, Change, Fence, Fingerprint, KeptBody, Key, Next, Operation, OwnerId, RecordId,
-    Scope, State, Status, Tenant, transition,
+    Scope, Spelling, State, Status, Tenant, transition,
 };
 use oncegate::store::{
     Acknowledgement, Beat, Changed, Claim, Claimed, Completion, EventFilter, EventStatus, Lane,
@@ -129,7 +129,7 @@ fn answer() -> Answer {
     let mut headers = HeaderMap::new();
     headers.insert("content-type", HeaderValue::from_static("application/json"));
     let body = KeptBody::Whole(Bytes::from_static(b"{\"id\":1}"));
-    Answer { status: StatusCode::CREATED, headers, body }
+    Answer { status: StatusCode::CREATED, headers, spelling: Spelling::default(), body }
 }
 
 fn event(fence: Fence, name: &str, sinks: &[&str]) -> Event {
@@ -898,7 +898,11 @@ async fn answers_come_back_byte_for_byte(store: Tested) {
         (599, headers.clone(), KeptBody::NotRetained),
         (200, headers, KeptBody::Whole(large)),
     ] {
-        let answer = Answer { status: StatusCode::from_u16(status).unwrap(), headers, body };
+        let names = ["Link", "X-Raw", "link", "LINK"].map(Into::into);
+        let spelling = Spelling::of(&headers, &names);
+        assert_eq!(spelling.is_plain(), headers.is_empty());
+        let answer =
+            Answer { status: StatusCode::from_u16(status).unwrap(), headers, spelling, body };
         let scope = scope();
         let (fence, owner) = held(&store, &scope).await;
         let kept = Completion { answer: answer.clone(), ..completion(&scope, fence, vec![]) };
