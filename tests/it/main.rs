@@ -46,4 +46,5 @@ mod sqlite;
 mod store;
 mod sweep;
 mod tenants;
+mod unknown_events;
 mod upstream;
