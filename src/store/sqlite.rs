@@ -32,7 +32,7 @@ use uuid::Uuid;
 
 use self::records::Completer;
 use self::thread::{Role, Tx, Worker, checkpoints, connect};
-use super::batch::{Batcher, RunError, Work};
+use super::batch::{Batcher, RunError, Turns, Work};
 use super::{
     Acknowledgement, Acted, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion, Error,
     EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal, RecordFilter,
@@ -81,8 +81,10 @@ impl Sqlite {
             Ok(Err(cause)) => return Err(OpenError::Connect { place, cause }),
             Err(cause) => return Err(OpenError::Connect { place, cause: cause.into() }),
         };
-        let (reservations, reserving) = Batcher::new(Reservations(writer.clone(), stand.clone()));
-        let (completions, completing) = Batcher::new(Completions(writer.clone()));
+        let turns = Turns::default();
+        let (reservations, reserving) =
+            Batcher::new(Reservations(writer.clone(), stand.clone()), turns.clone());
+        let (completions, completing) = Batcher::new(Completions(writer.clone()), turns);
         tokio::spawn(reserving);
         tokio::spawn(completing);
         let store = Self { writer, reader, lists, reservations, completions, place, stand };
