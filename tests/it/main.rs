@@ -54,4 +54,5 @@ mod standby;
 mod store;
 mod sweep;
 mod tenants;
+mod unknown_events;
 mod upstream;
