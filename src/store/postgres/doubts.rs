@@ -75,8 +75,9 @@ macro_rules! write_told {
         ",
 message AS (
     INSERT INTO outbox_messages (id, event_key, seq, event_type, tenant_id, operation,
-                                 idempotency_key, record_id, ordering_key, payload, created_at)
-    SELECT $3, $4, 0, $5, $6, $7, $8, $1, $9, $10, told.at FROM told
+                                 idempotency_key, record_id, ordering_key, payload, wanted,
+                                 created_at)
+    SELECT $3, $4, 0, $5, $6, $7, $8, $1, $9, $10, cardinality($11::text[]) > 0, told.at FROM told
     WHERE $3 IS NOT NULL
     ON CONFLICT DO NOTHING
     RETURNING id, ordering_key, created_at),
@@ -85,11 +86,6 @@ queued AS (
     SELECT m.id, s.sink, m.created_at, m.ordering_key, 0, m.created_at
     FROM message m CROSS JOIN unnest($11::text[]) AS s(sink)
     ORDER BY s.sink
-    ON CONFLICT DO NOTHING),
-unwanted AS (
-    INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts, finished_at)
-    SELECT m.id, '', 'discarded', 0, 0, m.created_at FROM message m
-    WHERE cardinality($11::text[]) = 0
     ON CONFLICT DO NOTHING)
 SELECT count(*) AS count FROM told"
     };
