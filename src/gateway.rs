@@ -40,6 +40,7 @@ use self::pass::PassError;
 use self::reply::{Kept, Name, Problem};
 use self::reserve::{Admission, Desk, Followed, Lead, MayJudge, Seat};
 use self::upstream::{Body, Upstream};
+use crate::fault::{self, Point};
 use crate::record::LeaseView;
 use crate::record::outcome::Failure;
 use crate::route::{Found, Route, Routes};
@@ -239,6 +240,7 @@ impl Gateway {
             timeout: self.settings.completion_timeout,
         };
         let finish = closing.close(underway, evidence, given_up).await;
+        fault::point(Point::BeforeReply).await;
         self.finished(&route, finish)
     }
 

@@ -37,6 +37,7 @@ use super::{
     EventFilter, EventRow, Gauges, OpenError, Operator, Proposal, RecordFilter, RecordRow,
     Redeliver, Reserved, Settled, Store, Takeover,
 };
+use crate::fault::{self, Point};
 use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 
 /// Each migration brings the schema from the version before it to its own: the first is version 1.
@@ -150,7 +151,9 @@ fn apply(tx: &Tx<'_>, to: u32, sql: &str) -> rusqlite::Result<()> {
     if version(tx)? >= to {
         return Ok(());
     }
-    tx.script(&format!("{sql}; PRAGMA user_version = {to};"))
+    tx.script(sql)?;
+    fault::point_blocking(Point::Migrating);
+    tx.script(&format!("PRAGMA user_version = {to}"))
 }
 
 /// Holds a database file for one `serve`, until it is dropped or the process dies.
