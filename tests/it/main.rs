@@ -24,6 +24,7 @@ mod admin;
 mod cli;
 mod commands;
 mod crash;
+mod crash_points;
 mod doubt;
 mod fingerprint;
 mod lease;

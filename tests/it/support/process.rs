@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, BufReader, Read};
 use std::net::{SocketAddr, TcpListener};
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc;
@@ -51,7 +52,17 @@ impl Gateway {
 
     /// As [`Gateway::start`]; where it ends instead, its output.
     pub fn try_start(config: &Path) -> Result<Self, String> {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_oncegate"))
+        Self::launch(config, "")
+    }
+
+    /// As [`Gateway::start`], with faults at its fault points (`docs/testing.md`).
+    pub fn with_fault(config: &Path, fault: &str) -> Self {
+        Self::launch(config, fault)
+            .unwrap_or_else(|output| panic!("the gateway did not start:\n{output}"))
+    }
+
+    fn launch(config: &Path, fault: &str) -> Result<Self, String> {
+        let mut child = program(fault)
             .args(["serve", "--config"])
             .arg(config)
             .env("RUST_BACKTRACE", "1")
@@ -137,6 +148,12 @@ impl Gateway {
         self.signal("TERM");
     }
 
+    /// Waits for the end by SIGKILL, which a fault point brings.
+    pub fn died(&mut self) {
+        let status = self.exited();
+        assert_eq!(status.signal(), Some(9), "{status}:\n{}", self.log());
+    }
+
     /// Waits for the end.
     pub fn exited(&mut self) -> ExitStatus {
         let begun = Instant::now();
@@ -148,6 +165,47 @@ impl Gateway {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
+}
+
+/// The program, with faults at its fault points.
+fn program(fault: &str) -> Command {
+    let mut program = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    if !fault.is_empty() {
+        program.env("ONCEGATE_FAULT", fault);
+    }
+    program
+}
+
+/// Runs the program with faults until it ends by itself: how, and its errors.
+pub fn run_to_its_end(args: &[&str], fault: &str) -> (ExitStatus, String) {
+    let mut child = program(fault)
+        .args(args)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    let mut stderr = child.stderr.take().expect("its errors");
+    let errors = std::thread::spawn(move || {
+        let mut text = String::new();
+        let _ = stderr.read_to_string(&mut text);
+        text
+    });
+    let begun = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait().expect("a process to wait for") {
+            break Some(status);
+        }
+        if begun.elapsed() > PATIENCE {
+            let _ = child.kill();
+            let _ = child.wait();
+            break None;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    let errors = errors.join().expect("the reader of its errors");
+    let status = status.unwrap_or_else(|| panic!("{args:?} with {fault} did not end:\n{errors}"));
+    (status, errors)
 }
 
 /// Runs a command of the program beside whatever runs: exit status, output, errors.
