@@ -186,6 +186,27 @@ const ERRORS: &[Row] = &[
     row(Way::Released, "after-release=error", Told::Status(429), 1, End::Free),
     row(Way::Lost, "before-mark-unknown=error", Told::Status(502), 1, End::Unknown),
     row(Way::Lost, "after-mark-unknown=error", Told::Status(502), 1, End::Unknown),
+    row(
+        Way::First,
+        "before-complete=error,before-complete@2=error,after-complete=error",
+        Told::NotStored,
+        1,
+        End::Completed,
+    ),
+    row(
+        Way::Released,
+        "before-release=error,before-release@2=error,after-release=error",
+        Told::Status(429),
+        1,
+        End::Free,
+    ),
+    row(
+        Way::Lost,
+        "before-mark-unknown=error,before-mark-unknown@2=error,after-mark-unknown=error",
+        Told::Status(502),
+        1,
+        End::Unknown,
+    ),
     row(Way::Retried, "before-take-over=error", UNAVAILABLE, 1, End::Retriable),
     row(Way::Retried, "after-take-over=error", Told::Created, 2, End::Completed),
     row(Way::Held, "before-heartbeat@2=error", Told::Created, 1, End::Completed),
@@ -832,27 +853,28 @@ async fn a05b_killed_after_the_body_was_sent_the_record_is_unknown_and_stays_exe
 }
 
 /// Holds locks in the database, so that a statement arrives there and waits.
-struct Locked {
+struct Locked<'a> {
+    place: &'a Place,
     client: tokio_postgres::Client,
 }
 
-impl Locked {
-    async fn by(place: &Place, sql: &str) -> Self {
+impl<'a> Locked<'a> {
+    async fn by(place: &'a Place, sql: &str) -> Self {
         let (client, connection) =
             tokio_postgres::connect(&place.url, tokio_postgres::NoTls).await.expect("the database");
         tokio::spawn(connection);
         client.batch_execute(&format!("BEGIN; {sql}")).await.expect("locks");
-        Self { client }
+        Self { place, client }
     }
 
-    /// Waits until the statement of this name has arrived, and waits for a lock.
+    /// Waits until the statement of this name has arrived, and waits for a lock. Asked from outside of the transaction,
+    /// which would see one and the same moment for ever.
     async fn meets(&self, name: &str) {
         let sql = format!(
-            "select 1 from pg_stat_activity where datname = current_database()
+            "select count(*) from pg_stat_activity where datname = current_database()
                and wait_event_type = 'Lock' and query like '-- {name}%'"
         );
-        let waits = async || self.client.query(&sql, &[]).await.expect("an answer").len() == 1;
-        comes("the statement waits for the lock", waits).await;
+        comes("the statement waits for the lock", async || self.place.count(&sql).await == 1).await;
     }
 
     async fn go(self) {
