@@ -66,6 +66,8 @@ named! {
         MarkUnknown = "mark-unknown",
         /// What dead owners left.
         MarkDead = "mark-dead",
+        /// An outcome that found its record gone on, for the audit table.
+        NoteLateOutcome = "note-late-outcome",
         /// The lease.
         Heartbeat = "heartbeat",
         /// The lease's end.
@@ -113,6 +115,8 @@ named! {
         AnswerHead = "answer-head",
         /// All that is to be read of the answer has been read.
         AnswerBody = "answer-body",
+        /// An answer came after its time-out; the caller has its 504, and the record says `unknown`.
+        LateAnswer = "late-answer",
         /// The end is durable (or owed), the caller has nothing yet.
         BeforeReply = "before-reply",
         /// A caller's socket took bytes of an answer. Passed at each write.

@@ -11,8 +11,8 @@ use uuid::Uuid;
 
 use super::{
     Acknowledgement, Acted, AuditRow, Beat, Changed, Claim, Claimed, Completion, Error,
-    EventFilter, EventRow, Gauges, Operator, Proposal, RecordFilter, RecordRow, Redeliver,
-    Reserved, Settled, Store, Takeover,
+    EventFilter, EventRow, Gauges, LateOutcome, Operator, Proposal, RecordFilter, RecordRow,
+    Redeliver, Reserved, Settled, Store, Takeover,
 };
 use crate::fault::{self, Injected, Point, Verb};
 use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
@@ -57,6 +57,7 @@ verbs! {
     release(scope: &Scope, fence: Fence) -> Changed, Release;
     mark_unknown(scope: &Scope, fence: Fence) -> Changed, MarkUnknown;
     mark_dead(only: Option<(&Scope, Fence)>, limit: u32) -> u64, MarkDead;
+    note_late_outcome(late: &LateOutcome) -> (), NoteLateOutcome;
     claim(claim: &Claim) -> Vec<Claimed>, Claim;
     acknowledge(sink: &str, verdicts: &[Acknowledgement]) -> Vec<Uuid>, Acknowledge;
     next_due(sink: &str) -> Option<Duration>;

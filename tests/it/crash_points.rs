@@ -54,6 +54,10 @@ enum Way {
     Expired,
     /// A first request that the API does not answer while the process lives.
     Held,
+    /// The API answers only after the time-out.
+    Late,
+    /// As `Late`, and before the answer comes an operator says what it was.
+    Outlived,
     /// A process died over a request that had been sent; the next one meets the fault while it starts or sweeps.
     Inherited,
     /// As `Expired`, left to the sweeper of the next process.
@@ -97,8 +101,10 @@ enum End {
     /// `completed` with its events, each delivered: the retry is a replay.
     Completed,
     /// As `Completed`, and the sink got its one event this often. What a dead relay had claimed is free nine seconds
-    /// later on Postgres: twice the sink's time-out, and five.
+    /// later at most: twice the sink's time-out, and five.
     Delivered(usize),
+    /// As `Completed`, and the audit table tells this often of an outcome that came too late.
+    Noted(i64),
     /// As `Completed`, and the sweeper deleted the events after their delivery.
     Swept,
 }
@@ -156,7 +162,15 @@ const LATER: &[Row] = &[
     dies(Way::Retried, "after-complete=kill", 2, End::Completed),
     dies(Way::Expired, "before-take-over=kill", 1, End::Free),
     dies(Way::Expired, "after-take-over=kill", 1, End::Unknown),
+    row(Way::Late, "late-answer=kill", TIMED_OUT, 1, End::Unknown),
+    row(Way::Late, "before-complete=kill", TIMED_OUT, 1, End::Unknown),
+    row(Way::Late, "after-complete=kill", TIMED_OUT, 1, End::Completed),
+    row(Way::Outlived, "late-answer=kill", TIMED_OUT, 1, End::Noted(0)),
+    row(Way::Outlived, "before-note-late-outcome=kill", TIMED_OUT, 1, End::Noted(0)),
+    row(Way::Outlived, "after-note-late-outcome=kill", TIMED_OUT, 1, End::Noted(1)),
 ];
+
+const TIMED_OUT: Told = Told::Problem("upstream-timeout");
 
 /// Ends that the settler owes. The caller's answer and the settler's try do not wait for each other.
 const OWED: &[Row] = &[
@@ -209,6 +223,8 @@ const ERRORS: &[Row] = &[
     ),
     row(Way::Retried, "before-take-over=error", UNAVAILABLE, 1, End::Retriable),
     row(Way::Retried, "after-take-over=error", Told::Created, 2, End::Completed),
+    row(Way::Outlived, "before-note-late-outcome=error", TIMED_OUT, 1, End::Noted(1)),
+    row(Way::Outlived, "after-note-late-outcome=error", TIMED_OUT, 1, End::Noted(1)),
     row(Way::Held, "before-heartbeat@2=error", Told::Created, 1, End::Completed),
     row(Way::Held, "after-heartbeat@2=error", Told::Created, 1, End::Completed),
     row(Way::Stopped, "before-retire=error", Told::Created, 1, End::Completed),
@@ -461,6 +477,7 @@ impl World {
         let policy = match self.way {
             Way::Retried => "on_unknown = \"retry\"",
             Way::Expired | Way::ExpiredSwept => "retention = \"1s\"",
+            Way::Late | Way::Outlived => "timeout = \"500ms\"",
             _ => "",
         };
         let policy = format!("wait = \"2s\"\n{policy}");
@@ -596,6 +613,15 @@ impl World {
                 self.orders.go();
                 asking.await.expect("the caller")
             }
+            Way::Late | Way::Outlived => {
+                self.orders.hold();
+                let told = send().await;
+                if self.way == Way::Outlived {
+                    self.operator_completes(&gateway).await;
+                }
+                self.orders.go();
+                told
+            }
             _ => send().await,
         };
         check(row.told, told);
@@ -614,6 +640,13 @@ impl World {
             return self.start(Sweeps::Often, "");
         }
         gateway
+    }
+
+    async fn operator_completes(&self, gateway: &Gateway) {
+        let body = r#"{"id":"order-1"}"#;
+        let args = ["records", "complete", &self.record().await, "--status", "201", "--body", body];
+        let (code, _, errors) = tokio::task::block_in_place(|| command(gateway, &args));
+        assert_eq!(code, 0, "{errors}");
     }
 
     /// What a process leaves that the next one meets the fault over.
@@ -679,13 +712,18 @@ impl World {
                 comes("the record is gone", gone).await;
             }
             End::Swept => comes("no event is kept", async || self.place.events().await == 0).await,
+            End::Noted(times) => {
+                let noted = "select count(*) from audit_log where action = 'late_outcome'";
+                let told = async || self.place.count(noted).await == times;
+                comes("the late outcome is noted", told).await;
+            }
             End::Unknown | End::Retriable | End::Completed | End::Delivered(_) => {}
         }
         let (status, again) = match end {
             End::Free => (None, Told::Created),
             End::Unknown => (Some("unknown"), Told::Problem("outcome-unknown")),
             End::Retriable => (Some("unknown"), Told::Created),
-            End::Completed | End::Delivered(_) | End::Swept => {
+            End::Completed | End::Delivered(_) | End::Noted(_) | End::Swept => {
                 (Some("completed"), Told::Status(201))
             }
         };
@@ -711,7 +749,7 @@ impl World {
         let first_was_kept = matches!(self.way, Way::Expired | Way::ExpiredSwept);
         let written = match end {
             End::Delivered(_) => 1,
-            End::Completed | End::Swept => 2,
+            End::Completed | End::Noted(_) | End::Swept => 2,
             End::Free | End::Unknown | End::Retriable => 2 * i64::from(first_was_kept),
         };
         let kept = if end == End::Swept { 0 } else { written };

@@ -43,6 +43,13 @@ pub fn config(folder: &Path, toml: &str) -> PathBuf {
     path
 }
 
+/// The command line of `serve`.
+pub fn serve(config: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.args(["serve", "--config"]).arg(config);
+    command
+}
+
 impl Gateway {
     /// Starts `serve` with this configuration file and waits until it is ready.
     pub fn start(config: &Path) -> Self {
@@ -52,19 +59,18 @@ impl Gateway {
 
     /// As [`Gateway::start`]; where it ends instead, its output.
     pub fn try_start(config: &Path) -> Result<Self, String> {
-        Self::launch(config, "")
+        Self::launch(serve(config), config)
     }
 
     /// As [`Gateway::start`], with faults at its fault points (`docs/testing.md`).
     pub fn with_fault(config: &Path, fault: &str) -> Self {
-        Self::launch(config, fault)
+        Self::launch(faulty(serve(config), fault), config)
             .unwrap_or_else(|output| panic!("the gateway did not start:\n{output}"))
     }
 
-    fn launch(config: &Path, fault: &str) -> Result<Self, String> {
-        let mut child = program(fault)
-            .args(["serve", "--config"])
-            .arg(config)
+    /// As [`Gateway::try_start`], by a command line of the test's own.
+    pub fn launch(mut command: Command, config: &Path) -> Result<Self, String> {
+        let mut child = command
             .env("RUST_BACKTRACE", "1")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -167,18 +173,17 @@ impl Gateway {
     }
 }
 
-/// The program, with faults at its fault points.
-fn program(fault: &str) -> Command {
-    let mut program = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+/// The same command, with faults at its fault points; none where they are empty.
+fn faulty(mut command: Command, fault: &str) -> Command {
     if !fault.is_empty() {
-        program.env("ONCEGATE_FAULT", fault);
+        command.env("ONCEGATE_FAULT", fault);
     }
-    program
+    command
 }
 
 /// Runs the program with faults until it ends by itself: how, and its errors.
 pub fn run_to_its_end(args: &[&str], fault: &str) -> (ExitStatus, String) {
-    let mut child = program(fault)
+    let mut child = faulty(Command::new(env!("CARGO_BIN_EXE_oncegate")), fault)
         .args(args)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
