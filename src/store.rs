@@ -10,10 +10,13 @@
 //! - An [`Error`] says what may be concluded: nothing happened, or nobody knows.
 
 pub mod batch;
+#[cfg(feature = "fault-points")]
+pub mod faulty;
 mod late;
 pub mod postgres;
 pub mod sqlite;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use async_trait::async_trait;
@@ -620,4 +623,12 @@ pub trait Store: Send + Sync + 'static {
 
     /// How much stands in the store.
     async fn gauges(&self) -> Result<Gauges, Error>;
+}
+
+/// The store with a fault point before and after each verb, in builds that have them; else the store.
+#[must_use]
+pub fn with_fault_points(store: Arc<dyn Store>) -> Arc<dyn Store> {
+    #[cfg(feature = "fault-points")]
+    let store = faulty::faulty(store);
+    store
 }

@@ -39,6 +39,7 @@ use super::{
     EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal, RecordFilter,
     RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Untold,
 };
+use crate::fault::{self, Point};
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
 use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
@@ -175,7 +176,9 @@ fn apply(tx: &Tx<'_>, to: u32, sql: &str) -> rusqlite::Result<()> {
     if version(tx)? >= to {
         return Ok(());
     }
-    tx.script(&format!("{sql}; PRAGMA user_version = {to};"))
+    tx.script(sql)?;
+    fault::point_blocking(Point::Migrating);
+    tx.script(&format!("PRAGMA user_version = {to}"))
 }
 
 /// The one way to write: not to files that are gone, and with a memory of what went wrong last.

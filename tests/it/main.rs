@@ -27,6 +27,7 @@ mod cli;
 mod clocks;
 mod commands;
 mod crash;
+mod crash_points;
 mod doubt;
 mod files;
 mod fingerprint;

@@ -11,6 +11,7 @@ use super::super::{Beat, Changed, Completion, Proposal, Reserved, Settled, Takeo
 use super::outbox;
 use super::row::{self, micros, record_columns};
 use super::thread::Tx;
+use crate::fault::{self, Point};
 use crate::record::{
     Answer, Attempt, Fence, KeptBody, OwnerId, Record, Scope, State, encode_headers,
 };
@@ -225,6 +226,7 @@ pub(super) fn complete(
     if done == 0 {
         return Ok(Settled::Fenced);
     }
+    fault::point_blocking(Point::HalfCompleted);
     for event in &completion.events {
         outbox::write(tx, &completion.scope, completion.fence.id, event)?;
     }
