@@ -200,7 +200,7 @@ pub(super) fn complete(
         WHERE tenant_id = ?7 AND operation = ?8 AND key = ?9 AND id = ?10 AND attempt = ?11
           AND status IN ('in_progress', 'unknown')";
     let Scope { tenant, operation, key } = &completion.scope;
-    let Answer { status, headers, body } = &completion.answer;
+    let Answer { status, headers, spelling, body } = &completion.answer;
     let body = match body {
         KeptBody::Whole(bytes) => Some(bytes.as_ref()),
         KeptBody::NotRetained => None,
@@ -212,7 +212,7 @@ pub(super) fn complete(
             tx.now,
             expires_at,
             status.as_u16(),
-            encode_headers(headers),
+            encode_headers(headers, spelling),
             body,
             i64::from(by == Completer::Operator),
             tenant.as_str(),

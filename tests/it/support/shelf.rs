@@ -12,7 +12,7 @@ use oncegate::record::event::Event;
 use oncegate::record::event::doubt::Doubt;
 use oncegate::record::{
     Answer, Attempt, Fence, Fingerprint, KeptBody, Key, Operation, OwnerId, Record, RecordId,
-    Scope, Status, Tenant,
+    Scope, Spelling, Status, Tenant,
 };
 use oncegate::store::{
     Acknowledgement, Acted, AuditRow, Beat, Changed, Claim, Claimed, Completion, Error,
@@ -88,7 +88,12 @@ pub(crate) fn record(number: u128, key: &str, status: Status) -> RecordRow {
 pub(crate) fn answer(body: &'static [u8]) -> Answer {
     let mut headers = HeaderMap::new();
     headers.insert("content-type", HeaderValue::from_static("application/json"));
-    Answer { status: StatusCode::CREATED, headers, body: KeptBody::Whole(Bytes::from_static(body)) }
+    Answer {
+        status: StatusCode::CREATED,
+        headers,
+        spelling: Spelling::default(),
+        body: KeptBody::Whole(Bytes::from_static(body)),
+    }
 }
 
 pub(crate) fn event(number: u128, record: &RecordRow, sink: &str, status: EventStatus) -> EventRow {
