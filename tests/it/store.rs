@@ -1046,7 +1046,7 @@ async fn a_doubt_is_told_once_and_its_end_once(store: Tested) {
     assert_eq!(yes.filter(|told| *told == Changed::Yes).count(), 1, "one of many tells it");
     nothing_is_untold(&store).await;
     assert_eq!(kinds_of(&store, fence).await, ["record.unknown"]);
-    let claimed = claim_as(&store, &sinks[0], owner, Over::Ended).await;
+    let claimed = claim(&store, &sinks[0], Lane::Fresh, 9, MINUTE).await;
     assert_eq!(claimed.len(), 1, "it is owed to the sink");
     assert_eq!(claimed[0].payload, event.as_ref().unwrap().payload);
 
