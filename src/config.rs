@@ -27,6 +27,7 @@ use http::Method;
 
 use crate::config::build::Builder;
 use crate::config::tree::{Node, Note, Notes, Place};
+use crate::fault;
 use crate::gateway::{self, accept, upstream};
 use crate::record::Operation;
 use crate::relay;
@@ -317,7 +318,7 @@ const OTHER_VARIABLES: [&str; 2] = ["ONCEGATE_CONFIG", "ONCEGATE_UPSTREAM"];
 fn lay_variables(tree: &mut Node, variables: &BTreeMap<String, String>, notes: &Notes) {
     for (name, value) in variables {
         let Some(rest) = name.strip_prefix("ONCEGATE_") else { continue };
-        if OTHER_VARIABLES.contains(&name.as_str()) {
+        if OTHER_VARIABLES.contains(&name.as_str()) || fault::is_variable(name) {
             continue;
         }
         let lower = rest.to_ascii_lowercase();

@@ -48,6 +48,7 @@ use self::reply::{Kept, Name, Problem};
 use self::reserve::{Admission, Desk, Followed, Lead, MayJudge, Refusal, Seat, Unreserved};
 use self::room::{Limits, NoRoom, Room};
 use self::upstream::{Body, Upstream};
+use crate::fault::{self, Point};
 use crate::record::LeaseView;
 use crate::record::outcome::Failure;
 use crate::route::{Found, Route, Routes};
@@ -298,6 +299,7 @@ impl Gateway {
         if let Some(late) = late {
             self.await_late(late, &route, context);
         }
+        fault::point(Point::BeforeReply).await;
         let response = self.finished(&route, finish);
         match held {
             Some(held) => response.map(|body| held.carry(body, bytes)),

@@ -71,7 +71,7 @@ pub struct Opened {
 /// # Errors
 /// See [`OpenError`]: also where the schema is not this program's.
 pub async fn open(settings: &config::Store, migrate: bool) -> Result<Arc<dyn Store>, OpenError> {
-    Ok(match &settings.kind {
+    let store: Arc<dyn Store> = match &settings.kind {
         StoreKind::Sqlite(path) => {
             let store = Sqlite::open(path).await?;
             store.migrate(migrate).await?;
@@ -82,7 +82,8 @@ pub async fn open(settings: &config::Store, migrate: bool) -> Result<Arc<dyn Sto
             store.migrate(migrate).await?;
             Arc::new(store)
         }
-    })
+    };
+    Ok(store::with_fault_points(store))
 }
 
 /// Opens the store for `serve`: locked where one process owns it, and cleared of what the last process left.
@@ -98,8 +99,9 @@ async fn open_to_serve(settings: &config::Store) -> Result<Opened, StartError> {
             store.migrate(migrate).await?;
             // The lock says that no other process lives: every lease in the file is a dead one's.
             store.end_all_leases().await?;
+            let store = store::with_fault_points(Arc::new(store));
             while store.mark_dead(None, MARK_BATCH).await? > 0 {}
-            Ok(Opened { store: Arc::new(store), alone: true, _lock: Some(lock) })
+            Ok(Opened { store, alone: true, _lock: Some(lock) })
         }
         StoreKind::Postgres(_) => {
             Ok(Opened { store: open(settings, migrate).await?, alone: false, _lock: None })

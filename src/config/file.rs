@@ -291,6 +291,8 @@ pub struct Outbox {
     pub retention: Maybe<Duration>,
     /// Longest message.
     pub max_payload: Maybe<usize>,
+    /// Whether it is announced that a record is unknown.
+    pub unknown_events: Maybe<bool>,
     /// How often the relay looks when nobody wakes it.
     pub poll: Maybe<Duration>,
 }
@@ -523,6 +525,7 @@ fn outbox(mut s: Section<'_>) -> Outbox {
     let read = Outbox {
         retention: s.duration("retention"),
         max_payload: s.size("max_payload"),
+        unknown_events: s.flag("unknown_events"),
         poll: s.duration("poll"),
     };
     s.finish();

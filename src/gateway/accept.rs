@@ -36,6 +36,7 @@ use tokio::time::{Instant, Sleep, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use crate::fault::{self, Point};
 use crate::gateway::upstream::{Body, BodyError};
 
 /// After an error of accept, such as too many open files.
@@ -401,6 +402,12 @@ impl Paced {
     }
 }
 
+fn replying(written: &Poll<io::Result<usize>>) {
+    if let Poll::Ready(Ok(1..)) = written {
+        fault::point_blocking(Point::Replying);
+    }
+}
+
 impl AsyncRead for Paced {
     fn poll_read(
         mut self: Pin<&mut Self>,
@@ -424,6 +431,7 @@ impl AsyncWrite for Paced {
     ) -> Poll<io::Result<usize>> {
         self.flushed = false;
         let written = Pin::new(&mut self.stream).poll_write(cx, buf);
+        replying(&written);
         self.pace(cx, written)
     }
 
@@ -434,6 +442,7 @@ impl AsyncWrite for Paced {
     ) -> Poll<io::Result<usize>> {
         self.flushed = false;
         let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
+        replying(&written);
         self.pace(cx, written)
     }
 

@@ -13,6 +13,7 @@ use http_body_util::{BodyExt, Full};
 
 use super::reserve::{Reservation, Underway};
 use super::upstream::{self, SendError, Upstream};
+use crate::fault::{self, Point};
 use crate::record::outcome::Failure;
 use crate::telemetry::causes;
 
@@ -81,6 +82,7 @@ async fn exchange(
     may_write: impl Fn() -> bool + Send + Sync + 'static,
     body_max: usize,
 ) -> Evidence {
+    fault::point(Point::BeforeConnect).await;
     let connection = match upstream.dial().await {
         Ok(connection) => connection,
         Err(error) => {
@@ -88,8 +90,14 @@ async fn exchange(
             return Evidence::Failed(Failure::NothingSent);
         }
     };
+    fault::point(Point::Connected).await;
     match connection.send(request, may_write).await {
-        Ok(answer) => receive(answer, body_max).await,
+        Ok(answer) => {
+            fault::point(Point::AnswerHead).await;
+            let evidence = receive(answer, body_max).await;
+            fault::point(Point::AnswerBody).await;
+            evidence
+        }
         Err(SendError::NothingSent(cause)) => {
             tracing::info!(%cause, "the connection to the upstream ended before anything was sent");
             Evidence::Failed(Failure::NothingSent)

@@ -11,6 +11,7 @@
 //! stored outcome; only the default event, of a route that names none, asks for 2xx.
 
 mod context;
+pub mod doubt;
 mod template;
 
 use std::collections::{BTreeSet, HashMap};

@@ -12,6 +12,7 @@ use std::task::{Context, Poll};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
+use crate::fault::{self, Point};
 use crate::gateway::upstream::{BodyError, SendError};
 
 /// What went out on a connection, and whether it may.
@@ -72,6 +73,9 @@ impl Meter {
         match written {
             Poll::Ready(Ok(bytes)) => {
                 self.written.fetch_add(u64::try_from(bytes).unwrap_or(u64::MAX), Ordering::AcqRel);
+                if bytes > 0 {
+                    fault::point_blocking(Point::BytesSent);
+                }
                 written
             }
             Poll::Ready(Err(error)) if self.written() > 0 => {
