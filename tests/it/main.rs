@@ -21,6 +21,7 @@ mod support;
 mod acceptance;
 mod acceptance_relay;
 mod admin;
+mod checker;
 mod cli;
 mod commands;
 mod crash;
