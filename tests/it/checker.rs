@@ -13,8 +13,8 @@ mod plan;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::future::join_all;
@@ -34,14 +34,23 @@ use crate::support::sink::{Act as Does, OK, SECRET, Sink};
 
 const CLIENTS: usize = 10;
 
+/// A run that `cargo test` makes.
+pub(crate) struct Fixed {
+    pub(crate) seed: u64,
+    pub(crate) seconds: u64,
+}
+
+pub(crate) const ON_POSTGRES: Fixed = Fixed { seed: 710, seconds: 20 };
+pub(crate) const ON_SQLITE: Fixed = Fixed { seed: 424, seconds: 15 };
+
 #[tokio::test(flavor = "multi_thread")]
 async fn on_postgres_every_promise_holds_under_all_harm() {
-    check(Which::Postgres, 2, 12, 20).await;
+    check(Which::Postgres, 2, ON_POSTGRES).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn on_sqlite_every_promise_holds_under_all_harm() {
-    check(Which::Sqlite, 1, 12, 15).await;
+    check(Which::Sqlite, 1, ON_SQLITE).await;
 }
 
 fn from_environment(name: &str) -> Option<u64> {
@@ -49,9 +58,9 @@ fn from_environment(name: &str) -> Option<u64> {
 }
 
 /// One run, judged. Seed, seconds and the number of replicas can be set from outside.
-async fn check(which: Which, replicas: usize, seed: u64, seconds: u64) {
-    let seed = from_environment("ONCEGATE_CHECK_SEED").unwrap_or(seed);
-    let seconds = from_environment("ONCEGATE_CHECK_SECONDS").unwrap_or(seconds);
+async fn check(which: Which, replicas: usize, fixed: Fixed) {
+    let seed = from_environment("ONCEGATE_CHECK_SEED").unwrap_or(fixed.seed);
+    let seconds = from_environment("ONCEGATE_CHECK_SECONDS").unwrap_or(fixed.seconds);
     let replicas = match which {
         Which::Postgres => {
             from_environment("ONCEGATE_CHECK_REPLICAS").map_or(replicas, |n| n as usize)
@@ -120,6 +129,8 @@ struct World {
     which: Which,
     api: Api,
     sink: Sink,
+    /// Whether the sink has taken what came, by its number.
+    taken: Arc<Mutex<Vec<bool>>>,
     wires: Wires,
     processes: Processes,
     clients: Arc<Clients>,
@@ -146,22 +157,27 @@ async fn run(which: Which, replicas: usize, seed: u64, seconds: u64) -> History 
     world.end().await
 }
 
-/// A sink that mostly takes what comes.
-async fn moody_sink(seed: u64) -> Sink {
-    Sink::start(move |_, count| {
+/// A sink that mostly takes what comes, and writes down for each request whether it has.
+async fn moody_sink(seed: u64) -> (Sink, Arc<Mutex<Vec<bool>>>) {
+    let taken = Arc::new(Mutex::new(Vec::new()));
+    let ours = Arc::clone(&taken);
+    let sink = Sink::start(move |_, count| {
         let mut random = fastrand::Rng::with_seed(seed ^ (count as u64).wrapping_mul(0x9e37_79b9));
-        match random.u8(0..100) {
-            0..60 => OK,
-            60..85 => Does::After(Duration::from_millis(random.u64(1..40)), Box::new(OK)),
-            85..90 => Does::Answer(500, ""),
-            90..92 => Does::Answer(503, "retry-after: 1\r\n"),
-            92..95 => Does::Fin(""),
-            95..98 => Does::Rst(""),
+        let (does, takes) = match random.u8(0..100) {
+            0..60 => (OK, true),
+            60..85 => (Does::After(Duration::from_millis(random.u64(1..40)), Box::new(OK)), true),
+            85..90 => (Does::Answer(500, ""), false),
+            90..92 => (Does::Answer(503, "retry-after: 1\r\n"), false),
+            92..95 => (Does::Fin(""), false),
+            95..98 => (Does::Rst(""), false),
             // Longer than its time-out: it has it, and the relay cannot know.
-            _ => Does::After(Duration::from_millis(900), Box::new(OK)),
-        }
+            _ => (Does::After(Duration::from_millis(900), Box::new(OK)), true),
+        };
+        ours.lock().unwrap().push(takes);
+        does
     })
-    .await
+    .await;
+    (sink, taken)
 }
 
 fn config(database: &str, port: u16, api: &Fault, sink: &Fault) -> String {
@@ -186,6 +202,7 @@ completion_timeout = "600ms"
 [policy]
 tenant = {{ header = "X-Tenant-Id" }}
 timeout = "1500ms"
+late_answer = "3s"
 wait = "1s"
 [[route]]
 method = "POST"
@@ -245,7 +262,7 @@ impl World {
                 (Some(cluster), place)
             }
         };
-        let (api, sink) = (Api::start(seed, clock).await, moody_sink(seed).await);
+        let (api, (sink, taken)) = (Api::start(seed, clock).await, moody_sink(seed).await);
         let to_api = Fault::before(api.upstream.addr).await;
         let to_sink = Fault::before(([127, 0, 0, 1], sink.port).into()).await;
         let folder = place.folder.path();
@@ -275,6 +292,7 @@ impl World {
             which,
             api,
             sink,
+            taken,
             wires: Wires { stores, api: to_api, sink: to_sink, cluster },
             processes: Processes { gateways, logs },
             clients: Clients::new(seed, clock, addrs),
@@ -352,7 +370,7 @@ impl World {
         for (record, answer) in std::mem::take(&mut self.operators.by_hand) {
             by_hand.entry(record).or_default().push(answer);
         }
-        let seen = self.sink.seen();
+        let (seen, taken) = (self.sink.seen(), self.taken.lock().unwrap().clone());
         History {
             ops: self.clients.ops(),
             executions: self.api.ledger(),
@@ -362,10 +380,12 @@ impl World {
             events: self.events().await,
             deliveries: seen
                 .into_iter()
-                .map(|seen| Delivery {
+                .zip(taken)
+                .map(|(seen, taken)| Delivery {
                     id: plain(&seen.id()),
                     verified: seen.verified,
                     body: seen.body,
+                    taken,
                 })
                 .collect(),
             restless: self.restless,

@@ -201,6 +201,8 @@ pub(crate) struct Delivery {
     pub(crate) id: String,
     pub(crate) body: Vec<u8>,
     pub(crate) verified: bool,
+    /// Whether the sink answered that it has it.
+    pub(crate) taken: bool,
 }
 
 /// All of it.

@@ -449,7 +449,9 @@ impl<'h> Judge<'h> {
         let mut arrived = BTreeSet::new();
         for delivery in &self.history.deliveries {
             let id = delivery.id.as_str();
-            arrived.insert(id);
+            if delivery.taken {
+                arrived.insert(id);
+            }
             let right = events.get(id).is_some_and(|event| event.payload == delivery.body);
             self.check(right && delivery.verified, Rule::Delivered, || {
                 format!("{id} arrived with other bytes than are written, or is not written")

@@ -182,6 +182,7 @@ pub(crate) struct Step<Harm> {
     pub(crate) harm: Harm,
 }
 
+/// Statements whose answers get lost. The names are those that stand in the statements.
 const STATEMENTS: [&str; 9] = [
     "-- reserve",
     "-- reserve",
@@ -322,7 +323,7 @@ pub(crate) fn wires(
 ) -> Vec<Step<Break>> {
     steps(&mut random(seed, &[5]), length_ms, |random| {
         let gateway = random.usize(0..gateways);
-        let long = random.u64(100..2500);
+        let long = if random.bool() { random.u64(100..600) } else { random.u64(600..2500) };
         match random.u8(if postgres { 0..20 } else { 12..20 }) {
             0..2 => (Break::StoreCut { gateway }, 0),
             2..4 => (Break::StoreAway { gateway, ms: long }, long),
@@ -352,12 +353,54 @@ fn steps<Harm>(
 ) -> Vec<Step<Harm>> {
     let (mut steps, mut at) = (Vec::new(), 0);
     loop {
-        let after_ms = random.u64(50..1200);
+        let after_ms = random.u64(50..800);
         let (harm, takes) = choose(random);
         at += after_ms + takes;
         if at > length_ms {
             return steps;
         }
         steps.push(Step { after_ms, harm });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::super::{ON_POSTGRES, ON_SQLITE};
+    use super::*;
+
+    fn kinds<Harm: std::fmt::Debug>(steps: &[Step<Harm>]) -> BTreeSet<String> {
+        let name = |step: &Step<Harm>| format!("{:?}", step.harm);
+        steps.iter().map(name).map(|name| name.split(' ').next().unwrap().to_owned()).collect()
+    }
+
+    #[test]
+    fn the_fixed_seeds_do_every_kind_of_harm() {
+        let (seed, ms) = (ON_POSTGRES.seed, ON_POSTGRES.seconds * 1000);
+        assert_eq!(kinds(&processes(seed, 2, ms)).len(), 3);
+        assert_eq!(kinds(&wires(seed, 2, true, ms)).len(), 10);
+        let (seed, ms) = (ON_SQLITE.seed, ON_SQLITE.seconds * 1000);
+        assert_eq!(kinds(&processes(seed, 1, ms)).len(), 3);
+        assert_eq!(kinds(&wires(seed, 1, false, ms)).len(), 5);
+    }
+
+    #[test]
+    fn a_plan_follows_from_its_seed_alone() {
+        let plan = |seed| {
+            let intents = (0..20).map(|n| format!("{:?}", intent(seed, 3, n, 2)));
+            let moods = (0..5).map(|n| format!("{:?}", mood(seed, &Scope::new("t", "o", "k"), n)));
+            let steps = wires(seed, 2, true, 9000).into_iter().map(|step| format!("{step:?}"));
+            intents.chain(moods).chain(steps).collect::<Vec<_>>()
+        };
+        assert_eq!(plan(1), plan(1));
+        assert_ne!(plan(1), plan(2));
+    }
+
+    #[test]
+    fn no_two_intents_share_a_scope() {
+        let scopes: BTreeSet<_> =
+            (0..9).flat_map(|c| (0..40).map(move |n| intent(5, c, n, 2).scope)).collect();
+        assert_eq!(scopes.len(), 9 * 40);
     }
 }

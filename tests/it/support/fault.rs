@@ -1,4 +1,5 @@
-//! A TCP proxy with a stable port before anything, Postgres say, that can refuse, cut, stall, and swallow what the server answers.
+//! A TCP proxy with a stable port before anything, Postgres say, that can refuse, hang, cut, stall, and swallow what the server
+//! answers.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,6 +23,8 @@ pub struct Fault {
 struct Switches {
     /// New connections are reset.
     refuses: AtomicBool,
+    /// New connections are taken, and nothing comes of them.
+    hangs: AtomicBool,
     /// What comes is read and not passed on, either way.
     stalls: watch::Sender<bool>,
     /// What is sent next with these bytes in it arrives, and is never answered.
@@ -63,6 +66,11 @@ impl Fault {
         self.switches.refuses.store(true, Ordering::SeqCst);
     }
 
+    /// From now on a new connection is taken and leads nowhere. What is open stays open.
+    pub fn hang(&self) {
+        self.switches.hangs.store(true, Ordering::SeqCst);
+    }
+
     /// From now on nothing goes through, and no connection ends of it.
     pub fn stall(&self) {
         self.switches.stalls.send_replace(true);
@@ -70,6 +78,7 @@ impl Fault {
 
     /// From now on everything goes through, and what was stalled too.
     pub fn pass(&self) {
+        self.switches.hangs.store(false, Ordering::SeqCst);
         self.switches.refuses.store(false, Ordering::SeqCst);
         self.switches.stalls.send_replace(false);
     }
@@ -105,6 +114,10 @@ async fn carry(client: TcpStream, server: SocketAddr, switches: Arc<Switches>) {
     let mut cuts = switches.cuts.subscribe();
     drop(client.set_zero_linger());
     if switches.refuses.load(Ordering::SeqCst) {
+        return;
+    }
+    if switches.hangs.load(Ordering::SeqCst) {
+        drop(cuts.changed().await);
         return;
     }
     let Ok(server) = TcpStream::connect(server).await else { return };

@@ -103,7 +103,8 @@ impl Made {
                 "idempotency_key": scope.key, "id": id, "data": data,
             });
             let payload = payload.to_string().into_bytes();
-            let delivery = Delivery { id: id.clone(), body: payload.clone(), verified: true };
+            let delivery =
+                Delivery { id: id.clone(), body: payload.clone(), verified: true, taken: true };
             self.history.deliveries.push(delivery);
             self.history.events.push(Event {
                 id,
@@ -397,6 +398,7 @@ fn an_event_that_does_not_arrive_as_it_is_written_is_found_out() {
     breaks(rule, "with other bytes", |h| h.deliveries[0].body.push(b' '));
     breaks(rule, "under another id", |h| h.deliveries[0].id = "other".into());
     breaks(rule, "with a bad signature", |h| h.deliveries[0].verified = false);
+    breaks(rule, "or is not taken", |h| h.deliveries[0].taken = false);
     breaks(rule, "given up", |h| h.events[0].status = "dead".into());
 }
 
