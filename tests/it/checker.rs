@@ -77,10 +77,11 @@ async fn check(which: Which, replicas: usize, fixed: Fixed) {
         panic!(
             "{} violations:\n{}\nThe history is in {}. Again:\n\
              ONCEGATE_CHECK_SEED={seed} ONCEGATE_CHECK_SECONDS={seconds} ONCEGATE_CHECK_REPLICAS={replicas} \
-             cargo test --test it checker::on_{which:?}",
+             cargo test --test it checker::on_{}",
             violations.len(),
             report(&violations[..violations.len().min(20)]),
             file.display(),
+            format!("{which:?}").to_lowercase(),
         );
     }
     // A run in which little happens shows nothing.

@@ -113,7 +113,8 @@ impl Answer {
         headers
     }
 
-    fn brief(&self) -> String {
+    /// In one line.
+    pub(crate) fn brief(&self) -> String {
         let problem = self.problem();
         let said = ["x-execution", "x-operator", "oncegate-record", "oncegate-stored"];
         let said = said.iter().filter_map(|name| Some(format!("{name}={}", self.header(name)?)));

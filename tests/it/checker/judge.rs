@@ -209,8 +209,10 @@ impl<'h> Judge<'h> {
         let number = answer.header("x-execution").and_then(|number| number.parse().ok());
         let run = number.and_then(|number: u64| self.by_number.get(&number).copied());
         let Some(run) = run else {
-            return self
-                .wrong(Rule::Foreign, format!("op {id} got an answer of nobody: {answer:?}"));
+            return self.wrong(
+                Rule::Foreign,
+                format!("op {id} got an answer of nobody: {}", answer.brief()),
+            );
         };
         let number = run.number;
         self.check(run.scope == op.scope, Rule::Foreign, || {
@@ -226,7 +228,7 @@ impl<'h> Judge<'h> {
             && answer.end_to_end() == run.answer.end_to_end()
             && answer.body == run.answer.body;
         self.check(same && run.whole, Rule::SameAnswer, || {
-            format!("op {id} got {answer:?}, execution {number} said {:?}", run.answer)
+            format!("op {id} got {}, execution {number} said {:?}", answer.brief(), run.answer)
         });
         self.standing(op, answer, run);
     }
@@ -235,8 +237,13 @@ impl<'h> Judge<'h> {
     fn standing(&mut self, op: &Op, answer: &Answer, run: &Execution) {
         let (id, number, class) = (op.id, run.number, class(&run.answer));
         let (kept, replayed) = (answer.kept(), answer.replayed());
-        let stored = kept != answer.not_stored();
-        self.check(stored == (class == Class::Stored), Rule::SameAnswer, || {
+        let stored = match class {
+            Class::Stored => kept != answer.not_stored(),
+            // Its record had gone on meanwhile.
+            Class::Released => !kept,
+            Class::Unknown => !kept && !answer.not_stored(),
+        };
+        self.check(stored, Rule::SameAnswer, || {
             format!("op {id}: execution {number} is {class:?}, and the answer says otherwise")
         });
         self.check(!replayed || kept, Rule::SameAnswer, || {
@@ -265,7 +272,7 @@ impl<'h> Judge<'h> {
         });
         let (id, done) = (op.id, self.completed.contains(record));
         self.check(known && done && answer.kept() && answer.replayed(), Rule::SameAnswer, || {
-            format!("op {id} got {answer:?}, which no operator said")
+            format!("op {id} got {}, which no operator said", answer.brief())
         });
         let row = self.rows.get(&op.scope).is_some_and(|row| row.record == record);
         self.check(row, Rule::Foreign, || format!("op {id} got the answer of record {record}"));
@@ -353,8 +360,10 @@ impl<'h> Judge<'h> {
         };
         self.check(right, Rule::SameAnswer, || {
             format!(
-                "op {} came after the answer of op {} was kept, and got {answer:?}",
-                op.id, first.id
+                "op {} came after the answer of op {} was kept, and got {}",
+                op.id,
+                first.id,
+                answer.brief()
             )
         });
     }
