@@ -103,8 +103,8 @@ impl Closing<'_> {
             Ok((Class::Stored, first)) => (self.keep(underway, first).await, None),
             Ok((Class::Released, first)) => (self.free(underway, first).await, None),
             Ok((Class::Unknown, first)) => {
-                drop(self.lose(underway).await);
-                (Finish::Unknown { first }, None)
+                let (_, stands) = self.lose(underway).await;
+                (stands.map_or(Finish::Unknown { first }, Finish::Overtaken), None)
             }
             Err(failure) => self.fail(underway, failure, given_up).await,
         }
@@ -156,11 +156,12 @@ impl Closing<'_> {
         tracing::warn!(%record, %operation, ?failure, "an attempt ended without an answer");
         let ending = match failure {
             Failure::Broken | Failure::TimedOut => {
-                let parted = self.lose(underway).await;
+                let (parted, stands) = self.lose(underway).await;
                 // Only now may the connection be cut: the record says what happened.
                 let awaited = !self.route.policy.late_answer.is_zero();
                 let late = given_up.filter(|_| awaited).map(|exchange| Late { parted, exchange });
-                return (Finish::Failed { fence, failure }, late);
+                let failed = Finish::Failed { fence, failure };
+                return (stands.map_or(failed, Finish::Overtaken), late);
             }
             // What is freed of a later attempt is unknown again, and no waiter starts the next one.
             Failure::NothingSent | Failure::LeaseEnded if attempt > Attempt::FIRST => {
@@ -215,17 +216,26 @@ impl Closing<'_> {
         Freed::Done
     }
 
-    /// Marks the record `unknown`: what comes now is late.
-    async fn lose(&self, underway: Box<Underway>) -> Parted {
-        let record = underway.fence.id;
-        match self.store.mark_unknown(&underway.scope, underway.fence).await {
-            Ok(Changed::Yes | Changed::No) => underway.part(Ending::Unknown(record)),
-            Err(error) => {
-                owed(&error);
-                let (scope, fence) = (underway.scope.clone(), underway.fence);
-                underway.part_owing(Debt::Unknown { scope, fence })
-            }
-        }
+    /// Marks the record `unknown`: what comes now is late. Where somebody else has completed it meanwhile, the caller and
+    /// those who waited get the answer that stands.
+    async fn lose(&self, underway: Box<Underway>) -> (Parted, Option<Arc<Replay>>) {
+        let (scope, fence) = (underway.scope.clone(), underway.fence);
+        let error = match self.store.mark_unknown(&scope, fence).await {
+            Ok(Changed::Yes) => return (underway.part(Ending::Unknown(fence.id)), None),
+            Ok(Changed::No) => match self.desk.standing(&scope, fence.id).await {
+                Ok(Standing::Completed(replay)) => {
+                    let parted = underway.part(Ending::Kept(Arc::clone(&replay)));
+                    return (parted, Some(replay));
+                }
+                Ok(Standing::Open | Standing::Gone) => {
+                    return (underway.part(Ending::Unknown(fence.id)), None);
+                }
+                Err(error) => error,
+            },
+            Err(error) => error,
+        };
+        owed(&error);
+        (underway.part_owing(Debt::Unknown { scope, fence }), None)
     }
 
     /// Keeps the answer with its events.

@@ -22,6 +22,7 @@ mod acceptance;
 mod acceptance_relay;
 mod admin;
 mod bypass;
+mod checker;
 mod claims;
 mod cli;
 mod clocks;

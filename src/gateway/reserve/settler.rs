@@ -137,8 +137,14 @@ impl Settler {
                 self.complete(completion, *fingerprint).await
             }
             Debt::Unknown { scope, fence } => {
-                self.store.mark_unknown(scope, *fence).await?;
-                Ok(Ending::Unknown(fence.id))
+                if self.store.mark_unknown(scope, *fence).await? == Changed::Yes {
+                    return Ok(Ending::Unknown(fence.id));
+                }
+                // Somebody else has the record: those who waited get what stands.
+                Ok(match self.standing(scope, fence.id).await? {
+                    Standing::Completed(replay) => Ending::Kept(replay),
+                    Standing::Open | Standing::Gone => Ending::Unknown(fence.id),
+                })
             }
             Debt::Release { scope, fence, ending, late } => {
                 if self.store.release(scope, *fence).await? == Changed::Yes {

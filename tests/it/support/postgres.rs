@@ -203,6 +203,11 @@ impl Cluster {
         self.signal("-INT");
     }
 
+    /// Stops the server at once, without a shutdown: the next start recovers.
+    pub(crate) fn crash(&self) {
+        self.signal("-QUIT");
+    }
+
     /// Kills the server and all its processes.
     pub(crate) fn kill9(&self) {
         let pid = self.pid();
