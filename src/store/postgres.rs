@@ -280,6 +280,10 @@ impl Store for Postgres {
         show::acted_on(&self.door, window).await
     }
 
+    async fn database_id(&self) -> Result<Uuid, Error> {
+        show::database_id(&self.door).await
+    }
+
     async fn ping(&self) -> Result<(), Error> {
         self.door.read("-- ping\nSELECT 1", &[]).await.map(drop)
     }
