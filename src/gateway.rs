@@ -17,6 +17,7 @@ pub mod pass;
 mod prefixed;
 pub mod reply;
 pub mod reserve;
+pub mod spill;
 pub mod upstream;
 
 use std::collections::HashMap;
@@ -39,6 +40,7 @@ use self::intake::{Intake, Keyed, Read};
 use self::pass::PassError;
 use self::reply::{Kept, Name, Problem};
 use self::reserve::{Admission, Desk, Followed, Lead, MayJudge, Seat};
+use self::spill::Spill;
 use self::upstream::{Body, Upstream};
 use crate::record::LeaseView;
 use crate::record::outcome::Failure;
@@ -99,6 +101,8 @@ pub struct Parts {
     pub lease: LeaseView,
     /// Whether other owners may be judged by their leases.
     pub may_judge: MayJudge,
+    /// Where outcomes are kept that the store does not take.
+    pub spill: Spill,
     /// For digests of credentials.
     pub digest: DigestKey,
     /// Where everything is counted.
@@ -111,15 +115,16 @@ impl Gateway {
     /// Puts the gateway together. `None`: no upstream has the default's name.
     #[must_use]
     pub fn new(settings: Settings, parts: Parts) -> Option<Arc<Self>> {
-        let Parts { routes, upstreams, store, lease, may_judge, digest, metrics, wake } = parts;
+        let Parts { routes, upstreams, store, lease, may_judge, spill, digest, metrics, wake } =
+            parts;
         let default = Arc::clone(upstreams.get(&settings.default_upstream)?);
         let desk_settings = reserve::Settings {
             reserve_timeout: settings.reserve_timeout,
             doubt_window: settings.doubt_window,
             cache_bytes: settings.cache_bytes,
         };
-        let desk =
-            Desk::new(desk_settings, Arc::clone(&store), lease, may_judge, Arc::clone(&metrics));
+        let (asked, counted) = (Arc::clone(&store), Arc::clone(&metrics));
+        let desk = Desk::new(desk_settings, asked, lease, may_judge, spill, counted);
         let intake = Intake::new(
             digest,
             Arc::clone(&metrics),
@@ -288,6 +293,7 @@ impl Gateway {
             Finish::Kept { first, expires_at } => {
                 (Reply::Executed, reply::first(first, Kept::Until(expires_at)))
             }
+            Finish::Spilled { first } => (Reply::Executed, reply::first(first, Kept::Spilled)),
             Finish::NotStored { first } => (Reply::Executed, reply::first(first, Kept::NotYet)),
             Finish::Overtaken(replay) => {
                 (Reply::Executed, reply::replay(&replay, &route.operation))
@@ -318,12 +324,18 @@ impl Gateway {
         }
     }
 
-    /// Waits until all reserved work has ended and is durable. What is left when the caller stops waiting becomes
-    /// `unknown` once this process's lease has run out.
+    /// Waits until all reserved work has ended and the store has taken it. For what is left when the caller stops waiting
+    /// there is [`Gateway::leave`].
     pub async fn drained(&self) {
         self.tasks.close();
         self.tasks.wait().await;
         self.desk.settler().idle().await;
+    }
+
+    /// The process ends: outcomes that are known and that the store has not taken go to the spill. What has no outcome yet
+    /// becomes `unknown` once this process's lease has run out.
+    pub async fn leave(&self) {
+        self.desk.settler().leave().await;
     }
 }
 

@@ -9,6 +9,9 @@ use crate::relay::sink;
 use crate::route::{OnUnknown, Route};
 use crate::scope::Source;
 
+/// So many of the largest answers a spill should have room for.
+const SPILLED_MIN: u64 = 8;
+
 /// The warnings about a configuration, in the order of its sections.
 #[must_use]
 pub fn warnings(config: &Config) -> Vec<Warning> {
@@ -59,6 +62,14 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
     if let Some(names) = on(|route| route.policy.retention < Duration::from_secs(3600)) {
         let text = format!("{names}: retention is under an hour; a retry after it executes again");
         warn("policy.retention", text);
+    }
+    let largest = config.routes.iter().map(|route| route.policy.response_body_max).max();
+    let largest = largest.and_then(|bytes| u64::try_from(bytes).ok()).unwrap_or_default();
+    if config.store.spill.bytes_max < largest.saturating_mul(SPILLED_MIN) {
+        let text = format!(
+            "has room for fewer than {SPILLED_MIN} of the largest answers that are kept; while it is full nothing new is reserved"
+        );
+        warn("store.spill.max_size", text);
     }
     if config.relay.sinks.is_empty() && config.routes.iter().next().is_some() {
         warn(

@@ -1,7 +1,8 @@
 //! From evidence to a durable end: the answer and its events in one transaction, or a release, or `unknown`.
 //!
-//! The end is durable before the caller gets a byte of the answer. Where the database does not take it in time, the
-//! settler goes on trying and the caller is told ([`Finish::NotStored`]). Waiters are woken with what the store took.
+//! The end is durable before the caller gets a byte of the answer. Where the database does not take an outcome in time,
+//! the spill does ([`Finish::Spilled`]) and the settler goes on trying; where the spill cannot either, the caller is told
+//! ([`Finish::NotStored`]). Waiters are woken with what the store took.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -15,12 +16,13 @@ use super::headers;
 use super::reserve::{
     Debt, Desk, Ending, Replay, Shared, SharedAnswer, Underway, replay_of, replay_of_completion,
 };
+use super::spill::Keeping;
 use super::upstream;
 use crate::record::event::{Event, Origin};
 use crate::record::outcome::{Class, Failure};
 use crate::record::{Answer, Attempt, Fence, KeptBody, RecordId, State};
 use crate::route::Route;
-use crate::store::{Changed, Completion, Error, Settled, Store};
+use crate::store::{Changed, Completion, Error, Settled, Store, complete_or_plain};
 use crate::telemetry::{Metrics, Step, causes};
 
 /// A body on its way to the first caller.
@@ -42,6 +44,8 @@ pub(super) struct First {
 pub(super) enum Finish {
     /// Kept until then.
     Kept { first: First, expires_at: SystemTime },
+    /// Kept in the spill until the store takes it.
+    Spilled { first: First },
     /// The upstream answered, and the store has not taken it (yet).
     NotStored { first: First },
     /// Somebody else completed the record meanwhile: this is what stands.
@@ -152,8 +156,11 @@ impl Closing<'_> {
     /// Keeps the answer with its events.
     async fn keep(&self, underway: Box<Underway>, first: First) -> Finish {
         let begun = Instant::now();
+        let settler = self.desk.settler();
+        let _known = settler.known();
         let completion = self.completion(&underway, &first);
-        let settled = self.complete(completion.clone(), begun + self.timeout).await;
+        let completing = complete_or_plain(self.store, completion.clone(), begun + self.timeout);
+        let settled = settler.before_the_end(completing).await;
         self.metrics.took(Step::Complete, begun.elapsed());
         match settled {
             Ok(Settled::Done { expires_at }) => {
@@ -167,27 +174,24 @@ impl Closing<'_> {
             }
             Ok(Settled::Fenced) => self.overtaken(underway, completion, first).await,
             Err(error) => {
-                owed(&error);
-                let fingerprint = underway.fingerprint;
-                underway.owe(Debt::Complete { completion: Box::new(completion), fingerprint });
-                Finish::NotStored { first }
+                let spilled = self.spill(underway, completion, &error).await;
+                // What is refused is in the spill for the next process to try again, and nothing is promised of it.
+                let refused = matches!(error, Error::Refused(_));
+                let kept = spilled && !refused;
+                if kept { Finish::Spilled { first } } else { Finish::NotStored { first } }
             }
         }
     }
 
-    /// Writes a completion. Events that the database refuses to hold lose their ordering key, never the outcome.
-    async fn complete(&self, completion: Completion, deadline: Instant) -> Result<Settled, Error> {
-        let mut plain = completion.clone();
-        match self.store.complete(completion, deadline).await {
-            Err(Error::Refused(cause)) => {
-                tracing::error!(%cause, "the database refused a completion; again without ordering keys");
-                for event in &mut plain.events {
-                    event.ordering_key = None;
-                }
-                self.store.complete(plain, deadline).await
-            }
-            other => other,
-        }
+    /// Keeps an outcome that the store did not take: in the spill before the caller is answered, and as a debt. Whether
+    /// it is durable now.
+    async fn spill(&self, underway: Box<Underway>, completion: Completion, error: &Error) -> bool {
+        owed(error);
+        let fingerprint = underway.fingerprint;
+        let keeping = self.desk.settler().spill().keep(&completion, fingerprint).await;
+        let spilled = matches!(keeping, Keeping::Spilled(_));
+        underway.owe(Debt::Complete { completion: Box::new(completion), fingerprint, keeping });
+        spilled
     }
 
     /// The record is no longer at this attempt, or is completed already: what stands is what counts.
@@ -197,7 +201,8 @@ impl Closing<'_> {
         completion: Completion,
         first: First,
     ) -> Finish {
-        match self.store.find(&completion.scope).await {
+        let looking = self.store.find(&completion.scope);
+        match self.desk.settler().before_the_end(looking).await {
             Ok(Some(record)) if record.fence.id == completion.fence.id => {
                 let State::Completed(completed) = record.state else {
                     underway.settled(Ending::LookAgain);
@@ -220,9 +225,8 @@ impl Closing<'_> {
                 Finish::NotStored { first }
             }
             Err(error) => {
-                owed(&error);
-                let fingerprint = underway.fingerprint;
-                underway.owe(Debt::Complete { completion: Box::new(completion), fingerprint });
+                // Perhaps it is stored already, perhaps somebody else has the record: nobody can promise the caller either.
+                self.spill(underway, completion, &error).await;
                 Finish::NotStored { first }
             }
         }

@@ -28,7 +28,7 @@ pub(super) const RECORD: HeaderName = HeaderName::from_static("oncegate-record")
 pub(super) const ATTEMPT: HeaderName = HeaderName::from_static("oncegate-attempt");
 /// When a kept answer expires.
 const EXPIRES: HeaderName = HeaderName::from_static("oncegate-expires");
-/// `false`: the upstream answered, and the store has not taken the answer yet.
+/// `false`: the upstream answered, and neither store nor spill has taken the answer yet.
 const STORED: HeaderName = HeaderName::from_static("oncegate-stored");
 
 /// A refusal of the desk as a problem; `mismatch` is the route's status for mismatches.
@@ -88,7 +88,7 @@ pub(super) fn first(first: First, kept: Kept) -> Response<Body> {
         Kept::NotYet => {
             headers.insert(STORED, HeaderValue::from_static("false"));
         }
-        Kept::No => {}
+        Kept::Spilled | Kept::No => {}
     }
     response
 }
@@ -98,7 +98,9 @@ pub(super) fn first(first: First, kept: Kept) -> Response<Body> {
 pub(super) enum Kept {
     /// Durable, until then.
     Until(SystemTime),
-    /// It should be, and the store has not taken it yet.
+    /// Durable in the spill. When it expires only the store will say.
+    Spilled,
+    /// It should be, and neither store nor spill has taken it yet.
     NotYet,
     /// It is not to be kept.
     No,

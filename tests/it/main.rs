@@ -40,6 +40,7 @@ mod reports_d;
 mod reports_retry;
 mod shutdown;
 mod smuggling;
+mod spill;
 mod sqlite;
 mod store;
 mod sweep;

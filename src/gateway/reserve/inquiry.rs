@@ -55,6 +55,9 @@ impl<'a> Inquiry<'a> {
 
     /// Proposes a reservation, and decides on what stands in its place.
     pub(super) async fn propose(&mut self) -> Step {
+        if self.desk.settler.spill().is_full() {
+            return self.only_look().await;
+        }
         let started = Instant::now();
         let proposal = self.proposal();
         let fence = Fence { id: proposal.id, attempt: Attempt::FIRST };
@@ -73,6 +76,21 @@ impl<'a> Inquiry<'a> {
             }
             Err(error) => unavailable(&error),
         }
+    }
+
+    /// Decides on a record that stands, and makes none: while the spill is full, what a new one comes to might be lost.
+    async fn only_look(&mut self) -> Step {
+        match self.desk.store.find(&self.ask.scope).await {
+            Ok(Some(record)) => self.meet(record).await,
+            Ok(None) => self.no_room(),
+            Err(error) => unavailable(&error),
+        }
+    }
+
+    fn no_room(&self) -> Step {
+        tracing::warn!("no reservation is made while the spill is full");
+        self.desk.settler.spill().refused();
+        Step::Refuse(Refusal::StoreUnavailable)
     }
 
     /// Looks at the record that another replica works on.
@@ -178,6 +196,9 @@ impl<'a> Inquiry<'a> {
     }
 
     async fn take_over(&self, from: Takeover, fingerprint: Fingerprint) -> Step {
+        if self.desk.settler.spill().is_full() {
+            return self.no_room();
+        }
         let proposal = self.proposal();
         let owner = proposal.owner;
         let taken = match from {

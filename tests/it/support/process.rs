@@ -54,6 +54,8 @@ impl Gateway {
         let mut child = Command::new(env!("CARGO_BIN_EXE_oncegate"))
             .args(["serve", "--config"])
             .arg(config)
+            // What is kept beside the database by default is kept in the test's own folder.
+            .current_dir(config.parent().expect("a folder"))
             .env("RUST_BACKTRACE", "1")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
