@@ -477,15 +477,18 @@ async fn an_outcome_whose_record_an_operator_released_changes_nothing() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_damaged_entry_loses_itself_only_and_its_file_is_set_aside() {
     let mut cut = Cut::start("").await;
+    // It lives on, and its file in the same folder is nobody else's.
+    let _neighbour = tokio::task::block_in_place(|| cut.gateway.restart());
     let keys = ["a", "b", "c"];
     cut.outcomes_without_a_database(&keys).await.iter().for_each(assert_kept);
     cut.gateway.kill9();
-    let [path] = &files(&cut.folder(), "spill")[..] else { panic!("one file") };
-    let mut bytes = std::fs::read(path).unwrap();
+    let length = |path: &PathBuf| std::fs::metadata(path).unwrap().len();
+    let path = files(&cut.folder(), "spill").into_iter().max_by_key(length).unwrap();
+    let mut bytes = std::fs::read(&path).unwrap();
     // In the middle of what the first entry holds.
     let location = bytes.windows(8).position(|bytes| bytes == b"location").unwrap();
     bytes[location] ^= 1;
-    std::fs::write(path, &bytes).unwrap();
+    std::fs::write(&path, &bytes).unwrap();
     cut.killed_and_started();
     let mut completed = BTreeSet::new();
     for key in keys {
@@ -496,6 +499,7 @@ async fn a_damaged_entry_loses_itself_only_and_its_file_is_set_aside() {
     assert_eq!(completed.len(), 2, "{completed:?}");
     let aside = files(&cut.folder(), "aside");
     assert_eq!(std::fs::read(&aside[0]).unwrap(), bytes, "for whoever can read more of it");
+    assert_eq!(files(&cut.folder(), "spill").len(), 2, "the neighbour's, and the new one's");
     assert_eq!(metric(cut.gateway.admin, "oncegate_spill_left_files").await, 1);
     assert!(cut.gateway.log().contains("not all of a spill file"), "{}", cut.gateway.log());
     assert_eq!(cut.orders.runs(), 3);

@@ -9,6 +9,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
@@ -20,8 +21,12 @@ use crate::record::{Fence, Fingerprint, Record, Scope, State};
 use crate::store::{self, Changed, Completion, Error, Settled, Store};
 use crate::telemetry::{Metrics, causes};
 
+/// First pause between two tries of a debt; it doubles. The first debt that is paid wakes all others.
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
-const PAUSE_MAX: Duration = Duration::from_secs(2);
+const PAUSE_MAX: Duration = Duration::from_millis(500);
+
+/// How often a reservation that may still be committed is looked for.
+const WITHDRAW_EVERY: Duration = Duration::from_secs(2);
 
 /// How long one try of a completion may take.
 const TRY: Duration = Duration::from_secs(10);
@@ -59,6 +64,8 @@ pub(crate) struct Settler {
     tasks: TaskTracker,
     /// Outcomes that are known and neither stored nor in the spill yet.
     known: TaskTracker,
+    /// The store took a debt after others had failed: it is back.
+    back: Arc<Notify>,
     /// The process ends: nothing waits for the database any more.
     ending: CancellationToken,
 }
@@ -71,7 +78,8 @@ impl Settler {
         metrics: Arc<Metrics>,
     ) -> Self {
         let (tasks, known) = (TaskTracker::new(), TaskTracker::new());
-        Self { store, cache, spill, metrics, tasks, known, ending: CancellationToken::new() }
+        let (back, ending) = (Arc::default(), CancellationToken::new());
+        Self { store, cache, spill, metrics, tasks, known, back, ending }
     }
 
     /// Where outcomes are kept that the store does not take.
@@ -125,9 +133,12 @@ impl Settler {
     async fn pay(&self, debt: Debt) -> Ending {
         let mut pause = PAUSE_FIRST;
         loop {
+            // Registered before the try: a success of another debt in the middle of it counts.
+            let back = self.back.notified();
             let error = match self.before_the_end(self.try_pay(&debt)).await {
                 Ok(ending) => {
                     debt.paid();
+                    self.back.notify_waiters();
                     return ending;
                 }
                 Err(error) => error,
@@ -138,7 +149,7 @@ impl Settler {
                 return Ending::LookAgain;
             }
             tracing::debug!(error = %causes(&error), "an outcome is still owed to the database");
-            let pausing = tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0));
+            let pausing = tokio::time::timeout(pause.mul_f64(0.5 + fastrand::f64() / 2.0), back);
             if self.ending.run_until_cancelled(pausing).await.is_none() {
                 return self.hand_over(debt).await;
             }
@@ -176,7 +187,7 @@ impl Settler {
                     if found || Instant::now() >= until {
                         return Ok(Ending::LookAgain);
                     }
-                    tokio::time::sleep(PAUSE_MAX.min(*window)).await;
+                    tokio::time::sleep(WITHDRAW_EVERY.min(*window)).await;
                 }
             }
         }

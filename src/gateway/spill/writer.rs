@@ -34,9 +34,6 @@ pub(super) enum Order {
     Close { reply: oneshot::Sender<Infallible> },
 }
 
-/// An outcome that is written and not yet durable.
-type Written = (Place, Reply);
-
 pub(super) struct Writer {
     disk: Box<dyn Disk>,
     head: FileHead,
@@ -88,8 +85,12 @@ impl Writer {
             }
         }
         self.forget(&paid);
-        self.keep(bodies);
+        let told = self.keep(bodies);
+        // Before anybody is told: who asks afterwards how full it is sees what he was told of.
         self.level.set(self.owed.len(), self.end - HEAD);
+        for (reply, result) in told {
+            drop(reply.send(result));
+        }
         close
     }
 
@@ -110,36 +111,32 @@ impl Writer {
         }
     }
 
-    fn keep(&mut self, bodies: Vec<(Vec<u8>, Reply)>) {
+    /// Makes the bodies durable; what each of those who wait is told.
+    fn keep(&mut self, bodies: Vec<(Vec<u8>, Reply)>) -> Vec<(Reply, Result<Place, NotKept>)> {
         let begun = self.end;
-        let mut written: Vec<Written> = Vec::new();
+        let mut told = Vec::with_capacity(bodies.len());
         for (body, reply) in bodies {
-            match self.write(Kind::Outcome, &body) {
-                Ok(place) => {
-                    self.end = place.end();
-                    written.push((place, reply));
-                }
-                Err(why) => drop(reply.send(Err(why))),
+            let written = self.write(Kind::Outcome, &body);
+            if let Ok(place) = &written {
+                self.end = place.end();
             }
+            told.push((reply, written));
         }
-        if written.is_empty() {
-            return;
-        }
-        if let Err(error) = self.disk.sync() {
+        let synced = if self.end == begun { Ok(()) } else { self.disk.sync() };
+        if let Err(error) = synced {
             // What of it is durable nobody knows. Where it cannot be cut off, what follows is written behind it.
             if self.disk.cut(begun).is_ok() {
                 self.end = begun;
             }
             let why = error.to_string();
-            for (_, reply) in written {
-                drop(reply.send(Err(NotKept::Disk(why.clone()))));
-            }
-            return;
+            let lost = |result: Result<Place, NotKept>| {
+                result.and_then(|_| Err(NotKept::Disk(why.clone())))
+            };
+            return told.into_iter().map(|(reply, result)| (reply, lost(result))).collect();
         }
-        for (place, reply) in written {
-            self.owed.insert(place.offset, place.check);
-            drop(reply.send(Ok(place)));
-        }
+        let kept = told.iter().filter_map(|(_, result)| result.as_ref().ok());
+        self.owed.extend(kept.map(|place| (place.offset, place.check)));
+        told
     }
 
     fn write(&mut self, kind: Kind, body: &[u8]) -> Result<Place, NotKept> {
