@@ -10,6 +10,7 @@
 //! - An [`Error`] says what may be concluded: nothing happened, or nobody knows.
 
 pub mod batch;
+mod late;
 pub mod postgres;
 pub mod sqlite;
 
@@ -19,6 +20,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use uuid::Uuid;
 
+pub use self::late::{LateEnd, LateOutcome};
 use crate::record::event::Event;
 use crate::record::{
     Answer, Attempt, Fence, Fingerprint, OwnerId, Record, RecordId, Scope, Status,
@@ -523,6 +525,9 @@ pub trait Store: Send + Sync + 'static {
     /// Marks records in progress `unknown` whose owner's lease has run out, up to `limit`; with a fence only that record.
     async fn mark_dead(&self, only: Option<(&Scope, Fence)>, limit: u32) -> Result<u64, Error>;
 
+    /// Writes an outcome that changed no row to the audit table. Run again it writes nothing more.
+    async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error>;
+
     /// Claims events that are due; see [`Claim`]. Committed before it returns.
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error>;
 
@@ -574,7 +579,7 @@ pub trait Store: Send + Sync + 'static {
     /// Makes events due again, through the retry lane, under their id and with growing claim numbers. Audited. How many.
     async fn redeliver(&self, which: &Redeliver, by: &Operator) -> Result<u64, Error>;
 
-    /// What was done to a record by hand, oldest first.
+    /// What was done to a record by hand, and its late outcomes, oldest first.
     async fn audit_of(&self, record: RecordId) -> Result<Vec<AuditRow>, Error>;
 
     /// Records that operators acted on within the last `window`.

@@ -5,6 +5,7 @@ use std::time::Duration;
 use http::Method;
 
 use crate::config::{Config, StoreKind, Warning};
+use crate::gateway::OnUnavailable;
 use crate::relay::sink;
 use crate::route::{OnUnknown, Route};
 use crate::scope::Source;
@@ -23,6 +24,11 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
         warn("route", "there is no [[route]]: everything passes through unprotected".to_owned());
     }
     let on = |test: fn(&Route) -> bool| operations(config, test);
+    if config.gateway.on_unavailable == OnUnavailable::Bypass {
+        let text = "while the store is away keyed requests are forwarded unprotected: duplicates execute again, no event \
+                    is written, and a retry after the outage executes once more";
+        warn("store.on_unavailable", text.to_owned());
+    }
     if let Some(names) = on(tenant_is_a_claim) {
         let text = format!(
             "{names}: the tenant is what the caller says, and nobody verifies it. Whoever can name a tenant can read \
@@ -63,14 +69,7 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
         let text = format!("{names}: retention is under an hour; a retry after it executes again");
         warn("policy.retention", text);
     }
-    let largest = config.routes.iter().map(|route| route.policy.response_body_max).max();
-    let largest = largest.and_then(|bytes| u64::try_from(bytes).ok()).unwrap_or_default();
-    if config.store.spill.bytes_max < largest.saturating_mul(SPILLED_MIN) {
-        let text = format!(
-            "has room for fewer than {SPILLED_MIN} of the largest answers that are kept; while it is full nothing new is reserved"
-        );
-        warn("store.spill.max_size", text);
-    }
+    about_spill(config, &mut warn);
     if config.relay.sinks.is_empty() && config.routes.iter().next().is_some() {
         warn(
             "sink",
@@ -85,6 +84,17 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
         warn("store.url", text.to_owned());
     }
     found
+}
+
+fn about_spill(config: &Config, warn: &mut impl FnMut(&str, String)) {
+    let largest = config.routes.iter().map(|route| route.policy.response_body_max).max();
+    let largest = largest.and_then(|bytes| u64::try_from(bytes).ok()).unwrap_or_default();
+    if config.store.spill.bytes_max < largest.saturating_mul(SPILLED_MIN) {
+        let text = format!(
+            "has room for fewer than {SPILLED_MIN} of the largest answers that are kept; while it is full nothing new is reserved"
+        );
+        warn("store.spill.max_size", text);
+    }
 }
 
 fn about_sink(sink: &sink::Settings, warn: &mut impl FnMut(&str, String)) {

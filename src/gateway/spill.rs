@@ -12,7 +12,8 @@
 //! - It is bounded. While it is nearly full, or an outcome that had no room is owed from memory alone, nothing new is
 //!   reserved ([`Spill::is_full`]).
 //! - Draining is fenced by record and attempt, so what was written before is found as written, and what was taken over
-//!   meanwhile is left alone ([`fenced_off`](drain)). It is done before the process marks or serves anything.
+//!   meanwhile is left alone: such an outcome goes to the audit table. It is done before the process marks or serves
+//!   anything.
 //!
 //! A process that dies while it writes leaves a torn entry, of which nobody was told. A file with damage, or of another
 //! database, is never deleted: an operator has to look.

@@ -31,19 +31,22 @@ use uuid::Uuid;
 
 use self::records::Completer;
 use self::thread::{Role, Tx, Worker, checkpoints, connect};
-use super::batch::{Batcher, RunError, Work};
+use super::batch::{Batcher, RunError, Turns, Work};
 use super::{
     Acknowledgement, Acted, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion, Error,
-    EventFilter, EventRow, Gauges, OpenError, Operator, Proposal, RecordFilter, RecordRow,
-    Redeliver, Reserved, Settled, Store, Takeover,
+    EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal, RecordFilter,
+    RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
 };
 use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 
 /// Each migration brings the schema from the version before it to its own: the first is version 1.
-const MIGRATIONS: [&str; 1] = [include_str!("../../migrations/sqlite/0001_records.sql")];
+const MIGRATIONS: [&str; 2] = [
+    include_str!("../../migrations/sqlite/0001_records.sql"),
+    include_str!("../../migrations/sqlite/0002_unknown.sql"),
+];
 
 /// The schema's version that this program knows.
-const KNOWN: u32 = 1;
+const KNOWN: u32 = 2;
 
 /// A SQLite file as a store. Dropped, its threads finish what is queued and end.
 pub struct Sqlite {
@@ -75,8 +78,10 @@ impl Sqlite {
             Ok(Err(cause)) => return Err(OpenError::Connect { place, cause }),
             Err(cause) => return Err(OpenError::Connect { place, cause: cause.into() }),
         };
-        let (reservations, reserving) = Batcher::new(Reservations(writer.clone(), stand.clone()));
-        let (completions, completing) = Batcher::new(Completions(writer.clone()));
+        let turns = Turns::default();
+        let (reservations, reserving) =
+            Batcher::new(Reservations(writer.clone(), stand.clone()), turns.clone());
+        let (completions, completing) = Batcher::new(Completions(writer.clone()), turns);
         tokio::spawn(reserving);
         tokio::spawn(completing);
         let store = Self { writer, reader, lists, reservations, completions, place, stand };
@@ -297,6 +302,11 @@ impl Store for Sqlite {
     async fn mark_dead(&self, only: Option<(&Scope, Fence)>, limit: u32) -> Result<u64, Error> {
         let only = only.map(|(scope, fence)| (scope.clone(), fence));
         self.writer.write(move |tx| records::mark_dead(tx, only.as_ref(), limit)).await
+    }
+
+    async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error> {
+        let late = late.clone();
+        self.writer.write(move |tx| operator::note_late(tx, &late)).await
     }
 
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {

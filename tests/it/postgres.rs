@@ -579,6 +579,37 @@ async fn eight_replicas_migrate_at_once() {
 }
 
 #[tokio::test]
+async fn records_that_were_unknown_before_the_migration_are_noted() {
+    let url = Cluster::shared().database();
+    let db = sql(&url).await;
+    db.batch_execute(include_str!("../../migrations/postgres/0001_records.sql")).await.unwrap();
+    db.batch_execute(include_str!("../../migrations/postgres/0002_outbox.sql")).await.unwrap();
+    db.batch_execute(
+        "CREATE TABLE oncegate_migrations (version int PRIMARY KEY, name text NOT NULL,
+            applied_at timestamptz NOT NULL DEFAULT clock_timestamp());
+         INSERT INTO oncegate_migrations VALUES (1, 'records'), (2, 'outbox');
+         INSERT INTO idempotency_records (id, tenant_id, operation, key, request_hash, raw_hash,
+             recipe, status, attempt, owner, created_at)
+         SELECT gen_random_uuid(), 't', 'o', s, '', '', '', s, 3, gen_random_uuid(), now()
+         FROM unnest(ARRAY['unknown', 'in_progress']) s;
+         INSERT INTO oncegate_unknown SELECT id, now() - interval '1 hour' FROM idempotency_records",
+    )
+    .await
+    .unwrap();
+    let store = Postgres::open(settings(&url)).await.unwrap();
+    store.migrate(true).await.unwrap();
+    let noted = "SELECT count(*) FROM oncegate_unknown u JOIN idempotency_records r ON r.id = u.id
+        WHERE r.status = 'unknown' AND u.attempt = 3 AND u.asked = 0 AND u.since = u.noted_at
+          AND u.next_ask_at = u.noted_at AND u.announced IS NULL";
+    assert_eq!(number(&db, noted).await, 1);
+    // A replica of the version before goes on noting.
+    let old = "INSERT INTO oncegate_unknown (id, noted_at) SELECT id, clock_timestamp()
+        FROM idempotency_records
+        ON CONFLICT (id) DO UPDATE SET noted_at = excluded.noted_at";
+    db.batch_execute(old).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_schema_of_another_version_is_refused_and_told_apart() {
     let url = Cluster::shared().database();
     let store = Postgres::open(settings(&url)).await.unwrap();

@@ -457,7 +457,7 @@ async fn an_outcome_that_was_committed_unseen_is_drained_without_a_second_event(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_outcome_whose_record_an_operator_released_changes_nothing() {
+async fn an_outcome_whose_record_an_operator_released_changes_nothing_and_is_audited() {
     let mut cut = Cut::start("").await;
     let first = cut.outcomes_without_a_database(&["k"]).await.remove(0);
     cut.gateway.kill9();
@@ -469,7 +469,11 @@ async fn an_outcome_whose_record_an_operator_released_changes_nothing() {
     .await;
     cut.killed_and_started();
     assert_eq!(drained(cut.gateway.admin, "fenced_off").await, 1);
-    assert!(cut.gateway.log().contains("a late outcome of the spill"), "{}", cut.gateway.log());
+    assert_eq!(metric(cut.gateway.admin, "oncegate_late_outcomes_total").await, 1);
+    let audited = format!(
+        "select count(*) from audit_log where action = 'late_outcome' and record_id = '{record}'"
+    );
+    assert_eq!(cut.place.count(&audited).await, 1);
     assert_eq!((cut.place.records().await, cut.place.events().await), (0, 0));
     assert_eq!(files(&cut.folder(), "spill").len(), 1, "its own");
 }

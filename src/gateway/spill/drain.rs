@@ -16,8 +16,8 @@ use uuid::Uuid;
 use super::Spill;
 use super::disk::{self, ENDING};
 use super::format::{self, BadHead, Contents, FileHead, HEAD, Place, ReadAt as _};
-use crate::record::{Record, RecordId, State};
-use crate::store::{self, Completion, Error, Settled, Store};
+use crate::record::{Record, State};
+use crate::store::{self, Completion, Error, LateOutcome, Settled, Store};
 use crate::telemetry::{Drained, causes};
 
 /// How many outcomes are under way at a time: one batch of the store.
@@ -137,6 +137,9 @@ impl Spill {
             match ended.map_err(|panic| Error::InDoubt(panic.into())).flatten() {
                 Ok(Some(result)) => {
                     self.level.metrics.spill_drained(result);
+                    if result == Drained::FencedOff {
+                        self.level.metrics.late_outcome();
+                    }
                     let stuck = result == Drained::Refused;
                     tally.stuck += u64::from(stuck);
                     tally.drained += u64::from(!stuck);
@@ -247,7 +250,7 @@ async fn settle(completion: &Completion, store: &dyn Store) -> Result<Drained, E
             Some(Record { fence, state: State::Completed(_), .. }) if fence == completion.fence => {
                 Ok(Drained::Already)
             }
-            Some(_) | None => Ok(fenced_off(completion)),
+            Some(_) | None => fenced_off(completion, store).await,
         },
         Err(Error::Refused(cause)) => {
             tracing::error!(%record, %cause, "the database refuses an outcome of the spill");
@@ -258,10 +261,11 @@ async fn settle(completion: &Completion, store: &dyn Store) -> Result<Drained, E
 }
 
 /// A late outcome: the record is at another attempt by now, or gone, by an operator or by another replica. What stands
-/// is what counts; this outcome changes nothing.
-fn fenced_off(completion: &Completion) -> Drained {
-    let (record, attempt): (RecordId, _) = (completion.fence.id, completion.fence.attempt.number());
-    let status = completion.answer.status.as_u16();
-    tracing::warn!(%record, attempt, status, "a late outcome of the spill found its record taken over");
-    Drained::FencedOff
+/// is what counts; this goes to the audit table.
+async fn fenced_off(completion: &Completion, store: &dyn Store) -> Result<Drained, Error> {
+    let (record, late) = (completion.fence.id, LateOutcome::from(completion));
+    store.note_late_outcome(&late).await?;
+    let outcome = late.summary();
+    tracing::warn!(%record, outcome, "a late outcome of the spill is kept in the audit table");
+    Ok(Drained::FencedOff)
 }

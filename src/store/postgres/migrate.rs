@@ -29,6 +29,16 @@ const MIGRATIONS: &[Migration] = &[
         name: "outbox",
         sql: include_str!("../../../migrations/postgres/0002_outbox.sql"),
     },
+    Migration {
+        version: 3,
+        name: "unknown",
+        sql: include_str!("../../../migrations/postgres/0003_unknown.sql"),
+    },
+    Migration {
+        version: 6,
+        name: "unwanted",
+        sql: include_str!("../../../migrations/postgres/0006_unwanted.sql"),
+    },
 ];
 
 /// The version that this program knows.

@@ -35,7 +35,7 @@ made AS (
            'in_progress', 1, owner, caller, context, clock_timestamp()
     FROM p WHERE owner IN (SELECT owner FROM live)
     ORDER BY tenant_id, operation, key
-    ON CONFLICT DO NOTHING
+    ON CONFLICT (tenant_id, operation, key) DO NOTHING
     RETURNING id)
 SELECT p.id, p.id IN (SELECT id FROM made) AS held, p.owner IN (SELECT owner FROM live) AS live
 FROM p";
@@ -295,14 +295,35 @@ WITH gone AS (
     RETURNING r.id)
 SELECT count(*) AS count FROM gone";
 
-/// Ends a statement whose `lost` holds the ids of records that became unknown: notes them, and counts them.
+/// Ends a statement whose `lost(id, attempt, since, orphaned)` became unknown: notes them, and counts them.
+///
+/// Where `$goes_on` holds, the doubt that was noted before goes on: this was a question that brought no result. Its beginning
+/// stays, and the next question waits, from 1 s doubling to 5 min.
 macro_rules! note_unknown {
-    () => {
-        ",
+    ($goes_on:literal) => {
+        concat!(
+            ",
 noted AS (
-    INSERT INTO oncegate_unknown (id, noted_at) SELECT id, clock_timestamp() FROM lost
-    ON CONFLICT (id) DO UPDATE SET noted_at = excluded.noted_at)
+    INSERT INTO oncegate_unknown AS u (id, noted_at, attempt, since, orphaned, next_ask_at)
+    SELECT id, clock_timestamp(), attempt, since, orphaned, since FROM lost
+    ON CONFLICT (id) DO UPDATE
+    SET noted_at = excluded.noted_at, attempt = excluded.attempt,
+        since = CASE WHEN ",
+            $goes_on,
+            " THEN u.since ELSE excluded.since END,
+        orphaned = CASE WHEN ",
+            $goes_on,
+            " THEN u.orphaned ELSE excluded.orphaned END,
+        asked = CASE WHEN ",
+            $goes_on,
+            " THEN u.asked + 1 ELSE 0 END,
+        next_ask_at = CASE WHEN ",
+            $goes_on,
+            " THEN clock_timestamp() + make_interval(
+                secs => least(300, power(2, least(u.asked, 9))) * (0.5 + random() / 2))
+            ELSE excluded.next_ask_at END)
 SELECT count(*) AS count FROM lost"
+        )
     };
 }
 
@@ -312,8 +333,9 @@ WITH lost AS (
     UPDATE idempotency_records r SET status = 'unknown'
     WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
       AND r.attempt > 1 AND r.status IN ('in_progress', 'unknown')
-    RETURNING r.id)",
-    note_unknown!()
+    RETURNING r.id, r.attempt, clock_timestamp() AS since, false AS orphaned)",
+    // This attempt did not execute: the doubt about those before it goes on.
+    note_unknown!("true")
 );
 
 pub(super) async fn release(door: &Door, scope: &Scope, fence: Fence) -> Result<Changed, Error> {
@@ -327,8 +349,8 @@ WITH lost AS (
     UPDATE idempotency_records r SET status = 'unknown'
     WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
       AND r.status = 'in_progress'
-    RETURNING r.id)",
-    note_unknown!()
+    RETURNING r.id, r.attempt, clock_timestamp() AS since, false AS orphaned)",
+    note_unknown!("u.attempt = excluded.attempt")
 );
 
 pub(super) async fn mark_unknown(
@@ -347,8 +369,10 @@ WITH lost AS (
       AND r.status = 'in_progress'
       AND NOT EXISTS (SELECT FROM oncegate_owners o
                       WHERE o.owner = r.owner AND o.lease_until > clock_timestamp())
-    RETURNING r.id)",
-    note_unknown!()
+    RETURNING r.id, r.attempt, true AS orphaned,
+              coalesce((SELECT lease_until FROM oncegate_owners o WHERE o.owner = r.owner),
+                       clock_timestamp()) AS since)",
+    note_unknown!("u.attempt = excluded.attempt")
 );
 
 pub(super) async fn mark_one_dead(door: &Door, scope: &Scope, fence: Fence) -> Result<u64, Error> {
@@ -358,9 +382,10 @@ pub(super) async fn mark_one_dead(door: &Door, scope: &Scope, fence: Fence) -> R
 const MARK_DEAD: &str = concat!(
     "-- mark_dead
 WITH dead AS MATERIALIZED (
-    SELECT owner FROM oncegate_owners WHERE lease_until <= clock_timestamp() AND NOT cleared),
+    SELECT owner, lease_until FROM oncegate_owners
+    WHERE lease_until <= clock_timestamp() AND NOT cleared),
 found AS MATERIALIZED (
-    SELECT r.tenant_id, r.operation, r.key, r.id, r.attempt
+    SELECT r.tenant_id, r.operation, r.key, r.id, r.attempt, dead.lease_until
     FROM dead JOIN idempotency_records r ON r.owner = dead.owner
     WHERE r.status = 'in_progress'
     LIMIT $1 FOR UPDATE OF r SKIP LOCKED),
@@ -368,8 +393,8 @@ lost AS (
     UPDATE idempotency_records r SET status = 'unknown' FROM found f
     WHERE r.tenant_id = f.tenant_id AND r.operation = f.operation AND r.key = f.key
       AND r.id = f.id AND r.attempt = f.attempt AND r.status = 'in_progress'
-    RETURNING r.id)",
-    note_unknown!()
+    RETURNING r.id, r.attempt, f.lease_until AS since, true AS orphaned)",
+    note_unknown!("u.attempt = excluded.attempt")
 );
 
 // Once nothing is left of an owner that has been dead for longer than any statement of its may last, its records,
