@@ -193,10 +193,23 @@ pub struct Claim {
     pub lane: Lane,
     /// At most as many as the sink has free slots.
     pub limit: u32,
+    /// The process that claims; the claim is worth nothing once its lease has ended.
+    pub owner: OwnerId,
     /// For how long they belong to this claim.
     pub lease: Duration,
+    /// Which claims of others are over.
+    pub over: Over,
     /// Also look at events that have been due for long (the slow, complete look).
     pub sweep: bool,
+}
+
+/// Which claims are over, so that what they hold may be claimed anew.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Over {
+    /// Those whose own time has passed.
+    Ended,
+    /// These, and all whose owner has no live lease. For whoever may judge other owners.
+    EndedOrDead,
 }
 
 /// The two queues of a sink, so that a backlog of retries never starves fresh events.
@@ -528,7 +541,7 @@ pub trait Store: Send + Sync + 'static {
     /// Writes an outcome that changed no row to the audit table. Run again it writes nothing more.
     async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error>;
 
-    /// Claims events that are due; see [`Claim`]. Committed before it returns.
+    /// Claims events that are due; see [`Claim`]. Committed before it returns. Whether `owner` itself lives is not asked.
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error>;
 
     /// Writes verdicts, each under its claim number. The ids of those that found their claim still current.

@@ -129,9 +129,12 @@ impl Closing<'_> {
             Err(_) => return LateAnswer::Missed,
         };
         let result = match finish {
-            Finish::Kept { .. } | Finish::Spilled { .. } => LateAnswer::Completed,
+            Finish::Kept { .. } => LateAnswer::Completed,
             Finish::Released { .. } | Finish::Failed { .. } => LateAnswer::Released,
-            Finish::NotStored { .. } | Finish::Overtaken(_) => LateAnswer::NotStored,
+            // In the spill it is kept, and not in the database yet.
+            Finish::Spilled { .. } | Finish::NotStored { .. } | Finish::Overtaken(_) => {
+                LateAnswer::NotStored
+            }
             Finish::Unknown { .. } => LateAnswer::Unknown,
         };
         let attempt = attempt.number();

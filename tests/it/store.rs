@@ -16,7 +16,7 @@ use oncegate::record::{
 };
 use oncegate::store::{
     Acknowledgement, Beat, Changed, Claim, Claimed, Completion, EventFilter, EventStatus, Lane,
-    LateEnd, LateOutcome, Objection, Operator, Proposal, RecordFilter, Redeliver, Reserved,
+    LateEnd, LateOutcome, Objection, Operator, Over, Proposal, RecordFilter, Redeliver, Reserved,
     Settled, Store, Takeover, Verdict,
 };
 use uuid::Uuid;
@@ -67,6 +67,7 @@ on_every_store![
     an_event_that_is_dead_towards_one_sink_is_kept_whole,
     a_claim_takes_no_more_than_its_limit_and_nothing_twice,
     concurrent_claims_never_share_an_event,
+    claims_of_an_owner_without_a_lease_are_free_at_once,
     a_stale_acknowledgement_changes_nothing,
     verdicts_move_events_as_they_say,
     redelivery_goes_on_from_the_claim_number,
@@ -201,8 +202,38 @@ async fn claim(
     limit: u32,
     lease: Duration,
 ) -> Vec<Claimed> {
-    let claim = Claim { sink: sink.into(), lane, limit, lease, sweep: true };
+    let (owner, over) = (OwnerId::fresh(), Over::Ended);
+    let claim = Claim { sink: sink.into(), lane, limit, owner, lease, over, sweep: true };
     store.claim(&claim).await.unwrap()
+}
+
+/// All that is due at once, as a process that may, or may not, judge others.
+async fn claim_as(store: &Tested, sink: &str, owner: OwnerId, over: Over) -> Vec<Claimed> {
+    let (sink, lane, lease) = (sink.to_owned(), Lane::Fresh, MINUTE);
+    let claim = Claim { sink, lane, limit: 10, owner, lease, over, sweep: false };
+    store.claim(&claim).await.unwrap()
+}
+
+async fn claims_of_an_owner_without_a_lease_are_free_at_once(store: Tested) {
+    announced(&store, "s", &["a", "b"]).await;
+    let (first, second, third) = (owner(&store).await, owner(&store).await, owner(&store).await);
+    let lost = claim_as(&store, "s", first, Over::Ended).await;
+    assert_eq!(lost.len(), 2);
+    assert!(claim_as(&store, "s", second, Over::EndedOrDead).await.is_empty(), "the first lives");
+    store.retire(first).await.unwrap();
+    assert!(claim_as(&store, "s", second, Over::Ended).await.is_empty(), "who may not judge waits");
+
+    let taken = claim_as(&store, "s", second, Over::EndedOrDead).await;
+    assert_eq!(taken.iter().map(|claimed| claimed.claim_no).collect::<Vec<_>>(), [2, 2]);
+    assert!(claim_as(&store, "s", third, Over::EndedOrDead).await.is_empty(), "the second lives");
+    let sent = || Verdict::Sent { status: 200 };
+    assert!(!verdict(&store, "s", &lost[0], sent()).await, "the dead one's verdict is late");
+    assert!(verdict(&store, "s", &taken[0], sent()).await);
+    // An owner that the store has never heard of, or has forgotten, has no lease either.
+    store.retire(second).await.unwrap();
+    let stranger = claim_as(&store, "s", OwnerId::fresh(), Over::EndedOrDead).await;
+    assert_eq!(stranger.len(), 1);
+    assert_eq!(claim_as(&store, "s", third, Over::EndedOrDead).await[0].claim_no, 4);
 }
 
 async fn verdict(store: &Tested, sink: &str, claimed: &Claimed, verdict: Verdict) -> bool {
