@@ -78,6 +78,7 @@ on_every_store![
     answers_come_back_byte_for_byte,
     operators_resolve_only_what_nobody_works_on,
     lists_filter_and_go_on_where_they_stopped,
+    a_database_is_known_by_its_id,
 ];
 
 type Tested = Arc<dyn Store>;
@@ -1158,4 +1159,11 @@ async fn lists_filter_and_go_on_where_they_stopped(store: Tested) {
         assert!(paged.len() <= 8, "a page repeats rows");
     }
     assert_eq!(paged, rows.iter().map(|row| row.id).collect::<Vec<_>>());
+}
+
+async fn a_database_is_known_by_its_id(store: Tested) {
+    let id = store.database_id().await.unwrap();
+    assert_ne!(id, Uuid::nil());
+    announced(&store, &sink(), &["e"]).await;
+    assert_eq!(store.database_id().await.unwrap(), id, "whatever is in it");
 }
