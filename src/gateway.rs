@@ -289,6 +289,9 @@ impl Gateway {
                 (Reply::Executed, reply::first(first, Kept::Until(expires_at)))
             }
             Finish::NotStored { first } => (Reply::Executed, reply::first(first, Kept::NotYet)),
+            Finish::Recorded(replay) => {
+                (Reply::Executed, reply::recorded(&replay, &route.operation))
+            }
             Finish::Overtaken(replay) => {
                 (Reply::Executed, reply::replay(&replay, &route.operation))
             }

@@ -84,7 +84,9 @@ pub async fn open(settings: &config::Store, migrate: bool) -> Result<Arc<dyn Sto
 }
 
 /// Opens the store for `serve`: locked where one process owns it, and cleared of what the last process left.
-async fn open_to_serve(settings: &config::Store) -> Result<Opened, StartError> {
+///
+/// `sinks`: their names, for what the database itself announces.
+async fn open_to_serve(settings: &config::Store, sinks: &[String]) -> Result<Opened, StartError> {
     let migrate = settings.migrate;
     match &settings.kind {
         StoreKind::Sqlite(path) => {
@@ -96,8 +98,11 @@ async fn open_to_serve(settings: &config::Store) -> Result<Opened, StartError> {
             while store.mark_dead(None, MARK_BATCH).await? > 0 {}
             Ok(Opened { store: Arc::new(store), alone: true, _lock: Some(lock) })
         }
-        StoreKind::Postgres(_) => {
-            Ok(Opened { store: open(settings, migrate).await?, alone: false, _lock: None })
+        StoreKind::Postgres(postgres) => {
+            let store = Postgres::open(postgres.clone()).await?;
+            store.migrate(migrate).await?;
+            store.name_sinks(sinks).await?;
+            Ok(Opened { store: Arc::new(store), alone: false, _lock: None })
         }
     }
 }
@@ -129,7 +134,8 @@ struct Stop {
 /// # Errors
 /// See [`StartError`]; nothing runs then.
 pub async fn start(config: Config) -> Result<Running, StartError> {
-    let opened = open_to_serve(&config.store).await?;
+    let sinks: Vec<String> = config.relay.sinks.iter().map(|sink| sink.name.clone()).collect();
+    let opened = open_to_serve(&config.store, &sinks).await?;
     let store = Arc::clone(&opened.store);
     let (metrics, wake) = (Arc::new(Metrics::default()), Arc::new(Notify::new()));
     let now = Instant::now();

@@ -2,6 +2,9 @@
 //!
 //! The end is durable before the caller gets a byte of the answer. Where the database does not take it in time, the
 //! settler goes on trying and the caller is told ([`Finish::NotStored`]). Waiters are woken with what the store took.
+//!
+//! An application on the same database may complete the record in its own transaction. Then its answer is what counts,
+//! also where all that was seen from here is a connection that broke.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -18,10 +21,15 @@ use super::reserve::{
 use super::upstream;
 use crate::record::event::{Event, Origin};
 use crate::record::outcome::{Class, Failure};
-use crate::record::{Answer, Attempt, Fence, KeptBody, RecordId, State};
+use crate::record::{Answer, Attempt, Fence, KeptBody, Record, RecordId, State};
 use crate::route::Route;
 use crate::store::{Changed, Completion, Error, Settled, Store};
 use crate::telemetry::{Metrics, Step, causes};
+
+/// First pause before a record is looked at again that a transaction of the application holds; it doubles up to
+/// [`LOOK_MAX`].
+const LOOK_FIRST: Duration = Duration::from_millis(20);
+const LOOK_MAX: Duration = Duration::from_millis(200);
 
 /// A body on its way to the first caller.
 pub(super) enum FirstBody {
@@ -44,6 +52,8 @@ pub(super) enum Finish {
     Kept { first: First, expires_at: SystemTime },
     /// The upstream answered, and the store has not taken it (yet).
     NotStored { first: First },
+    /// The application completed this very attempt itself: this is its answer.
+    Recorded(Arc<Replay>),
     /// Somebody else completed the record meanwhile: this is what stands.
     Overtaken(Arc<Replay>),
     /// Known not to have executed: passed on.
@@ -82,10 +92,10 @@ impl Closing<'_> {
             Evidence::Answered { head, body } => (head, FirstBody::Whole(body)),
             Evidence::Large { head, begun, rest } => (head, FirstBody::Streamed { begun, rest }),
             Evidence::Failed(failure) => {
-                self.fail(underway, failure).await;
+                let stands = self.fail(underway, failure).await;
                 // Only now: the record says what happened before the connection is cut.
                 drop(given_up);
-                return Finish::Failed { fence, failure };
+                return stands.unwrap_or(Finish::Failed { fence, failure });
             }
         };
         let class = self.route.outcome.class(head.status, &head.headers);
@@ -98,14 +108,12 @@ impl Closing<'_> {
                 self.release(underway, ending).await;
                 Finish::Released { first }
             }
-            Class::Unknown => {
-                self.lose(underway).await;
-                Finish::Unknown { first }
-            }
+            Class::Unknown => self.lose(underway).await.unwrap_or(Finish::Unknown { first }),
         }
     }
 
-    async fn fail(&self, underway: Box<Underway>, failure: Failure) {
+    /// Ends an attempt without an answer. `Some`: there is one in the store.
+    async fn fail(&self, underway: Box<Underway>, failure: Failure) -> Option<Finish> {
         let Fence { id: record, attempt } = underway.fence;
         let operation = &self.route.operation;
         tracing::warn!(%record, %operation, ?failure, "an attempt ended without an answer");
@@ -121,6 +129,7 @@ impl Closing<'_> {
             Failure::LeaseEnded => Ending::LookAgain,
         };
         self.release(underway, ending).await;
+        None
     }
 
     /// Frees the attempt; those who waited for it get this ending.
@@ -128,6 +137,10 @@ impl Closing<'_> {
         match self.store.release(&underway.scope, underway.fence).await {
             Ok(Changed::Yes) => underway.settled(ending),
             Ok(Changed::No) => underway.settled(Ending::LookAgain),
+            Ok(Changed::Locked) => {
+                let (scope, fence) = (underway.scope.clone(), underway.fence);
+                underway.owe(Debt::Release { scope, fence, ending });
+            }
             Err(error) => {
                 owed(&error);
                 let (scope, fence) = (underway.scope.clone(), underway.fence);
@@ -136,17 +149,57 @@ impl Closing<'_> {
         }
     }
 
-    /// Marks the record `unknown`.
-    async fn lose(&self, underway: Box<Underway>) {
-        let record = underway.fence.id;
-        match self.store.mark_unknown(&underway.scope, underway.fence).await {
-            Ok(Changed::Yes | Changed::No) => underway.settled(Ending::Unknown(record)),
+    /// Marks the record `unknown`. `Some`: it is completed, whoever did it.
+    async fn lose(&self, underway: Box<Underway>) -> Option<Finish> {
+        let fence = underway.fence;
+        match self.mark_unknown(&underway).await {
+            Ok(Changed::Yes) => underway.settled(Ending::Unknown(fence.id)),
+            Ok(Changed::No) => match self.store.find(&underway.scope).await {
+                Ok(Some(Record {
+                    fence: found,
+                    fingerprint,
+                    state: State::Completed(completed),
+                })) if found.id == fence.id => {
+                    let replay = replay_of(found, fingerprint, *completed);
+                    return Some(self.stands(underway, found, Arc::new(replay)));
+                }
+                Ok(_) | Err(_) => underway.settled(Ending::Unknown(fence.id)),
+            },
+            Ok(Changed::Locked) => {
+                tracing::warn!(record = %fence.id, "a transaction of the application holds the record; the settler goes on");
+                let scope = underway.scope.clone();
+                underway.owe(Debt::Unknown { scope, fence });
+            }
             Err(error) => {
                 owed(&error);
-                let (scope, fence) = (underway.scope.clone(), underway.fence);
+                let scope = underway.scope.clone();
                 underway.owe(Debt::Unknown { scope, fence });
             }
         }
+        None
+    }
+
+    /// Marks the record, once no transaction of the application holds it any more; as long as the caller waits for an end.
+    async fn mark_unknown(&self, underway: &Underway) -> Result<Changed, Error> {
+        let begun = Instant::now();
+        let mut pause = LOOK_FIRST;
+        loop {
+            match self.store.mark_unknown(&underway.scope, underway.fence).await? {
+                Changed::Locked if begun.elapsed() + pause < self.timeout => {}
+                changed @ (Changed::Yes | Changed::No | Changed::Locked) => return Ok(changed),
+            }
+            tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
+            pause = (pause * 2).min(LOOK_MAX);
+        }
+    }
+
+    /// The record is completed: that is the end, for the caller and for all that wait.
+    fn stands(&self, underway: Box<Underway>, found: Fence, replay: Arc<Replay>) -> Finish {
+        let own = found == underway.fence;
+        self.desk.remember(&underway.scope, &replay);
+        underway.settled(Ending::Kept(Arc::clone(&replay)));
+        self.wake.notify_one();
+        if own { Finish::Recorded(replay) } else { Finish::Overtaken(replay) }
     }
 
     /// Keeps the answer with its events.
@@ -206,13 +259,9 @@ impl Closing<'_> {
                 // What was committed and not confirmed is found as a record of this attempt with this very answer.
                 let own = record.fence == completion.fence && completed.answer == completion.answer;
                 let replay = Arc::new(replay_of(record.fence, record.fingerprint, *completed));
-                self.desk.remember(&completion.scope, &replay);
-                underway.settled(Ending::Kept(Arc::clone(&replay)));
-                self.wake.notify_one();
-                if own {
-                    return Finish::Kept { first, expires_at: replay.expires_at };
-                }
-                Finish::Overtaken(replay)
+                let expires_at = replay.expires_at;
+                let stands = self.stands(underway, record.fence, replay);
+                if own { Finish::Kept { first, expires_at } } else { stands }
             }
             Ok(Some(_) | None) => {
                 tracing::warn!(record = %completion.fence.id, "a late outcome found its record taken over");

@@ -39,11 +39,14 @@ use super::{
 };
 use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 
-/// Each migration brings the schema from the version before it to its own: the first is version 1.
-const MIGRATIONS: [&str; 1] = [include_str!("../../migrations/sqlite/0001_records.sql")];
+/// Each migration brings the schema from the version before it in this list to its own.
+const MIGRATIONS: [(u32, &str); 2] = [
+    (1, include_str!("../../migrations/sqlite/0001_records.sql")),
+    (4, include_str!("../../migrations/sqlite/0004_retention.sql")),
+];
 
 /// The schema's version that this program knows.
-const KNOWN: u32 = 1;
+const KNOWN: u32 = 4;
 
 /// A SQLite file as a store. Dropped, its threads finish what is queued and end.
 pub struct Sqlite {
@@ -96,7 +99,7 @@ impl Sqlite {
         if found < KNOWN && !allowed {
             return Err(OpenError::OlderSchema { found, known: KNOWN });
         }
-        for (version, sql) in (1..).zip(MIGRATIONS) {
+        for (version, sql) in MIGRATIONS {
             let applied = self.writer.write(move |tx| apply(tx, version, sql)).await;
             applied.map_err(|cause| OpenError::Migration { version, cause: cause.into() })?;
         }

@@ -93,13 +93,17 @@ impl Settler {
             Debt::Complete { completion, fingerprint } => {
                 self.complete(completion, *fingerprint).await
             }
-            Debt::Unknown { scope, fence } => {
-                self.store.mark_unknown(scope, *fence).await?;
-                Ok(Ending::Unknown(fence.id))
-            }
+            Debt::Unknown { scope, fence } => match self.store.mark_unknown(scope, *fence).await? {
+                Changed::Yes => Ok(Ending::Unknown(fence.id)),
+                Changed::No => self.what_stands(scope, *fence).await,
+                Changed::Locked => Err(locked()),
+            },
             Debt::Release { scope, fence, ending } => {
-                let released = self.store.release(scope, *fence).await?;
-                Ok(if released == Changed::Yes { ending.clone() } else { Ending::LookAgain })
+                match self.store.release(scope, *fence).await? {
+                    Changed::Yes => Ok(ending.clone()),
+                    Changed::No => Ok(Ending::LookAgain),
+                    Changed::Locked => Err(locked()),
+                }
             }
             Debt::Withdraw { scope, fence, window } => {
                 let until = Instant::now() + *window;
@@ -112,6 +116,20 @@ impl Settler {
                     tokio::time::sleep(PAUSE_MAX.min(*window)).await;
                 }
             }
+        }
+    }
+
+    /// The end of an attempt that is `unknown` already, or that somebody completed: the application itself, say.
+    async fn what_stands(&self, scope: &Scope, lost: Fence) -> Result<Ending, Error> {
+        match self.store.find(scope).await? {
+            Some(Record { fence, fingerprint, state: State::Completed(completed) })
+                if fence.id == lost.id =>
+            {
+                let replay = Arc::new(super::replay_of(fence, fingerprint, *completed));
+                self.cache.put(scope, &replay);
+                Ok(Ending::Kept(replay))
+            }
+            Some(_) | None => Ok(Ending::Unknown(lost.id)),
         }
     }
 
@@ -144,4 +162,9 @@ impl Settler {
         self.cache.put(&completion.scope, &replay);
         Ok(Ending::Kept(replay))
     }
+}
+
+/// Somebody's transaction holds the record: what is owed is owed on.
+fn locked() -> Error {
+    Error::Unavailable("another transaction holds the record".into())
 }
