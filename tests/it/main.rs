@@ -26,6 +26,7 @@ mod commands;
 mod crash;
 mod doubt;
 mod fingerprint;
+mod functions;
 mod lease;
 mod outage;
 mod postgres;
