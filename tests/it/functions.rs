@@ -732,6 +732,14 @@ async fn what_does_not_fit_the_record_is_refused_and_writes_nothing() {
     }
     let large = emit(id, "a").replace("'[1]'", "to_jsonb(repeat('x', 1048576))");
     bench.refused(&wrong(&large), "22023", "larger than 1 MiB").await;
+    // The next attempt is under way, and has not ended.
+    let late = bench.held("late").await;
+    let fence = Fence { id: late.id, attempt: Attempt::FIRST };
+    assert_eq!(bench.store.mark_unknown(&late.scope, fence).await.unwrap(), Changed::Yes);
+    let next = proposal(bench.owner, "late");
+    let taken = bench.store.take_over(next, Takeover::Unknown(fence)).await.unwrap();
+    assert_eq!(taken, Changed::Yes);
+    bench.refused(&wrong(&complete(late.id)), "OG001", "is at attempt 2, not at 1").await;
     assert_eq!(bench.place.count("select count(*) from orders").await, 0);
     assert_eq!(bench.place.events().await, 0);
     bench.run(&wrong(&complete(id))).await;
