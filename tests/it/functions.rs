@@ -423,7 +423,7 @@ async fn committed_after_the_timeout_is_the_stored_answer_for_every_retry() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_transaction_that_holds_its_row_stops_no_other_request() {
-    let store = "completion_timeout = \"1s\"\nsweep_every = \"200ms\"";
+    let store = "completion_timeout = \"3s\"\nsweep_every = \"200ms\"";
     let town = Town::start(store, "wait = \"500ms\"", "").await;
     let other = town.gateway.restart();
     // One answers and leaves its transaction open, so that its completion meets the lock; another just holds it.
