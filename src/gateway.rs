@@ -9,10 +9,12 @@
 //! and its retry finds the result. Those who wait for another's execution are not tasks; they hold nothing.
 
 pub mod accept;
+mod bypass;
 pub mod complete;
 pub mod forward;
 pub mod headers;
 mod intake;
+mod late;
 pub mod pass;
 mod prefixed;
 pub mod reply;
@@ -25,6 +27,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use http::header::CONNECTION;
 use http::{HeaderValue, Request, Response};
 use hyper::body::Incoming;
@@ -32,13 +35,15 @@ use tokio::sync::{Notify, oneshot};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use self::complete::{Closing, Finish};
+use self::bypass::Alarm;
+use self::complete::{Closing, Finish, Late};
 use self::forward::Bounds;
 use self::headers::Forwarding;
 use self::intake::{Intake, Keyed, Read};
+use self::late::LateReads;
 use self::pass::PassError;
 use self::reply::{Kept, Name, Problem};
-use self::reserve::{Admission, Desk, Followed, Lead, MayJudge, Seat};
+use self::reserve::{Admission, Desk, Followed, Lead, MayJudge, Refusal, Seat, Unreserved};
 use self::upstream::{Body, Upstream};
 use crate::record::LeaseView;
 use crate::record::outcome::Failure;
@@ -67,10 +72,23 @@ pub struct Settings {
     pub cache_bytes: u64,
     /// Keyed requests in flight, waiting ones included.
     pub in_flight_max: usize,
+    /// Answers awaited after their time-out.
+    pub late_answers_max: usize,
+    /// What a keyed request gets while the store is away.
+    pub on_unavailable: OnUnavailable,
     /// Sum of the buffered bodies of keyed requests, in bytes.
     pub buffered_bytes_max: usize,
     /// Under which name unnamed routes find their upstream.
     pub default_upstream: String,
+}
+
+/// What a keyed request gets for which no reservation can be made because the store is away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnUnavailable {
+    /// 503; nothing is forwarded.
+    Refuse,
+    /// It is forwarded unprotected.
+    Bypass,
 }
 
 /// The gateway behind a listener.
@@ -82,6 +100,8 @@ pub struct Gateway {
     store: Arc<dyn Store>,
     desk: Desk,
     intake: Intake,
+    late: LateReads,
+    alarm: Alarm,
     metrics: Arc<Metrics>,
     wake: Arc<Notify>,
     tasks: TaskTracker,
@@ -127,6 +147,7 @@ impl Gateway {
             settings.buffered_bytes_max,
         );
         let tasks = TaskTracker::new();
+        let late = LateReads::new(settings.late_answers_max, Arc::clone(&metrics));
         Some(Arc::new(Self {
             settings,
             routes,
@@ -135,6 +156,8 @@ impl Gateway {
             store,
             desk,
             intake,
+            late,
+            alarm: Alarm::default(),
             metrics,
             wake,
             tasks,
@@ -182,8 +205,16 @@ impl Gateway {
                 Seat::Lead(lead) => return self.detach(keyed, lead, deadline).await,
                 Seat::Follow(follow) => {
                     let followed = self.desk.follow(&keyed.ask, follow, deadline).await;
-                    if let Followed::Admitted(admission) = followed {
-                        return self.reply(&route, admission, Reply::Waited);
+                    match followed {
+                        Followed::Admitted(Admission::Refuse(refusal))
+                            if self.bypasses(refusal) =>
+                        {
+                            return self.bypass(*keyed).await;
+                        }
+                        Followed::Admitted(admission) => {
+                            return self.reply(&route, admission, Reply::Waited);
+                        }
+                        Followed::LookAgain => {}
                     }
                 }
             }
@@ -212,34 +243,82 @@ impl Gateway {
     }
 
     /// A leader's work: reserve, forward, complete.
-    async fn work(&self, mut keyed: Keyed, lead: Lead, deadline: Instant) -> Response<Body> {
+    async fn work(
+        self: Arc<Self>,
+        mut keyed: Keyed,
+        lead: Lead,
+        deadline: Instant,
+    ) -> Response<Body> {
         let route = Arc::clone(&keyed.route);
         let reservation = match self.desk.lead(&keyed.ask, lead, deadline).await {
             Admission::Execute(reservation) => reservation,
+            Admission::Refuse(refusal) if self.bypasses(refusal) => {
+                return self.bypass(keyed).await;
+            }
             other @ (Admission::Replay(_) | Admission::Share(_) | Admission::Refuse(_)) => {
                 return self.reply(&route, other, Reply::Replayed);
             }
         };
         let _in_flight = self.metrics.in_flight();
         let upstream = self.upstream(&route);
-        let request = keyed.outgoing(&self.settings.forwarding, &upstream, reservation.fence());
+        let request =
+            keyed.outgoing(&self.settings.forwarding, &upstream, Some(reservation.fence()));
         let policy = &route.policy;
         let bounds = Bounds { timeout: policy.timeout, body_max: policy.response_body_max };
         let begun = Instant::now();
         let (underway, evidence, given_up) =
             forward::forward(reservation, upstream, request, bounds).await;
         self.metrics.took(Step::Forward, begun.elapsed());
-        let closing = Closing {
+        let context = keyed.ask.context.take();
+        let closing = self.closing(&route, context.as_deref());
+        let (finish, late) = closing.close(underway, evidence, given_up).await;
+        if let Some(late) = late {
+            self.await_late(late, &route, context);
+        }
+        self.finished(&route, finish)
+    }
+
+    fn closing<'a>(&'a self, route: &'a Route, context: Option<&'a [u8]>) -> Closing<'a> {
+        Closing {
             desk: &self.desk,
             store: &*self.store,
             metrics: &self.metrics,
             wake: &self.wake,
-            route: &route,
-            context: keyed.ask.context.as_deref(),
+            route,
+            context,
             timeout: self.settings.completion_timeout,
+        }
+    }
+
+    /// Goes on reading an answer whose caller was told that it did not come in time.
+    fn await_late(self: &Arc<Self>, late: Late, route: &Arc<Route>, context: Option<Bytes>) {
+        let Late { parted, exchange } = late;
+        let (gateway, route) = (Arc::clone(self), Arc::clone(route));
+        let time = route.policy.late_answer;
+        self.late.start(exchange, time, move |evidence| async move {
+            gateway.closing(&route, context.as_deref()).close_late(parted, evidence).await
+        });
+    }
+
+    /// Whether this is a refusal in whose place the request is forwarded unprotected.
+    fn bypasses(&self, refusal: Refusal) -> bool {
+        self.settings.on_unavailable == OnUnavailable::Bypass
+            && refusal == Refusal::StoreUnavailable(Unreserved::Certainly)
+    }
+
+    /// Forwards a request that nothing protects, once.
+    async fn bypass(&self, mut keyed: Keyed) -> Response<Body> {
+        let route = Arc::clone(&keyed.route);
+        self.alarm.raise();
+        self.metrics.replied(route.operation.as_str(), Reply::Bypassed);
+        let upstream = self.upstream(&route);
+        let request = keyed.outgoing(&self.settings.forwarding, &upstream, None);
+        let mut answer = match bypass::forward(&upstream, request, route.policy.timeout).await {
+            Ok(answer) => answer,
+            Err(failure) => reply::bypass_failed(failure).into_response(Some(&route.operation)),
         };
-        let finish = closing.close(underway, evidence, given_up).await;
-        self.finished(&route, finish)
+        bypass::mark(&mut answer);
+        answer
     }
 
     async fn pass(&self, upstream: &Upstream, request: Request<Body>) -> Response<Body> {
@@ -288,7 +367,7 @@ impl Gateway {
             Finish::Kept { first, expires_at } => {
                 (Reply::Executed, reply::first(first, Kept::Until(expires_at)))
             }
-            Finish::NotStored { first } => (Reply::Executed, reply::first(first, Kept::NotYet)),
+            Finish::NotStored { first, counted } => (counted, reply::first(first, Kept::NotYet)),
             Finish::Recorded(replay) => {
                 (Reply::Executed, reply::recorded(&replay, &route.operation))
             }
@@ -326,6 +405,8 @@ impl Gateway {
     pub async fn drained(&self) {
         self.tasks.close();
         self.tasks.wait().await;
+        // Their records are unknown already: nobody waits for them.
+        self.late.cut().await;
         self.desk.settler().idle().await;
     }
 }

@@ -10,6 +10,7 @@
 //! - An [`Error`] says what may be concluded: nothing happened, or nobody knows.
 
 pub mod batch;
+mod late;
 pub mod postgres;
 pub mod sqlite;
 
@@ -19,6 +20,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use uuid::Uuid;
 
+pub use self::late::{LateEnd, LateOutcome};
 use crate::record::event::Event;
 use crate::record::{
     Answer, Attempt, Fence, Fingerprint, OwnerId, Record, RecordId, Scope, Status,
@@ -196,10 +198,23 @@ pub struct Claim {
     pub lane: Lane,
     /// At most as many as the sink has free slots.
     pub limit: u32,
+    /// The process that claims; the claim is worth nothing once its lease has ended.
+    pub owner: OwnerId,
     /// For how long they belong to this claim.
     pub lease: Duration,
+    /// Which claims of others are over.
+    pub over: Over,
     /// Also look at events that have been due for long (the slow, complete look).
     pub sweep: bool,
+}
+
+/// Which claims are over, so that what they hold may be claimed anew.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Over {
+    /// Those whose own time has passed.
+    Ended,
+    /// These, and all whose owner has no live lease. For whoever may judge other owners.
+    EndedOrDead,
 }
 
 /// The two queues of a sink, so that a backlog of retries never starves fresh events.
@@ -529,7 +544,10 @@ pub trait Store: Send + Sync + 'static {
     /// Marks records in progress `unknown` whose owner's lease has run out, up to `limit`; with a fence only that record.
     async fn mark_dead(&self, only: Option<(&Scope, Fence)>, limit: u32) -> Result<u64, Error>;
 
-    /// Claims events that are due; see [`Claim`]. Committed before it returns.
+    /// Writes an outcome that changed no row to the audit table. Run again it writes nothing more.
+    async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error>;
+
+    /// Claims events that are due; see [`Claim`]. Committed before it returns. Whether `owner` itself lives is not asked.
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error>;
 
     /// Writes verdicts, each under its claim number. The ids of those that found their claim still current.
@@ -580,7 +598,7 @@ pub trait Store: Send + Sync + 'static {
     /// Makes events due again, through the retry lane, under their id and with growing claim numbers. Audited. How many.
     async fn redeliver(&self, which: &Redeliver, by: &Operator) -> Result<u64, Error>;
 
-    /// What was done to a record by hand, oldest first.
+    /// What was done to a record by hand, and its late outcomes, oldest first.
     async fn audit_of(&self, record: RecordId) -> Result<Vec<AuditRow>, Error>;
 
     /// Records that operators acted on within the last `window`.

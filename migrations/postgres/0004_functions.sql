@@ -143,18 +143,14 @@ BEGIN
             MESSAGE = 'oncegate_emit: the message is larger than 1 MiB';
     END IF;
     INSERT INTO outbox_messages (id, event_key, seq, event_type, tenant_id, operation,
-                                 idempotency_key, record_id, payload, created_at)
+                                 idempotency_key, record_id, payload, wanted, created_at)
     VALUES (event_id, event_key, this_one.events - 1, oncegate_emit.type, scope.tenant_id,
-            scope.operation, scope.key, oncegate_emit.record_id, convert_to(message, 'UTF8'), now_at)
+            scope.operation, scope.key, oncegate_emit.record_id, convert_to(message, 'UTF8'),
+            EXISTS (SELECT FROM oncegate_sinks), now_at)
     ON CONFLICT DO NOTHING;
-    IF NOT FOUND THEN
-        RETURN event_id;
-    END IF;
-    INSERT INTO outbox_queue (event_id, sink, next_attempt_at, seq, created_at)
-    SELECT event_id, s.name, now_at, this_one.events - 1, now_at FROM oncegate_sinks s;
-    IF NOT FOUND THEN
-        INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts, finished_at)
-        VALUES (event_id, '', 'discarded', 0, 0, now_at);
+    IF FOUND THEN
+        INSERT INTO outbox_queue (event_id, sink, next_attempt_at, seq, created_at)
+        SELECT event_id, s.name, now_at, this_one.events - 1, now_at FROM oncegate_sinks s;
     END IF;
     RETURN event_id;
 END

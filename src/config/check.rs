@@ -5,6 +5,7 @@ use std::time::Duration;
 use http::Method;
 
 use crate::config::{Config, StoreKind, Warning};
+use crate::gateway::OnUnavailable;
 use crate::relay::sink;
 use crate::route::{OnUnknown, Route};
 use crate::scope::Source;
@@ -20,6 +21,11 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
         warn("route", "there is no [[route]]: everything passes through unprotected".to_owned());
     }
     let on = |test: fn(&Route) -> bool| operations(config, test);
+    if config.gateway.on_unavailable == OnUnavailable::Bypass {
+        let text = "while the store is away keyed requests are forwarded unprotected: duplicates execute again, no event \
+                    is written, and a retry after the outage executes once more";
+        warn("store.on_unavailable", text.to_owned());
+    }
     if let Some(names) = on(tenant_is_a_claim) {
         let text = format!(
             "{names}: the tenant is what the caller says, and nobody verifies it. Whoever can name a tenant can read \

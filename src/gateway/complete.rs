@@ -3,6 +3,12 @@
 //! The end is durable before the caller gets a byte of the answer. Where the database does not take it in time, the
 //! settler goes on trying and the caller is told ([`Finish::NotStored`]). Waiters are woken with what the store took.
 //!
+//! An end that changes no row found its record gone on: completed, at another attempt, or gone. What stands is read and
+//! counts for the caller; what the attempt itself came to goes to the audit table, so that it is never dropped.
+//!
+//! After a time-out the record is `unknown` and the caller is told; the exchange goes on as a [`Late`] one, and what it
+//! brings comes back here ([`Closing::close_late`]).
+//!
 //! An application on the same database may complete the record in its own transaction. Then its answer is what counts,
 //! also where all that was seen from here is a connection that broke.
 
@@ -16,20 +22,29 @@ use tokio::sync::Notify;
 use super::forward::{Evidence, GivenUp};
 use super::headers;
 use super::reserve::{
-    Debt, Desk, Ending, Replay, Shared, SharedAnswer, Underway, replay_of, replay_of_completion,
+    Debt, Desk, Ending, Parted, Replay, Shared, SharedAnswer, Standing, Underway,
+    replay_of_completion,
 };
 use super::upstream;
 use crate::record::event::{Event, Origin};
 use crate::record::outcome::{Class, Failure};
-use crate::record::{Answer, Attempt, Fence, KeptBody, Record, RecordId, State};
+use crate::record::{Answer, Attempt, Fence, KeptBody, RecordId};
 use crate::route::Route;
-use crate::store::{Changed, Completion, Error, Settled, Store};
-use crate::telemetry::{Metrics, Step, causes};
+use crate::store::{Changed, Completion, Error, LateEnd, LateOutcome, Settled, Store};
+use crate::telemetry::{LateAnswer, Metrics, Reply, Step, causes};
 
 /// First pause before a record is looked at again that a transaction of the application holds; it doubles up to
 /// [`LOOK_MAX`].
 const LOOK_FIRST: Duration = Duration::from_millis(20);
 const LOOK_MAX: Duration = Duration::from_millis(200);
+
+/// What became of an attempt whose outcome was not seen.
+enum Lost {
+    /// It is `unknown`, or will be.
+    Parted(Parted),
+    /// There is an answer in the store.
+    Stands(Box<Finish>),
+}
 
 /// A body on its way to the first caller.
 pub(super) enum FirstBody {
@@ -50,8 +65,8 @@ pub(super) struct First {
 pub(super) enum Finish {
     /// Kept until then.
     Kept { first: First, expires_at: SystemTime },
-    /// The upstream answered, and the store has not taken it (yet).
-    NotStored { first: First },
+    /// The upstream answered, and the store has not taken it (yet), or the record had gone on.
+    NotStored { first: First, counted: Reply },
     /// The application completed this very attempt itself: this is its answer.
     Recorded(Arc<Replay>),
     /// Somebody else completed the record meanwhile: this is what stands.
@@ -62,6 +77,22 @@ pub(super) enum Finish {
     Unknown { first: First },
     /// No answer.
     Failed { fence: Fence, failure: Failure },
+}
+
+/// An attempt that timed out, whose record says so, and the exchange that goes on. Dropping it closes the connection.
+pub(super) struct Late {
+    pub(super) parted: Parted,
+    pub(super) exchange: GivenUp,
+}
+
+/// What became of an attempt that is to be freed.
+enum Freed {
+    /// It is free, or will be: the settler has it.
+    Done,
+    /// Its record is completed: this stands.
+    Overtaken(Arc<Replay>),
+    /// Its record had gone on, and has no answer.
+    Moved,
 }
 
 /// What completing needs besides the attempt.
@@ -79,46 +110,82 @@ pub(super) struct Closing<'a> {
 }
 
 impl Closing<'_> {
-    /// Brings an attempt to its end.
+    /// Brings an attempt to its end. With it comes the exchange that may still bring an answer.
     pub(super) async fn close(
         &self,
         underway: Box<Underway>,
         evidence: Evidence,
         given_up: Option<GivenUp>,
-    ) -> Finish {
-        let fence = underway.fence;
-        let record = fence.id;
-        let (head, body) = match evidence {
-            Evidence::Answered { head, body } => (head, FirstBody::Whole(body)),
-            Evidence::Large { head, begun, rest } => (head, FirstBody::Streamed { begun, rest }),
-            Evidence::Failed(failure) => {
-                let stands = self.fail(underway, failure).await;
-                // Only now: the record says what happened before the connection is cut.
-                drop(given_up);
-                return stands.unwrap_or(Finish::Failed { fence, failure });
+    ) -> (Finish, Option<Late>) {
+        match self.classify(underway.fence.id, evidence) {
+            Ok((Class::Stored, first)) => (self.keep(underway, first).await, None),
+            Ok((Class::Released, first)) => (self.free(underway, first).await, None),
+            Ok((Class::Unknown, first)) => {
+                let finish = match self.lose(underway).await {
+                    Lost::Stands(finish) => *finish,
+                    Lost::Parted(_) => Finish::Unknown { first },
+                };
+                (finish, None)
             }
-        };
-        let class = self.route.outcome.class(head.status, &head.headers);
-        let first = First { record, head, body };
-        match class {
-            Class::Stored => self.keep(underway, first).await,
-            Class::Released => {
-                let share = shared(&first, &self.route.policy.replay_drop).map(Arc::new);
-                let ending = share.map_or(Ending::LookAgain, Ending::Shared);
-                self.release(underway, ending).await;
-                Finish::Released { first }
-            }
-            Class::Unknown => self.lose(underway).await.unwrap_or(Finish::Unknown { first }),
+            Err(failure) => self.fail(underway, failure, given_up).await,
         }
     }
 
-    /// Ends an attempt without an answer. `Some`: there is one in the store.
-    async fn fail(&self, underway: Box<Underway>, failure: Failure) -> Option<Finish> {
-        let Fence { id: record, attempt } = underway.fence;
+    /// Brings in what came of an exchange after its time-out. The record is `unknown` by now, or has gone on.
+    pub(super) async fn close_late(&self, parted: Parted, evidence: Evidence) -> LateAnswer {
+        let Fence { id: record, attempt } = parted.fence();
+        let finish = match self.classify(record, evidence) {
+            Ok((Class::Stored, first)) => self.keep(self.desk.resume(parted), first).await,
+            Ok((Class::Released, first)) => self.free(self.desk.resume(parted), first).await,
+            Ok((Class::Unknown, _)) => return LateAnswer::Unknown,
+            Err(failure) if failure.class() == Class::Released => {
+                self.fail(self.desk.resume(parted), failure, None).await.0
+            }
+            Err(_) => return LateAnswer::Missed,
+        };
+        let result = match finish {
+            Finish::Kept { .. } | Finish::Recorded(_) => LateAnswer::Completed,
+            Finish::Released { .. } | Finish::Failed { .. } => LateAnswer::Released,
+            Finish::NotStored { .. } | Finish::Overtaken(_) => LateAnswer::NotStored,
+            Finish::Unknown { .. } => LateAnswer::Unknown,
+        };
+        let attempt = attempt.number();
+        tracing::info!(%record, attempt, result = result.as_str(), "a late answer came");
+        result
+    }
+
+    /// An answer with its class, or why there is none.
+    fn classify(&self, record: RecordId, evidence: Evidence) -> Result<(Class, First), Failure> {
+        let (head, body) = match evidence {
+            Evidence::Answered { head, body } => (head, FirstBody::Whole(body)),
+            Evidence::Large { head, begun, rest } => (head, FirstBody::Streamed { begun, rest }),
+            Evidence::Failed(failure) => return Err(failure),
+        };
+        let class = self.route.outcome.class(head.status, &head.headers);
+        Ok((class, First { record, head, body }))
+    }
+
+    async fn fail(
+        &self,
+        underway: Box<Underway>,
+        failure: Failure,
+        given_up: Option<GivenUp>,
+    ) -> (Finish, Option<Late>) {
+        let fence = underway.fence;
+        let Fence { id: record, attempt } = fence;
         let operation = &self.route.operation;
         tracing::warn!(%record, %operation, ?failure, "an attempt ended without an answer");
         let ending = match failure {
-            Failure::Broken | Failure::TimedOut => return self.lose(underway).await,
+            Failure::Broken | Failure::TimedOut => {
+                let parted = match self.lose(underway).await {
+                    Lost::Parted(parted) => parted,
+                    Lost::Stands(finish) => return (*finish, None),
+                };
+                // Only now may the connection be cut: the record says what happened.
+                let awaited = !self.route.policy.late_answer.is_zero();
+                let late = given_up.filter(|_| awaited).map(|exchange| Late { parted, exchange });
+                return (Finish::Failed { fence, failure }, late);
+            }
             // What is freed of a later attempt is unknown again, and no waiter starts the next one.
             Failure::NothingSent | Failure::LeaseEnded if attempt > Attempt::FIRST => {
                 Ending::Unknown(record)
@@ -128,58 +195,73 @@ impl Closing<'_> {
             }
             Failure::LeaseEnded => Ending::LookAgain,
         };
-        self.release(underway, ending).await;
-        None
+        let finish = match self.release(underway, ending, LateEnd::NotSent).await {
+            Freed::Overtaken(replay) => self.found(fence, replay),
+            Freed::Done | Freed::Moved => Finish::Failed { fence, failure },
+        };
+        (finish, None)
+    }
+
+    /// The upstream did not execute: passes its answer on.
+    async fn free(&self, underway: Box<Underway>, first: First) -> Finish {
+        let share = shared(&first, &self.route.policy.replay_drop).map(Arc::new);
+        let ending = share.map_or(Ending::LookAgain, Ending::Shared);
+        let (fence, answer) = (underway.fence, self.answer(&first));
+        match self.release(underway, ending, LateEnd::Released { answer }).await {
+            Freed::Done => Finish::Released { first },
+            Freed::Overtaken(replay) => self.found(fence, replay),
+            Freed::Moved => Finish::NotStored { first, counted: Reply::Released },
+        }
     }
 
     /// Frees the attempt; those who waited for it get this ending.
-    async fn release(&self, underway: Box<Underway>, ending: Ending) {
-        match self.store.release(&underway.scope, underway.fence).await {
-            Ok(Changed::Yes) => underway.settled(ending),
-            Ok(Changed::No) => underway.settled(Ending::LookAgain),
-            Ok(Changed::Locked) => {
-                let (scope, fence) = (underway.scope.clone(), underway.fence);
-                underway.owe(Debt::Release { scope, fence, ending });
+    async fn release(&self, underway: Box<Underway>, ending: Ending, end: LateEnd) -> Freed {
+        let (scope, fence) = (underway.scope.clone(), underway.fence);
+        let late = LateOutcome { scope: scope.clone(), fence, end };
+        let error = match self.store.release(&scope, fence).await {
+            Ok(Changed::Yes) => {
+                underway.settled(ending);
+                return Freed::Done;
             }
-            Err(error) => {
-                owed(&error);
-                let (scope, fence) = (underway.scope.clone(), underway.fence);
-                underway.owe(Debt::Release { scope, fence, ending });
-            }
-        }
-    }
-
-    /// Marks the record `unknown`. `Some`: it is completed, whoever did it.
-    async fn lose(&self, underway: Box<Underway>) -> Option<Finish> {
-        let fence = underway.fence;
-        match self.mark_unknown(&underway).await {
-            Ok(Changed::Yes) => underway.settled(Ending::Unknown(fence.id)),
-            Ok(Changed::No) => match self.store.find(&underway.scope).await {
-                Ok(Some(Record {
-                    fence: found,
-                    fingerprint,
-                    state: State::Completed(completed),
-                })) if found.id == fence.id => {
-                    let replay = replay_of(found, fingerprint, *completed);
-                    return Some(self.stands(underway, found, Arc::new(replay)));
+            Ok(Changed::No) => match self.desk.standing(&scope, fence.id).await {
+                Ok(standing) => {
+                    return self
+                        .overtaken(underway, standing, late)
+                        .await
+                        .map_or(Freed::Moved, Freed::Overtaken);
                 }
-                Ok(_) | Err(_) => underway.settled(Ending::Unknown(fence.id)),
+                Err(error) => error,
             },
-            Ok(Changed::Locked) => {
-                tracing::warn!(record = %fence.id, "a transaction of the application holds the record; the settler goes on");
-                let scope = underway.scope.clone();
-                underway.owe(Debt::Unknown { scope, fence });
-            }
-            Err(error) => {
-                owed(&error);
-                let scope = underway.scope.clone();
-                underway.owe(Debt::Unknown { scope, fence });
-            }
-        }
-        None
+            Ok(Changed::Locked) => locked(),
+            Err(error) => error,
+        };
+        owed(&error);
+        underway.owe(Debt::Release { scope, fence, ending, late: Some(Box::new(late)) });
+        Freed::Done
     }
 
-    /// Marks the record, once no transaction of the application holds it any more; as long as the caller waits for an end.
+    /// Marks the record `unknown`: what comes now is late, unless it is completed already, whoever did it.
+    async fn lose(&self, underway: Box<Underway>) -> Lost {
+        let (scope, fence) = (underway.scope.clone(), underway.fence);
+        let error = match self.mark_unknown(&underway).await {
+            Ok(Changed::Yes) => return Lost::Parted(underway.part(Ending::Unknown(fence.id))),
+            Ok(Changed::No) => {
+                let Ok(Standing::Completed(replay)) = self.desk.standing(&scope, fence.id).await
+                else {
+                    return Lost::Parted(underway.part(Ending::Unknown(fence.id)));
+                };
+                self.desk.remember(&scope, &replay);
+                underway.settled(Ending::Kept(Arc::clone(&replay)));
+                return Lost::Stands(Box::new(self.found(fence, replay)));
+            }
+            Ok(Changed::Locked) => locked(),
+            Err(error) => error,
+        };
+        owed(&error);
+        Lost::Parted(underway.part_owing(Debt::Unknown { scope, fence }))
+    }
+
+    /// Marks the record once no transaction of the application holds it any more, for as long as the caller waits.
     async fn mark_unknown(&self, underway: &Underway) -> Result<Changed, Error> {
         let begun = Instant::now();
         let mut pause = LOOK_FIRST;
@@ -193,13 +275,10 @@ impl Closing<'_> {
         }
     }
 
-    /// The record is completed: that is the end, for the caller and for all that wait.
-    fn stands(&self, underway: Box<Underway>, found: Fence, replay: Arc<Replay>) -> Finish {
-        let own = found == underway.fence;
-        self.desk.remember(&underway.scope, &replay);
-        underway.settled(Ending::Kept(Arc::clone(&replay)));
+    /// The answer that stands for an attempt that did not write it from here.
+    fn found(&self, attempt: Fence, replay: Arc<Replay>) -> Finish {
         self.wake.notify_one();
-        if own { Finish::Recorded(replay) } else { Finish::Overtaken(replay) }
+        if replay.fence == attempt { Finish::Recorded(replay) } else { Finish::Overtaken(replay) }
     }
 
     /// Keeps the answer with its events.
@@ -208,7 +287,7 @@ impl Closing<'_> {
         let completion = self.completion(&underway, &first);
         let settled = self.complete(completion.clone(), begun + self.timeout).await;
         self.metrics.took(Step::Complete, begun.elapsed());
-        match settled {
+        let error = match settled {
             Ok(Settled::Done { expires_at }) => {
                 let ends = begun + completion.retention;
                 let replay =
@@ -216,16 +295,22 @@ impl Closing<'_> {
                 self.desk.remember(&completion.scope, &replay);
                 underway.settled(Ending::Kept(replay));
                 self.wake.notify_one();
-                Finish::Kept { first, expires_at }
+                return Finish::Kept { first, expires_at };
             }
-            Ok(Settled::Fenced) => self.overtaken(underway, completion, first).await,
-            Err(error) => {
-                owed(&error);
-                let fingerprint = underway.fingerprint;
-                underway.owe(Debt::Complete { completion: Box::new(completion), fingerprint });
-                Finish::NotStored { first }
+            Ok(Settled::Fenced) => {
+                match self.desk.standing(&completion.scope, completion.fence.id).await {
+                    Ok(standing) => {
+                        return self.stands(underway, standing, completion, first).await;
+                    }
+                    Err(error) => error,
+                }
             }
-        }
+            Err(error) => error,
+        };
+        owed(&error);
+        let fingerprint = underway.fingerprint;
+        underway.owe(Debt::Complete { completion: Box::new(completion), fingerprint });
+        Finish::NotStored { first, counted: Reply::Executed }
     }
 
     /// Writes a completion. Events that the database refuses to hold lose their ordering key, never the outcome.
@@ -243,47 +328,64 @@ impl Closing<'_> {
         }
     }
 
-    /// The record is no longer at this attempt, or is completed already: what stands is what counts.
-    async fn overtaken(
+    /// The completion changed no row: what stands is what counts.
+    async fn stands(
         &self,
         underway: Box<Underway>,
+        standing: Standing,
         completion: Completion,
         first: First,
     ) -> Finish {
-        match self.store.find(&completion.scope).await {
-            Ok(Some(record)) if record.fence.id == completion.fence.id => {
-                let State::Completed(completed) = record.state else {
-                    underway.settled(Ending::LookAgain);
-                    return Finish::NotStored { first };
-                };
-                // What was committed and not confirmed is found as a record of this attempt with this very answer.
-                let own = record.fence == completion.fence && completed.answer == completion.answer;
-                let replay = Arc::new(replay_of(record.fence, record.fingerprint, *completed));
-                let expires_at = replay.expires_at;
-                let stands = self.stands(underway, record.fence, replay);
-                if own { Finish::Kept { first, expires_at } } else { stands }
-            }
-            Ok(Some(_) | None) => {
-                tracing::warn!(record = %completion.fence.id, "a late outcome found its record taken over");
-                underway.settled(Ending::LookAgain);
-                Finish::NotStored { first }
-            }
-            Err(error) => {
-                owed(&error);
-                let fingerprint = underway.fingerprint;
-                underway.owe(Debt::Complete { completion: Box::new(completion), fingerprint });
-                Finish::NotStored { first }
-            }
+        let fence = underway.fence;
+        let overtaken = self.overtaken(underway, standing, LateOutcome::from(&completion)).await;
+        let Some(replay) = overtaken else {
+            return Finish::NotStored { first, counted: Reply::Executed };
+        };
+        // What was committed and not confirmed is found as a record of this attempt with this very answer.
+        if replay.fence == completion.fence && replay.answer == completion.answer {
+            self.wake.notify_one();
+            return Finish::Kept { first, expires_at: replay.expires_at };
         }
+        self.found(fence, replay)
     }
 
-    fn completion(&self, underway: &Underway, first: &First) -> Completion {
+    /// The record is no longer at this attempt, or is completed: the answer that stands, where there is one. What the
+    /// attempt itself came to is noted, unless it is what stands.
+    async fn overtaken(
+        &self,
+        underway: Box<Underway>,
+        standing: Standing,
+        late: LateOutcome,
+    ) -> Option<Arc<Replay>> {
+        let replay = match standing {
+            Standing::Completed(replay) => {
+                self.desk.remember(&late.scope, &replay);
+                underway.settled(Ending::Kept(Arc::clone(&replay)));
+                Some(replay)
+            }
+            Standing::Open | Standing::Gone => {
+                underway.settled(Ending::LookAgain);
+                None
+            }
+        };
+        if replay.as_ref().is_none_or(|replay| replay.fence != late.fence) {
+            self.desk.settler().note(late).await;
+        }
+        replay
+    }
+
+    /// The answer as far as the route keeps it.
+    fn answer(&self, first: &First) -> Answer {
         let body = match &first.body {
             FirstBody::Whole(body) => KeptBody::Whole(body.clone()),
             FirstBody::Streamed { .. } => KeptBody::NotRetained,
         };
-        let kept = headers::kept(&first.head.headers, &self.route.policy.replay_drop);
-        let answer = Answer { status: first.head.status, headers: kept, body };
+        let headers = headers::kept(&first.head.headers, &self.route.policy.replay_drop);
+        Answer { status: first.head.status, headers, body }
+    }
+
+    fn completion(&self, underway: &Underway, first: &First) -> Completion {
+        let answer = self.answer(first);
         let events = self.events(underway, &answer);
         Completion {
             scope: underway.scope.clone(),
@@ -315,6 +417,11 @@ impl Closing<'_> {
 #[expect(clippy::disallowed_methods, reason = "only shown in messages; nothing is decided by it")]
 fn now() -> SystemTime {
     SystemTime::now()
+}
+
+/// Somebody's transaction holds the record.
+fn locked() -> Error {
+    Error::Unavailable("another transaction holds the record".into())
 }
 
 fn owed(error: &Error) {

@@ -15,8 +15,8 @@ use oncegate::record::{
 use oncegate::store::postgres::{Postgres, Settings};
 use oncegate::store::{
     Acknowledgement, Beat, Changed, Claim, Completion, Error, EventFilter, EventStatus, Lane,
-    Objection, OpenError, Operator, Proposal, RecordFilter, Redeliver, Reserved, Settled, Store,
-    Takeover, Verdict,
+    Objection, OpenError, Operator, Over, Proposal, RecordFilter, Redeliver, Reserved, Settled,
+    Store, Takeover, Verdict,
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
@@ -28,7 +28,7 @@ use crate::support::postgres::Cluster;
 const LEASE: Duration = Duration::from_secs(60);
 const DAY: Duration = Duration::from_secs(86_400);
 
-fn settings(url: &str) -> Settings {
+pub(crate) fn settings(url: &str) -> Settings {
     Settings {
         url: url.to_owned(),
         connections: 8,
@@ -74,7 +74,7 @@ fn scope(key: &str) -> Scope {
     }
 }
 
-fn proposal(owner: OwnerId, key: &str) -> Proposal {
+pub(crate) fn proposal(owner: OwnerId, key: &str) -> Proposal {
     Proposal {
         id: RecordId::fresh(),
         scope: scope(key),
@@ -105,7 +105,7 @@ fn event(id: RecordId, name: &str, position: u16, sinks: &[&str]) -> Event {
     }
 }
 
-fn completion(proposal: &Proposal, sinks: &[&str]) -> Completion {
+pub(crate) fn completion(proposal: &Proposal, sinks: &[&str]) -> Completion {
     let fence = first(proposal);
     Completion {
         scope: proposal.scope.clone(),
@@ -120,12 +120,20 @@ fn first(proposal: &Proposal) -> Fence {
     Fence { id: proposal.id, attempt: Attempt::FIRST }
 }
 
-fn soon() -> Instant {
+pub(crate) fn soon() -> Instant {
     Instant::now() + Duration::from_secs(30)
 }
 
 fn claim(limit: u32) -> Claim {
-    Claim { sink: "main".into(), lane: Lane::Fresh, limit, lease: LEASE, sweep: false }
+    Claim {
+        sink: "main".into(),
+        lane: Lane::Fresh,
+        limit,
+        owner: OwnerId::fresh(),
+        lease: LEASE,
+        over: Over::Ended,
+        sweep: false,
+    }
 }
 
 fn by() -> Operator {
@@ -527,7 +535,17 @@ async fn plans_use_the_indexes_of_a_table_that_was_never_analysed() {
     while let Some(task) = tasks.join_next().await {
         task.unwrap();
     }
-    let taken = store.claim(&claim(16)).await.unwrap();
+    db.batch_execute(
+        "INSERT INTO oncegate_owners SELECT gen_random_uuid(), now() + n * interval '1 minute', now()
+         FROM generate_series(-500, 500) n;
+         UPDATE outbox_queue SET lease_until = now() + interval '1 hour', claimed_by = o.owner
+         FROM (SELECT owner FROM oncegate_owners WHERE lease_until > now() LIMIT 1) o
+         WHERE event_id IN (SELECT event_id FROM outbox_queue ORDER BY next_attempt_at LIMIT 100)",
+    )
+    .await
+    .unwrap();
+    let judging = Claim { over: Over::EndedOrDead, ..claim(16) };
+    let taken = store.claim(&judging).await.unwrap();
     assert_eq!(taken.len(), 16);
     let sent = |claimed: &oncegate::store::Claimed| Acknowledgement {
         event_id: claimed.event_id,
@@ -546,6 +564,7 @@ async fn plans_use_the_indexes_of_a_table_that_was_never_analysed() {
             for table in ["idempotency_records", "outbox_queue", "outbox_messages"] {
                 assert!(!plan.contains(&format!("Seq Scan on {table}")), "{plan}");
             }
+            assert!(name != "claim" || !plan.contains("Seq Scan on oncegate_owners"), "{plan}");
         }
     }
 }
@@ -577,6 +596,37 @@ async fn eight_replicas_migrate_at_once() {
     assert_eq!(versions.len(), 1);
     let db = sql(&url).await;
     assert_eq!(number(&db, "SELECT count(*) FROM oncegate_meta").await, 1);
+}
+
+#[tokio::test]
+async fn records_that_were_unknown_before_the_migration_are_noted() {
+    let url = Cluster::shared().database();
+    let db = sql(&url).await;
+    db.batch_execute(include_str!("../../migrations/postgres/0001_records.sql")).await.unwrap();
+    db.batch_execute(include_str!("../../migrations/postgres/0002_outbox.sql")).await.unwrap();
+    db.batch_execute(
+        "CREATE TABLE oncegate_migrations (version int PRIMARY KEY, name text NOT NULL,
+            applied_at timestamptz NOT NULL DEFAULT clock_timestamp());
+         INSERT INTO oncegate_migrations VALUES (1, 'records'), (2, 'outbox');
+         INSERT INTO idempotency_records (id, tenant_id, operation, key, request_hash, raw_hash,
+             recipe, status, attempt, owner, created_at)
+         SELECT gen_random_uuid(), 't', 'o', s, '', '', '', s, 3, gen_random_uuid(), now()
+         FROM unnest(ARRAY['unknown', 'in_progress']) s;
+         INSERT INTO oncegate_unknown SELECT id, now() - interval '1 hour' FROM idempotency_records",
+    )
+    .await
+    .unwrap();
+    let store = Postgres::open(settings(&url)).await.unwrap();
+    store.migrate(true).await.unwrap();
+    let noted = "SELECT count(*) FROM oncegate_unknown u JOIN idempotency_records r ON r.id = u.id
+        WHERE r.status = 'unknown' AND u.attempt = 3 AND u.asked = 0 AND u.since = u.noted_at
+          AND u.next_ask_at = u.noted_at AND u.announced IS NULL";
+    assert_eq!(number(&db, noted).await, 1);
+    // A replica of the version before goes on noting.
+    let old = "INSERT INTO oncegate_unknown (id, noted_at) SELECT id, clock_timestamp()
+        FROM idempotency_records
+        ON CONFLICT (id) DO UPDATE SET noted_at = excluded.noted_at";
+    db.batch_execute(old).await.unwrap();
 }
 
 #[tokio::test]

@@ -94,6 +94,28 @@ async fn an_older_schema_is_migrated_only_where_that_is_allowed() {
     store.ping().await.unwrap();
 }
 
+#[tokio::test]
+async fn records_that_were_unknown_before_the_migration_are_noted() {
+    let (_dir, path) = database();
+    drop(Sqlite::open(&path).await.unwrap());
+    let db = rusqlite::Connection::open(&path).unwrap();
+    db.execute_batch(include_str!("../../migrations/sqlite/0001_records.sql")).unwrap();
+    db.execute_batch("PRAGMA user_version = 1").unwrap();
+    for (key, status) in [("u", "unknown"), ("p", "in_progress"), ("c", "completed")] {
+        let insert = "INSERT INTO idempotency_records (id, tenant_id, operation, key, request_hash,
+              raw_hash, recipe, status, attempt, owner, created_at)
+            VALUES (?1, 't', 'o', ?1, x'', x'', x'', ?2, 3, '', 0)";
+        db.execute(insert, [key, status]).unwrap();
+    }
+    drop(open(&path).await);
+    let noted = "SELECT group_concat(id), max(attempt), max(asked), min(since) > 1700000000000000
+        FROM oncegate_unknown WHERE since = next_ask_at AND announced IS NULL";
+    let noted: (String, u32, u32, bool) = db
+        .query_row(noted, [], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?)))
+        .unwrap();
+    assert_eq!(noted, ("u".to_owned(), 3, 0, true));
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn many_may_open_and_migrate_a_new_file_at_once() {
     let (_dir, path) = database();

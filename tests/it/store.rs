@@ -16,8 +16,8 @@ use oncegate::record::{
 };
 use oncegate::store::{
     Acknowledgement, Beat, Changed, Claim, Claimed, Completion, EventFilter, EventStatus, Lane,
-    Objection, Operator, Proposal, RecordFilter, Redeliver, Reserved, Settled, Store, Takeover,
-    Verdict,
+    LateEnd, LateOutcome, Objection, Operator, Over, Proposal, RecordFilter, Redeliver, Reserved,
+    Settled, Store, Takeover, Verdict,
 };
 use uuid::Uuid;
 
@@ -59,6 +59,7 @@ on_every_store![
     retention_ends_by_the_databases_clock,
     a_completion_writes_answer_and_events_once,
     an_unknown_attempt_may_still_complete,
+    a_late_outcome_is_noted_once_with_all_of_it,
     only_a_dead_owners_records_are_marked,
     an_ended_lease_is_never_renewed,
     sweeps_leave_everything_that_is_not_over,
@@ -66,6 +67,7 @@ on_every_store![
     an_event_that_is_dead_towards_one_sink_is_kept_whole,
     a_claim_takes_no_more_than_its_limit_and_nothing_twice,
     concurrent_claims_never_share_an_event,
+    claims_of_an_owner_without_a_lease_are_free_at_once,
     a_stale_acknowledgement_changes_nothing,
     verdicts_move_events_as_they_say,
     redelivery_goes_on_from_the_claim_number,
@@ -200,8 +202,38 @@ async fn claim(
     limit: u32,
     lease: Duration,
 ) -> Vec<Claimed> {
-    let claim = Claim { sink: sink.into(), lane, limit, lease, sweep: true };
+    let (owner, over) = (OwnerId::fresh(), Over::Ended);
+    let claim = Claim { sink: sink.into(), lane, limit, owner, lease, over, sweep: true };
     store.claim(&claim).await.unwrap()
+}
+
+/// All that is due at once, as a process that may, or may not, judge others.
+async fn claim_as(store: &Tested, sink: &str, owner: OwnerId, over: Over) -> Vec<Claimed> {
+    let (sink, lane, lease) = (sink.to_owned(), Lane::Fresh, MINUTE);
+    let claim = Claim { sink, lane, limit: 10, owner, lease, over, sweep: false };
+    store.claim(&claim).await.unwrap()
+}
+
+async fn claims_of_an_owner_without_a_lease_are_free_at_once(store: Tested) {
+    announced(&store, "s", &["a", "b"]).await;
+    let (first, second, third) = (owner(&store).await, owner(&store).await, owner(&store).await);
+    let lost = claim_as(&store, "s", first, Over::Ended).await;
+    assert_eq!(lost.len(), 2);
+    assert!(claim_as(&store, "s", second, Over::EndedOrDead).await.is_empty(), "the first lives");
+    store.retire(first).await.unwrap();
+    assert!(claim_as(&store, "s", second, Over::Ended).await.is_empty(), "who may not judge waits");
+
+    let taken = claim_as(&store, "s", second, Over::EndedOrDead).await;
+    assert_eq!(taken.iter().map(|claimed| claimed.claim_no).collect::<Vec<_>>(), [2, 2]);
+    assert!(claim_as(&store, "s", third, Over::EndedOrDead).await.is_empty(), "the second lives");
+    let sent = || Verdict::Sent { status: 200 };
+    assert!(!verdict(&store, "s", &lost[0], sent()).await, "the dead one's verdict is late");
+    assert!(verdict(&store, "s", &taken[0], sent()).await);
+    // An owner that the store has never heard of, or has forgotten, has no lease either.
+    store.retire(second).await.unwrap();
+    let stranger = claim_as(&store, "s", OwnerId::fresh(), Over::EndedOrDead).await;
+    assert_eq!(stranger.len(), 1);
+    assert_eq!(claim_as(&store, "s", third, Over::EndedOrDead).await[0].claim_no, 4);
 }
 
 async fn verdict(store: &Tested, sink: &str, claimed: &Claimed, verdict: Verdict) -> bool {
@@ -930,6 +962,35 @@ async fn operators_resolve_only_what_nobody_works_on(store: Tested) {
     let acted_on = store.acted_on(MINUTE).await.unwrap();
     assert_eq!(acted_on.iter().filter(|id| **id == fence.id).count(), 1);
     assert_eq!(store.ping().await.map_err(|error| error.to_string()), Ok(()));
+}
+
+async fn a_late_outcome_is_noted_once_with_all_of_it(store: Tested) {
+    let scope = scope();
+    let (fence, _) = held(&store, &scope).await;
+    let second = Fence { attempt: fence.attempt.next(), ..fence };
+    let completed = LateOutcome::from(&completion(&scope, fence, vec![event(fence, "made", &[])]));
+    let not_sent = LateOutcome { scope: scope.clone(), fence: second, end: LateEnd::NotSent };
+    for late in [&completed, &completed, &not_sent, &completed] {
+        store.note_late_outcome(late).await.unwrap();
+    }
+    let audit = store.audit_of(fence.id).await.unwrap();
+    assert_eq!(audit.len(), 2, "each attempt's once");
+    for late in [completed, not_sent] {
+        let row = audit.iter().find(|row| row.id == late.id()).unwrap();
+        assert_eq!((row.who.as_str(), row.action.as_str()), ("gateway", "late_outcome"));
+        assert_eq!((row.record, row.event), (Some(fence.id), None));
+        assert_eq!(row.why.as_deref(), Some(late.summary().as_str()));
+        let detail: serde_json::Value =
+            serde_json::from_str(row.detail.as_deref().unwrap()).unwrap();
+        assert_eq!(detail, late.detail());
+    }
+    assert_eq!(store.acted_on(MINUTE).await.unwrap(), [], "no operator acted");
+    let row = store.show_record(fence.id).await.unwrap().unwrap();
+    assert_eq!(
+        (row.status, row.attempt),
+        (Status::InProgress, fence.attempt),
+        "it changes nothing"
+    );
 }
 
 async fn lists_filter_and_go_on_where_they_stopped(store: Tested) {

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::{Ask, Desk, Lead, News, POLL_FIRST, Refusal, Replay, replay_of};
+use super::{Ask, Desk, Lead, News, POLL_FIRST, Refusal, Replay, Unreserved, replay_of};
 use crate::record::{Attempt, Fence, Fingerprint, OwnerId, Record, RecordId, State};
 use crate::route::OnUnknown;
 use crate::store::{Changed, Error, Proposal, Reserved, Takeover};
@@ -46,11 +46,13 @@ pub(super) struct Inquiry<'a> {
     lead: &'a Lead,
     /// Whether this request has seen the record in progress: then it does not start the next attempt itself.
     saw_running: bool,
+    /// Whether a record was seen under the scope: then the request is not one that nobody has sent before.
+    saw_record: bool,
 }
 
 impl<'a> Inquiry<'a> {
     pub(super) fn new(desk: &'a Desk, ask: &'a Ask, lead: &'a Lead) -> Self {
-        Self { desk, ask, lead, saw_running: false }
+        Self { desk, ask, lead, saw_running: false, saw_record: false }
     }
 
     /// Proposes a reservation, and decides on what stands in its place.
@@ -71,8 +73,16 @@ impl<'a> Inquiry<'a> {
                 tracing::warn!(%cause, "a reservation is in doubt");
                 Step::Doubt(fence)
             }
-            Err(error) => unavailable(&error),
+            Err(error) => self.not_reserved(&error),
         }
+    }
+
+    /// The store did not take the proposal, and never will.
+    fn not_reserved(&self, error: &Error) -> Step {
+        let away = matches!(error, Error::Unavailable(_) | Error::Late);
+        let unreserved =
+            if away && !self.saw_record { Unreserved::Certainly } else { Unreserved::Perhaps };
+        unavailable(error, unreserved)
     }
 
     /// Looks at the record that another replica works on.
@@ -115,7 +125,7 @@ impl<'a> Inquiry<'a> {
                 tracing::warn!(
                     "this replica has no lease: the database does not see its heartbeat"
                 );
-                return Step::Refuse(Refusal::StoreUnavailable);
+                return Step::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps));
             }
             tokio::time::sleep(POLL_FIRST).await;
         }
@@ -124,6 +134,7 @@ impl<'a> Inquiry<'a> {
 
     /// Decides on a record that stands under the scope.
     async fn meet(&mut self, record: Record) -> Step {
+        self.saw_record = true;
         let fence = record.fence;
         if let State::Completed(completed) = &record.state
             && completed.time_left.is_zero()
@@ -177,7 +188,7 @@ impl<'a> Inquiry<'a> {
             Ok(Changed::Yes) => self.meet_unknown(fence, fingerprint).await,
             Ok(Changed::No) => Step::Again,
             Ok(Changed::Locked) => Step::Wait(fence.id),
-            Err(error) => unavailable(&error),
+            Err(error) => unavailable(&error, Unreserved::Perhaps),
         }
     }
 
@@ -205,7 +216,7 @@ impl<'a> Inquiry<'a> {
                 doubt = true;
             }
             if let Some(error) = error.filter(|_| !doubt) {
-                return unavailable(&error);
+                return unavailable(&error, Unreserved::Perhaps);
             }
             if Instant::now() >= deadline {
                 return Step::Doubt(taken);
@@ -229,7 +240,7 @@ impl<'a> Inquiry<'a> {
     }
 }
 
-fn unavailable(error: &Error) -> Step {
+fn unavailable(error: &Error, unreserved: Unreserved) -> Step {
     tracing::warn!(error = %causes(error), "no reservation could be made");
-    Step::Refuse(Refusal::StoreUnavailable)
+    Step::Refuse(Refusal::StoreUnavailable(unreserved))
 }

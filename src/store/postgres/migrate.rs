@@ -31,9 +31,24 @@ const MIGRATIONS: &[Migration] = &[
         sql: include_str!("../../../migrations/postgres/0002_outbox.sql"),
     },
     Migration {
+        version: 3,
+        name: "unknown",
+        sql: include_str!("../../../migrations/postgres/0003_unknown.sql"),
+    },
+    Migration {
         version: 4,
         name: "functions",
         sql: include_str!("../../../migrations/postgres/0004_functions.sql"),
+    },
+    Migration {
+        version: 5,
+        name: "claim_owner",
+        sql: include_str!("../../../migrations/postgres/0005_claim_owner.sql"),
+    },
+    Migration {
+        version: 6,
+        name: "unwanted",
+        sql: include_str!("../../../migrations/postgres/0006_unwanted.sql"),
     },
 ];
 

@@ -43,7 +43,7 @@ made AS (
         SELECT FROM idempotency_records r
         WHERE r.tenant_id = p.tenant_id AND r.operation = p.operation AND r.key = p.key OFFSET 0)
     ORDER BY tenant_id, operation, key
-    ON CONFLICT DO NOTHING
+    ON CONFLICT (tenant_id, operation, key) DO NOTHING
     RETURNING id)
 SELECT p.id, p.id IN (SELECT id FROM made) AS held, p.owner IN (SELECT owner FROM live) AS live
 FROM p";
@@ -62,6 +62,13 @@ CROSS JOIN LATERAL (
 LEFT JOIN LATERAL (
     SELECT lease_until FROM oncegate_owners o WHERE o.owner = r.owner OFFSET 0) o ON true"
 );
+
+// A commit that was waiting for a standby when its statement was cancelled is seen here at once, and may still be lost
+// with this server. A change to the same row that commits has waited for the standby, and so for the first one too.
+const CONFIRM_RESERVED: &str = "-- confirm_reserved
+UPDATE idempotency_records r SET owner = r.owner
+WHERE r.id = ANY ($1::uuid[]) AND r.attempt = 1 AND r.status = 'in_progress'
+RETURNING r.id";
 
 /// How reservations are run.
 pub(super) struct Reservations(pub(super) Lane);
@@ -83,7 +90,9 @@ impl Work for Reservations {
             .filter(|item| !matches!(outcomes.get(&item.id), Some(Ok(Reserved::Held))))
             .collect();
         if !losers.is_empty() {
-            outcomes.extend(self.read(&losers).await?);
+            let mut met = self.read(&losers).await?;
+            self.confirm(&mut met).await?;
+            outcomes.extend(met);
         }
         items
             .iter()
@@ -159,6 +168,27 @@ impl Reservations {
         };
         rows.iter().map(outcome).collect::<Result<_, Error>>().map_err(RunError::from)
     }
+
+    /// Makes sure of own rows that were met again: what is `Held` is as durable as a commit that was answered.
+    async fn confirm(
+        &self,
+        met: &mut HashMap<RecordId, Result<Reserved, Error>>,
+    ) -> Result<(), RunError> {
+        let own = |(id, met): (&RecordId, &Result<Reserved, Error>)| {
+            matches!(met, Ok(Reserved::Held)).then_some(Uuid::from(*id))
+        };
+        let own: Vec<Uuid> = met.iter().filter_map(own).collect();
+        if own.is_empty() {
+            return Ok(());
+        }
+        let params: Params<'_> = &[(&own, Type::UUID_ARRAY)];
+        let rows = self.0.run(Effect::Write, CONFIRM_RESERVED, params).await.map_err(committed)?;
+        let sure: Vec<Uuid> = rows.iter().map(|row| get(row, "id")).collect::<Result<_, _>>()?;
+        for id in own.into_iter().filter(|id| !sure.contains(id)) {
+            met.insert(id.into(), Ok(Reserved::Vanished));
+        }
+        Ok(())
+    }
 }
 
 /// What a proposal met. Its own row: the insert that made it was run before, and its answer was lost.
@@ -168,7 +198,7 @@ fn met(proposal: RecordId, record: Record) -> Reserved {
 }
 
 /// The batch's insert has committed by now: until the losers are read, its end is not known to the callers.
-fn committed(error: RunError) -> RunError {
+pub(super) fn committed(error: RunError) -> RunError {
     match error {
         RunError::Again(Error::Unavailable(cause))
         | RunError::Failed(Error::Unavailable(cause)) => RunError::Failed(Error::InDoubt(cause)),
@@ -186,6 +216,7 @@ fn scopes<'a>(
     )
 }
 
+// Found as this proposal's own already, after an answer that was lost: changed once more, so that it is durable.
 const TAKE_OVER_EXPIRED: &str = "-- take_over_expired
 WITH taken AS (
     UPDATE idempotency_records r
@@ -197,11 +228,13 @@ WITH taken AS (
       AND r.status = 'completed' AND r.expires_at <= clock_timestamp()
       AND EXISTS (SELECT FROM oncegate_owners o
                   WHERE o.owner = $10 AND o.lease_until > clock_timestamp())
+    RETURNING r.id),
+again AS (
+    UPDATE idempotency_records r SET owner = r.owner
+    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3
+      AND r.id = $6 AND r.attempt = 1 AND r.status = 'in_progress' AND r.owner = $10
     RETURNING r.id)
-SELECT (SELECT count(*) FROM taken)
-     + (SELECT count(*) FROM idempotency_records r
-        WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3
-          AND r.id = $6 AND r.attempt = 1 AND r.status = 'in_progress' AND r.owner = $10) AS count";
+SELECT (SELECT count(*) FROM taken) + (SELECT count(*) FROM again) AS count";
 
 const TAKE_OVER_UNKNOWN: &str = "-- take_over_unknown
 WITH taken AS (
@@ -243,7 +276,12 @@ pub(super) async fn take_over(
     params.push((&proposal.caller, Type::TEXT));
     params.push((&context, Type::BYTEA));
     params.push((&retention, Type::FLOAT8));
-    changed(door.change(sql, &params).await?)
+    let taken = changed(door.change(sql, &params).await?)?;
+    if taken == Changed::No && matches!(from, Takeover::Expired(_)) {
+        // It may have waited for its own first run, whose end only a new snapshot shows.
+        return changed(door.change(sql, &params).await?);
+    }
+    Ok(taken)
 }
 
 const FIND: &str = concat!(
@@ -308,14 +346,35 @@ WITH gone AS (
     RETURNING r.id)
 SELECT count(*) AS count FROM gone";
 
-/// Ends a statement whose `lost` holds the ids of records that became unknown: notes them, and counts them.
+/// Ends a statement whose `lost(id, attempt, since, orphaned)` became unknown: notes them, and counts them.
+///
+/// Where `$goes_on` holds, the doubt that was noted before goes on: this was a question that brought no result. Its beginning
+/// stays, and the next question waits, from 1 s doubling to 5 min.
 macro_rules! note_unknown {
-    () => {
-        ",
+    ($goes_on:literal) => {
+        concat!(
+            ",
 noted AS (
-    INSERT INTO oncegate_unknown (id, noted_at) SELECT id, clock_timestamp() FROM lost
-    ON CONFLICT (id) DO UPDATE SET noted_at = excluded.noted_at)
+    INSERT INTO oncegate_unknown AS u (id, noted_at, attempt, since, orphaned, next_ask_at)
+    SELECT id, clock_timestamp(), attempt, since, orphaned, since FROM lost
+    ON CONFLICT (id) DO UPDATE
+    SET noted_at = excluded.noted_at, attempt = excluded.attempt,
+        since = CASE WHEN ",
+            $goes_on,
+            " THEN u.since ELSE excluded.since END,
+        orphaned = CASE WHEN ",
+            $goes_on,
+            " THEN u.orphaned ELSE excluded.orphaned END,
+        asked = CASE WHEN ",
+            $goes_on,
+            " THEN u.asked + 1 ELSE 0 END,
+        next_ask_at = CASE WHEN ",
+            $goes_on,
+            " THEN clock_timestamp() + make_interval(
+                secs => least(300, power(2, least(u.asked, 9))) * (0.5 + random() / 2))
+            ELSE excluded.next_ask_at END)
 SELECT count(*) AS count FROM lost"
+        )
     };
 }
 
@@ -325,8 +384,9 @@ WITH lost AS (
     UPDATE idempotency_records r SET status = 'unknown'
     WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
       AND r.attempt > 1 AND r.status IN ('in_progress', 'unknown')
-    RETURNING r.id)",
-    note_unknown!()
+    RETURNING r.id, r.attempt, clock_timestamp() AS since, false AS orphaned)",
+    // This attempt did not execute: the doubt about those before it goes on.
+    note_unknown!("true")
 );
 
 pub(super) async fn release(door: &Door, scope: &Scope, fence: Fence) -> Result<Changed, Error> {
@@ -340,8 +400,8 @@ WITH lost AS (
     UPDATE idempotency_records r SET status = 'unknown'
     WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
       AND r.status = 'in_progress'
-    RETURNING r.id)",
-    note_unknown!()
+    RETURNING r.id, r.attempt, clock_timestamp() AS since, false AS orphaned)",
+    note_unknown!("u.attempt = excluded.attempt")
 );
 
 pub(super) async fn mark_unknown(
@@ -360,8 +420,10 @@ WITH lost AS (
       AND r.status = 'in_progress'
       AND NOT EXISTS (SELECT FROM oncegate_owners o
                       WHERE o.owner = r.owner AND o.lease_until > clock_timestamp())
-    RETURNING r.id)",
-    note_unknown!()
+    RETURNING r.id, r.attempt, true AS orphaned,
+              coalesce((SELECT lease_until FROM oncegate_owners o WHERE o.owner = r.owner),
+                       clock_timestamp()) AS since)",
+    note_unknown!("u.attempt = excluded.attempt")
 );
 
 pub(super) async fn mark_one_dead(door: &Door, scope: &Scope, fence: Fence) -> Result<u64, Error> {
@@ -374,9 +436,10 @@ pub(super) async fn mark_one_dead(door: &Door, scope: &Scope, fence: Fence) -> R
 const MARK_DEAD: &str = concat!(
     "-- mark_dead
 WITH dead AS MATERIALIZED (
-    SELECT owner FROM oncegate_owners WHERE lease_until <= clock_timestamp() AND NOT cleared),
+    SELECT owner, lease_until FROM oncegate_owners
+    WHERE lease_until <= clock_timestamp() AND NOT cleared),
 found AS MATERIALIZED (
-    SELECT r.tenant_id, r.operation, r.key, r.id, r.attempt
+    SELECT r.tenant_id, r.operation, r.key, r.id, r.attempt, dead.lease_until
     FROM dead JOIN idempotency_records r ON r.owner = dead.owner
     WHERE r.status = 'in_progress'
     LIMIT $1 FOR UPDATE OF r SKIP LOCKED),
@@ -384,8 +447,8 @@ lost AS (
     UPDATE idempotency_records r SET status = 'unknown' FROM found f
     WHERE r.tenant_id = f.tenant_id AND r.operation = f.operation AND r.key = f.key
       AND r.id = f.id AND r.attempt = f.attempt AND r.status = 'in_progress'
-    RETURNING r.id)",
-    note_unknown!()
+    RETURNING r.id, r.attempt, f.lease_until AS since, true AS orphaned)",
+    note_unknown!("u.attempt = excluded.attempt")
 );
 
 // Once nothing is left of an owner that has been dead for longer than any statement of its may last, its records,

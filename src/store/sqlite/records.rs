@@ -18,6 +18,9 @@ use crate::record::{
 /// How long a lease is kept after its end, so that a process that slept cannot make it anew.
 const LEASE_KEPT: Duration = Duration::from_secs(24 * 3600);
 
+/// How long a note of an unknown record is kept, at least.
+const NOTE_KEPT: Duration = Duration::from_secs(600);
+
 const LIVES: &str =
     "SELECT EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?1 AND lease_until > ?2)";
 
@@ -239,15 +242,26 @@ pub(super) fn release(tx: &Tx<'_>, scope: &Scope, fence: Fence) -> rusqlite::Res
     const LATER: &str = "UPDATE idempotency_records SET status = 'unknown'
         WHERE tenant_id = ?1 AND operation = ?2 AND key = ?3 AND id = ?4 AND attempt = ?5
           AND status IN ('in_progress', 'unknown')";
-    let sql = if fence.attempt == Attempt::FIRST { FIRST } else { LATER };
-    fenced(tx, sql, scope, fence)
+    if fence.attempt == Attempt::FIRST {
+        return fenced(tx, FIRST, scope, fence);
+    }
+    let released = fenced(tx, LATER, scope, fence)?;
+    if released == Changed::Yes {
+        // This attempt did not execute: the doubt about those before it goes on.
+        note(tx, &Doubt { fence, since: tx.now, orphaned: false, goes_on: true })?;
+    }
+    Ok(released)
 }
 
 pub(super) fn mark_unknown(tx: &Tx<'_>, scope: &Scope, fence: Fence) -> rusqlite::Result<Changed> {
     const SQL: &str = "UPDATE idempotency_records SET status = 'unknown'
         WHERE tenant_id = ?1 AND operation = ?2 AND key = ?3 AND id = ?4 AND attempt = ?5
           AND status = 'in_progress'";
-    fenced(tx, SQL, scope, fence)
+    let marked = fenced(tx, SQL, scope, fence)?;
+    if marked == Changed::Yes {
+        note(tx, &Doubt { fence, since: tx.now, orphaned: false, goes_on: false })?;
+    }
+    Ok(marked)
 }
 
 fn fenced(tx: &Tx<'_>, sql: &str, scope: &Scope, fence: Fence) -> rusqlite::Result<Changed> {
@@ -257,33 +271,75 @@ fn fenced(tx: &Tx<'_>, sql: &str, scope: &Scope, fence: Fence) -> rusqlite::Resu
     tx.execute(sql, params).map(changed)
 }
 
+/// A record that became unknown.
+struct Doubt {
+    fence: Fence,
+    since: i64,
+    orphaned: bool,
+    /// It goes on also where it was noted for an earlier attempt.
+    goes_on: bool,
+}
+
+/// Notes it. Of the same attempt it was a question that brought no result: the doubt's beginning stays, and the next
+/// question waits, from 1 s doubling to 5 min.
+fn note(tx: &Tx<'_>, doubt: &Doubt) -> rusqlite::Result<()> {
+    const SQL: &str = "INSERT INTO oncegate_unknown AS u
+          (id, noted_at, attempt, since, orphaned, next_ask_at)
+        VALUES (?1, ?2, ?3, ?4, ?5, ?4)
+        ON CONFLICT (id) DO UPDATE SET noted_at = excluded.noted_at, attempt = excluded.attempt,
+          since = iif(?6 OR u.attempt = excluded.attempt, u.since, excluded.since),
+          orphaned = iif(?6 OR u.attempt = excluded.attempt, u.orphaned, excluded.orphaned),
+          asked = iif(?6 OR u.attempt = excluded.attempt, u.asked + 1, 0),
+          next_ask_at = iif(?6 OR u.attempt = excluded.attempt,
+            ?2 + min(300000, 1000 << min(u.asked, 9)) * (500 + abs(random() % 501)),
+            excluded.next_ask_at)";
+    let Doubt { fence, since, orphaned, goes_on } = doubt;
+    let id = fence.id.to_string();
+    let params = params![id, tx.now, fence.attempt.number(), since, orphaned, goes_on];
+    tx.execute(SQL, params).map(drop)
+}
+
 /// Marks what a dead owner left, all of it or one record.
 pub(super) fn mark_dead(
     tx: &Tx<'_>,
     only: Option<&(Scope, Fence)>,
     limit: u32,
 ) -> rusqlite::Result<u64> {
-    const ALL: &str = "UPDATE idempotency_records SET status = 'unknown' WHERE rowid IN (
-        SELECT rowid FROM idempotency_records r
-        WHERE r.status <> 'completed' AND r.status = 'in_progress' AND NOT EXISTS (
-          SELECT 1 FROM oncegate_owners o WHERE o.owner = r.owner AND o.lease_until > ?1)
-        LIMIT ?2)";
-    const ONE: &str = "UPDATE idempotency_records SET status = 'unknown'
-        WHERE tenant_id = ?1 AND operation = ?2 AND key = ?3 AND id = ?4 AND attempt = ?5
-          AND status = 'in_progress' AND NOT EXISTS (
-            SELECT 1 FROM oncegate_owners o
-            WHERE o.owner = idempotency_records.owner AND o.lease_until > ?6)";
-    let Some((Scope { tenant, operation, key }, fence)) = only else {
-        return tx.execute(ALL, params![tx.now, limit]).map(|rows| rows as u64);
+    const ALL: &str = "SELECT r.id, r.attempt, coalesce(o.lease_until, ?1)
+        FROM idempotency_records r LEFT JOIN oncegate_owners o ON o.owner = r.owner
+        WHERE r.status <> 'completed' AND r.status = 'in_progress'
+          AND coalesce(o.lease_until, ?1) <= ?1
+        LIMIT ?2";
+    const ONE: &str = "SELECT r.id, r.attempt, coalesce(o.lease_until, ?1)
+        FROM idempotency_records r LEFT JOIN oncegate_owners o ON o.owner = r.owner
+        WHERE tenant_id = ?2 AND operation = ?3 AND key = ?4 AND r.id = ?5 AND r.attempt = ?6
+          AND r.status = 'in_progress' AND coalesce(o.lease_until, ?1) <= ?1";
+    const MARK: &str = "UPDATE idempotency_records SET status = 'unknown'
+        WHERE id = ?1 AND attempt = ?2 AND status = 'in_progress'";
+    let read = |row: &rusqlite::Row<'_>| Ok((row::fence(row, 0)?, row.get(2)?));
+    let found: Vec<(Fence, i64)> = match only {
+        None => tx.rows(ALL, params![tx.now, limit], read)?,
+        Some((Scope { tenant, operation, key }, fence)) => {
+            let (id, attempt) = (fence.id.to_string(), fence.attempt.number());
+            let (tenant, operation, key) = (tenant.as_str(), operation.as_str(), key.as_str());
+            tx.rows(ONE, params![tx.now, tenant, operation, key, id, attempt], read)?
+        }
     };
-    let (id, attempt) = (fence.id.to_string(), fence.attempt.number());
-    let params = params![tenant.as_str(), operation.as_str(), key.as_str(), id, attempt, tx.now];
-    tx.execute(ONE, params).map(|rows| rows as u64)
+    for (fence, since) in &found {
+        tx.execute(MARK, params![fence.id.to_string(), fence.attempt.number()])?;
+        note(tx, &Doubt { fence: *fence, since: *since, orphaned: true, goes_on: false })?;
+    }
+    Ok(found.len() as u64)
 }
 
 pub(super) fn sweep(tx: &Tx<'_>, limit: u32) -> rusqlite::Result<u64> {
     const SQL: &str = "DELETE FROM idempotency_records WHERE status = 'completed'
         AND expires_at <= ?1 AND rowid IN (SELECT rowid FROM idempotency_records
           WHERE status = 'completed' AND expires_at <= ?1 ORDER BY expires_at LIMIT ?2)";
+    // A note is younger than this as long as the record may be on its way back to unknown.
+    const NOTES: &str = "DELETE FROM oncegate_unknown WHERE noted_at < ?1
+        AND NOT EXISTS (SELECT 1 FROM idempotency_records r
+          WHERE r.id = oncegate_unknown.id AND r.status = 'unknown')";
+    tx.execute(NOTES, [tx.now - micros(NOTE_KEPT)])?;
     tx.execute(SQL, params![tx.now, limit]).map(|rows| rows as u64)
 }

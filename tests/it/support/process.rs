@@ -42,6 +42,13 @@ pub fn config(folder: &Path, toml: &str) -> PathBuf {
     path
 }
 
+/// The command line of `serve`.
+pub fn serve(config: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.args(["serve", "--config"]).arg(config);
+    command
+}
+
 impl Gateway {
     /// Starts `serve` with this configuration file and waits until it is ready.
     pub fn start(config: &Path) -> Self {
@@ -51,9 +58,12 @@ impl Gateway {
 
     /// As [`Gateway::start`]; where it ends instead, its output.
     pub fn try_start(config: &Path) -> Result<Self, String> {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_oncegate"))
-            .args(["serve", "--config"])
-            .arg(config)
+        Self::launch(serve(config), config)
+    }
+
+    /// As [`Gateway::try_start`], by a command line of the test's own.
+    pub fn launch(mut command: Command, config: &Path) -> Result<Self, String> {
+        let mut child = command
             .env("RUST_BACKTRACE", "1")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())

@@ -14,8 +14,8 @@ use oncegate::record::{
 };
 use oncegate::store::{
     Acknowledgement, Acted, AuditRow, Beat, Changed, Claim, Claimed, Completion, Error,
-    EventFilter, EventRow, EventStatus, Gauges, Objection, Operator, Proposal, RecordFilter,
-    RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
+    EventFilter, EventRow, EventStatus, Gauges, LateOutcome, Objection, Operator, Proposal,
+    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
 };
 use uuid::Uuid;
 
@@ -299,6 +299,9 @@ impl Store for Shelf {
         Err(unavailable())
     }
     async fn mark_dead(&self, _: Option<(&Scope, Fence)>, _: u32) -> Result<u64, Error> {
+        Err(unavailable())
+    }
+    async fn note_late_outcome(&self, _: &LateOutcome) -> Result<(), Error> {
         Err(unavailable())
     }
     async fn claim(&self, _: &Claim) -> Result<Vec<Claimed>, Error> {
