@@ -426,6 +426,9 @@ impl Gateway {
             }
             Finish::Spilled { first } => (Reply::Executed, reply::first(first, Kept::Spilled)),
             Finish::NotStored { first, counted } => (counted, reply::first(first, Kept::NotYet)),
+            Finish::Recorded(replay) => {
+                (Reply::Executed, reply::recorded(&replay, &route.operation))
+            }
             Finish::Overtaken(replay) => {
                 (Reply::Executed, reply::replay(&replay, &route.operation))
             }

@@ -119,6 +119,8 @@ pub struct Proposal {
     pub caller: Option<String>,
     /// What events and look-ups will need of the request; kept until completion.
     pub context: Option<Bytes>,
+    /// How long the answer will be kept. Stands in the row for those who complete it without a configuration.
+    pub retention: Duration,
 }
 
 /// What became of a [`Proposal`].
@@ -150,6 +152,9 @@ pub enum Changed {
     Yes,
     /// Somebody else has the record: nothing was changed.
     No,
+    /// An open transaction of somebody else holds the row, an application's that completes it, say: nothing was
+    /// changed, and what will stand there is not known yet. Nobody waits for it with a connection: try again later.
+    Locked,
 }
 
 /// An outcome to be kept: the answer and its events, written in one transaction.
@@ -539,7 +544,8 @@ pub trait Store: Send + Sync + 'static {
     async fn find(&self, scope: &Scope) -> Result<Option<Record>, Error>;
 
     /// Keeps an outcome and its events: one transaction, grouped with what else is waiting.
-    /// Leaves `in_progress`, and `unknown` of the same attempt.
+    /// Leaves `in_progress`, and `unknown` of the same attempt. A row that somebody's open transaction holds stops no
+    /// other completion; this one is tried again until `deadline`, and is [`Error::Unavailable`] then.
     async fn complete(&self, completion: Completion, deadline: Instant) -> Result<Settled, Error>;
 
     /// Frees an attempt that is known not to have executed: attempt 1 deletes the row, a later one goes back to `unknown`.

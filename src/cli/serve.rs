@@ -100,8 +100,11 @@ pub async fn open(settings: &config::Store, migrate: bool) -> Result<Arc<dyn Sto
 }
 
 /// Opens the store for `serve`: locked where one process owns it, and cleared of what the last process left.
+///
+/// `sinks`: their names, for what the database itself announces.
 async fn open_to_serve(
     settings: &config::Store,
+    sinks: &[String],
     metrics: &Arc<Metrics>,
 ) -> Result<Opened, StartError> {
     let migrate = settings.migrate;
@@ -120,8 +123,11 @@ async fn open_to_serve(
             while store.mark_dead(None, MARK_BATCH).await? > 0 {}
             Ok(Opened { store, alone: true, spill, _lock: Some(lock) })
         }
-        StoreKind::Postgres(_) => {
-            let store = open(settings, migrate).await?;
+        StoreKind::Postgres(postgres) => {
+            let store = Postgres::open(postgres.clone()).await?;
+            store.migrate(migrate).await?;
+            store.name_sinks(sinks).await?;
+            let store = store::with_fault_points(Arc::new(store));
             let spill = spill(settings, &store, metrics).await?;
             Ok(Opened { store, alone: false, spill, _lock: None })
         }
@@ -196,8 +202,9 @@ fn claimant(lease: &LeaseView, may_judge: &MayJudge, alone: bool) -> Claimant {
 /// # Errors
 /// See [`StartError`]; nothing runs then.
 pub async fn start(config: Config) -> Result<Running, StartError> {
+    let sinks: Vec<String> = config.relay.sinks.iter().map(|sink| sink.name.clone()).collect();
     let (metrics, wake) = (Arc::new(Metrics::default()), Arc::new(Notify::new()));
-    let opened = open_to_serve(&config.store, &metrics).await?;
+    let opened = open_to_serve(&config.store, &sinks, &metrics).await?;
     let store = Arc::clone(&opened.store);
     let now = Instant::now();
     let ttl = config.store.lease;

@@ -9,6 +9,9 @@
 //!
 //! After a time-out the record is `unknown` and the caller is told; the exchange goes on as a [`Late`] one, and what it
 //! brings comes back here ([`Closing::close_late`]).
+//!
+//! An application on the same database may complete the record in its own transaction. Then its answer is what counts,
+//! also where all that was seen from here is a connection that broke.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -34,6 +37,19 @@ use crate::store::{
 };
 use crate::telemetry::{LateAnswer, Metrics, Reply, Step, causes};
 
+/// First pause before a record is looked at again that a transaction of the application holds; it doubles up to
+/// [`LOOK_MAX`].
+const LOOK_FIRST: Duration = Duration::from_millis(20);
+const LOOK_MAX: Duration = Duration::from_millis(200);
+
+/// What became of an attempt whose outcome was not seen.
+enum Lost {
+    /// It is `unknown`, or will be.
+    Parted(Parted),
+    /// There is an answer in the store.
+    Stands(Parted, Box<Finish>),
+}
+
 /// A body on its way to the first caller.
 pub(super) enum FirstBody {
     /// All of it.
@@ -57,6 +73,8 @@ pub(super) enum Finish {
     Spilled { first: First },
     /// The upstream answered, and the store has not taken it (yet), or the record had gone on.
     NotStored { first: First, counted: Reply },
+    /// The application completed this very attempt itself: this is its answer.
+    Recorded(Arc<Replay>),
     /// Somebody else completed the record meanwhile: this is what stands.
     Overtaken(Arc<Replay>),
     /// Known not to have executed: passed on.
@@ -109,8 +127,11 @@ impl Closing<'_> {
             Ok((Class::Stored, first)) => (self.keep(underway, first).await, None),
             Ok((Class::Released, first)) => (self.free(underway, first).await, None),
             Ok((Class::Unknown, first)) => {
-                let (_, stands) = self.lose(underway).await;
-                (stands.map_or(Finish::Unknown { first }, Finish::Overtaken), None)
+                let finish = match self.lose(underway).await {
+                    Lost::Stands(_, finish) => *finish,
+                    Lost::Parted(_) => Finish::Unknown { first },
+                };
+                (finish, None)
             }
             Err(failure) => self.fail(underway, failure, given_up).await,
         }
@@ -129,7 +150,7 @@ impl Closing<'_> {
             Err(_) => return LateAnswer::Missed,
         };
         let result = match finish {
-            Finish::Kept { .. } => LateAnswer::Completed,
+            Finish::Kept { .. } | Finish::Recorded(_) => LateAnswer::Completed,
             Finish::Released { .. } | Finish::Failed { .. } => LateAnswer::Released,
             // In the spill it is kept, and not in the database yet.
             Finish::Spilled { .. } | Finish::NotStored { .. } | Finish::Overtaken(_) => {
@@ -165,12 +186,16 @@ impl Closing<'_> {
         tracing::warn!(%record, %operation, ?failure, "an attempt ended without an answer");
         let ending = match failure {
             Failure::Broken | Failure::TimedOut => {
-                let (parted, stands) = self.lose(underway).await;
-                // Only now may the connection be cut: the record says what happened.
-                let awaited = !self.route.policy.late_answer.is_zero();
+                let (parted, finish) = match self.lose(underway).await {
+                    Lost::Parted(parted) => (parted, Finish::Failed { fence, failure }),
+                    Lost::Stands(parted, finish) => (parted, *finish),
+                };
+                // Only now may the connection be cut: the record says what happened. What the application kept by itself
+                // is this attempt's answer, so nothing else is awaited.
+                let awaited = !self.route.policy.late_answer.is_zero()
+                    && !matches!(finish, Finish::Recorded(_));
                 let late = given_up.filter(|_| awaited).map(|exchange| Late { parted, exchange });
-                let failed = Finish::Failed { fence, failure };
-                return (stands.map_or(failed, Finish::Overtaken), late);
+                return (finish, late);
             }
             // What is freed of a later attempt is unknown again, and no waiter starts the next one.
             Failure::NothingSent | Failure::LeaseEnded if attempt > Attempt::FIRST => {
@@ -182,7 +207,7 @@ impl Closing<'_> {
             Failure::LeaseEnded => Ending::LookAgain,
         };
         let finish = match self.release(underway, ending, LateEnd::NotSent).await {
-            Freed::Overtaken(replay) => Finish::Overtaken(replay),
+            Freed::Overtaken(replay) => self.found(fence, replay),
             Freed::Done | Freed::Moved => Finish::Failed { fence, failure },
         };
         (finish, None)
@@ -192,10 +217,10 @@ impl Closing<'_> {
     async fn free(&self, underway: Box<Underway>, first: First) -> Finish {
         let share = shared(&first, &self.route.policy.replay_drop).map(Arc::new);
         let ending = share.map_or(Ending::LookAgain, Ending::Shared);
-        let answer = self.answer(&first);
+        let (fence, answer) = (underway.fence, self.answer(&first));
         match self.release(underway, ending, LateEnd::Released { answer }).await {
             Freed::Done => Finish::Released { first },
-            Freed::Overtaken(replay) => Finish::Overtaken(replay),
+            Freed::Overtaken(replay) => self.found(fence, replay),
             Freed::Moved => Finish::NotStored { first, counted: Reply::Released },
         }
     }
@@ -218,6 +243,7 @@ impl Closing<'_> {
                 }
                 Err(error) => error,
             },
+            Ok(Changed::Locked) => locked(),
             Err(error) => error,
         };
         owed(&error);
@@ -225,26 +251,45 @@ impl Closing<'_> {
         Freed::Done
     }
 
-    /// Marks the record `unknown`: what comes now is late. Where somebody else has completed it meanwhile, the caller and
-    /// those who waited get the answer that stands.
-    async fn lose(&self, underway: Box<Underway>) -> (Parted, Option<Arc<Replay>>) {
+    /// Marks the record `unknown`: what comes now is late, unless it is completed already, whoever did it.
+    async fn lose(&self, underway: Box<Underway>) -> Lost {
         let (scope, fence) = (underway.scope.clone(), underway.fence);
-        let error = match self.store.mark_unknown(&scope, fence).await {
-            Ok(Changed::Yes) => return (underway.part(Ending::Unknown(fence.id)), None),
-            Ok(Changed::No) => match self.desk.standing(&scope, fence.id).await {
-                Ok(Standing::Completed(replay)) => {
-                    let parted = underway.part(Ending::Kept(Arc::clone(&replay)));
-                    return (parted, Some(replay));
-                }
-                Ok(Standing::Open | Standing::Gone) => {
-                    return (underway.part(Ending::Unknown(fence.id)), None);
-                }
-                Err(error) => error,
-            },
+        let error = match self.mark_unknown(&underway).await {
+            Ok(Changed::Yes) => return Lost::Parted(underway.part(Ending::Unknown(fence.id))),
+            Ok(Changed::No) => {
+                let Ok(Standing::Completed(replay)) = self.desk.standing(&scope, fence.id).await
+                else {
+                    return Lost::Parted(underway.part(Ending::Unknown(fence.id)));
+                };
+                self.desk.remember(&scope, &replay);
+                let parted = underway.part(Ending::Kept(Arc::clone(&replay)));
+                return Lost::Stands(parted, Box::new(self.found(fence, replay)));
+            }
+            Ok(Changed::Locked) => locked(),
             Err(error) => error,
         };
         owed(&error);
-        (underway.part_owing(Debt::Unknown { scope, fence }), None)
+        Lost::Parted(underway.part_owing(Debt::Unknown { scope, fence }))
+    }
+
+    /// Marks the record once no transaction of the application holds it any more, for as long as the caller waits.
+    async fn mark_unknown(&self, underway: &Underway) -> Result<Changed, Error> {
+        let begun = Instant::now();
+        let mut pause = LOOK_FIRST;
+        loop {
+            match self.store.mark_unknown(&underway.scope, underway.fence).await? {
+                Changed::Locked if begun.elapsed() + pause < self.timeout => {}
+                changed @ (Changed::Yes | Changed::No | Changed::Locked) => return Ok(changed),
+            }
+            tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
+            pause = (pause * 2).min(LOOK_MAX);
+        }
+    }
+
+    /// The answer that stands for an attempt that did not write it from here.
+    fn found(&self, attempt: Fence, replay: Arc<Replay>) -> Finish {
+        self.wake.notify_one();
+        if replay.fence == attempt { Finish::Recorded(replay) } else { Finish::Overtaken(replay) }
     }
 
     /// Keeps the answer with its events.
@@ -308,6 +353,7 @@ impl Closing<'_> {
         completion: Completion,
         first: First,
     ) -> Finish {
+        let fence = underway.fence;
         let overtaken = self.overtaken(underway, standing, LateOutcome::from(&completion)).await;
         let Some(replay) = overtaken else {
             return Finish::NotStored { first, counted: Reply::Executed };
@@ -317,7 +363,7 @@ impl Closing<'_> {
             self.wake.notify_one();
             return Finish::Kept { first, expires_at: replay.expires_at };
         }
-        Finish::Overtaken(replay)
+        self.found(fence, replay)
     }
 
     /// The record is no longer at this attempt, or is completed: the answer that stands, where there is one. What the
@@ -389,6 +435,11 @@ impl Closing<'_> {
 #[expect(clippy::disallowed_methods, reason = "only shown in messages; nothing is decided by it")]
 fn now() -> SystemTime {
     SystemTime::now()
+}
+
+/// Somebody's transaction holds the record.
+fn locked() -> Error {
+    Error::Unavailable("another transaction holds the record".into())
 }
 
 fn owed(error: &Error) {

@@ -160,6 +160,7 @@ impl Intake {
             caller: scope::caller(asked.headers, &self.digest),
             context,
             on_unknown: route.policy.on_unknown,
+            retention: route.policy.retention,
         })
     }
 

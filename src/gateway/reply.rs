@@ -125,10 +125,18 @@ pub(super) enum Kept {
 
 /// A stored answer, sent again.
 pub(super) fn replay(replay: &Replay, operation: &Operation) -> Response<Body> {
+    let mut response = recorded(replay, operation);
+    if matches!(replay.answer.body, KeptBody::Whole(_)) {
+        response.headers_mut().insert(REPLAYED, HeaderValue::from_static("true"));
+    }
+    response
+}
+
+/// A stored answer that nobody has got before: the application kept it by itself, for this very execution.
+pub(super) fn recorded(replay: &Replay, operation: &Operation) -> Response<Body> {
     let mut response = match kept_answer(&replay.answer) {
         Some(mut response) => {
             *response.extensions_mut() = replay.spelled();
-            response.headers_mut().insert(REPLAYED, HeaderValue::from_static("true"));
             response
         }
         None => {

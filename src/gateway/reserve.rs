@@ -2,7 +2,8 @@
 //!
 //! The [`Desk`] keeps one [`Entry`] for each scope that this process works on. The first request of a scope takes
 //! the entry's [`Lead`] and asks the store; the others follow, woken in the process, holding no connection and never
-//! asking the database. What must stay true:
+//! polling the database. One that comes while an execution has been under way for a while asks once, for all of them,
+//! whether the application has completed the record by itself. What must stay true:
 //!
 //! - A [`Reservation`] is made here only, after its row is committed, and is used up by sending it. Dropped before a
 //!   byte went out it is released; dropped later it becomes `unknown`. Either is owed to the store by the [`Settler`],
@@ -30,7 +31,9 @@ use self::inquiry::{Held, Inquiry, Step};
 pub(super) use self::settler::{Debt, Settler, Standing};
 use super::room::AnswerRoom;
 use super::spill::Spill;
-use crate::record::{Completed, Fence, Fingerprint, KeptBody, LeaseView, OwnerId, RecordId, Scope};
+use crate::record::{
+    Completed, Fence, Fingerprint, KeptBody, LeaseView, OwnerId, Record, RecordId, Scope, State,
+};
 use crate::route::OnUnknown;
 use crate::store::{self, Store};
 use crate::telemetry::Metrics;
@@ -38,6 +41,10 @@ use crate::telemetry::Metrics;
 /// First pause between two looks at a record that another replica works on; it doubles up to [`POLL_MAX`].
 const POLL_FIRST: Duration = Duration::from_millis(20);
 const POLL_MAX: Duration = Duration::from_millis(500);
+
+/// How often the store is asked, at most, about a record that is being worked on here: the application may have completed
+/// it by itself while it still works. Only a duplicate that comes, or is about to be told no, asks.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
 
 /// Most rounds of "the row moved on, look again" before the store counts as unavailable: each round means that
 /// somebody else made progress on this very scope.
@@ -65,6 +72,7 @@ pub(super) struct Ask {
     pub(super) caller: Option<String>,
     pub(super) context: Option<Bytes>,
     pub(super) on_unknown: OnUnknown,
+    pub(super) retention: Duration,
 }
 
 /// What a keyed request gets.
@@ -152,6 +160,20 @@ type Entries = Mutex<HashMap<Scope, Arc<Entry>>>;
 /// What this process knows of a scope it works on.
 struct Entry {
     news: watch::Sender<News>,
+    /// When the store was asked last; at first, when the entry was made.
+    asked: Mutex<Instant>,
+}
+
+impl Entry {
+    /// Whether it is time to ask the store; then it counts as asked.
+    fn look_is_due(&self) -> bool {
+        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        let due = asked.elapsed() >= LOOK_EVERY;
+        if due {
+            *asked = Instant::now();
+        }
+        due
+    }
 }
 
 /// How far an entry is.
@@ -210,7 +232,10 @@ impl Drop for Lead {
 }
 
 /// A follower's place at an entry.
-pub(super) struct Follow(watch::Receiver<News>);
+pub(super) struct Follow {
+    news: watch::Receiver<News>,
+    entry: Arc<Entry>,
+}
 
 /// What a request finds at the desk.
 pub(super) enum Seat {
@@ -395,7 +420,8 @@ impl Desk {
         news: News,
     ) -> Lead {
         let scope = place.key().clone();
-        let entry = Arc::new(Entry { news: watch::Sender::new(news) });
+        let (news, asked) = (watch::Sender::new(news), Instant::now().into());
+        let entry = Arc::new(Entry { news, asked });
         place.insert(Arc::clone(&entry));
         Lead {
             scope,
@@ -411,7 +437,14 @@ impl Desk {
         let scope = &ask.scope;
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
         match entries.entry(scope.clone()) {
-            hash_map::Entry::Occupied(entry) => Seat::Follow(Follow(entry.get().news.subscribe())),
+            hash_map::Entry::Occupied(entry) => {
+                // Completed by the application, while its answer is still awaited here.
+                if let Some(replay) = self.cache.get(scope, Instant::now()) {
+                    return Seat::Decided(from_record(ask, replay));
+                }
+                let entry = Arc::clone(entry.get());
+                Seat::Follow(Follow { news: entry.news.subscribe(), entry })
+            }
             hash_map::Entry::Vacant(place) => {
                 // Looked up under the lock: an entry that ends is in the cache before it leaves the map.
                 if let Some(replay) = self.cache.get(scope, Instant::now()) {
@@ -424,9 +457,10 @@ impl Desk {
 
     /// Waits behind a leader until `deadline`.
     pub(super) async fn follow(&self, ask: &Ask, follow: Follow, deadline: Instant) -> Followed {
-        let Follow(mut news) = follow;
+        let Follow { mut news, entry } = follow;
         let _waiting = self.metrics.waiting();
         let mut running = None;
+        let mut looks = entry.look_is_due();
         loop {
             let now = news.borrow_and_update().clone();
             match now {
@@ -439,16 +473,52 @@ impl Desk {
                 }
                 News::Ended(ending) => return ended(ask, ending),
             }
-            let changed = tokio::time::timeout_at(deadline.into(), news.changed()).await;
+            let changed = tokio::time::timeout_at(deadline.into(), news.changed());
+            let changed = tokio::select! {
+                changed = changed => changed,
+                found = self.look(ask), if looks && running.is_some() => {
+                    looks = false;
+                    match found {
+                        Some(admission) => return Followed::Admitted(admission),
+                        None => continue,
+                    }
+                }
+            };
             match changed {
                 Ok(Ok(())) => {}
                 Ok(Err(_)) => return Followed::LookAgain,
-                Err(_) => {
-                    let refusal = Refusal::InProgress { record: running };
-                    return Followed::Admitted(Admission::Refuse(refusal));
-                }
+                Err(_) => return Followed::Admitted(self.in_progress(ask, running, &entry).await),
             }
         }
+    }
+
+    /// The wait is over, and the execution is not. Before the caller is told so, the store may know better.
+    async fn in_progress(&self, ask: &Ask, record: Option<RecordId>, entry: &Entry) -> Admission {
+        let cached = self.cache.get(&ask.scope, Instant::now());
+        if let Some(replay) = cached {
+            return from_record(ask, replay);
+        }
+        if entry.look_is_due()
+            && let Ok(Some(admission)) = tokio::time::timeout(LOOK_EVERY, self.look(ask)).await
+        {
+            return admission;
+        }
+        Admission::Refuse(Refusal::InProgress { record })
+    }
+
+    /// The answer of a record that somebody else completed while it is being worked on here.
+    async fn look(&self, ask: &Ask) -> Option<Admission> {
+        let Ok(Some(Record { fence, fingerprint, state: State::Completed(completed) })) =
+            self.store.find(&ask.scope).await
+        else {
+            return None;
+        };
+        if completed.time_left.is_zero() {
+            return None;
+        }
+        let replay = Arc::new(replay_of(fence, fingerprint, *completed));
+        self.remember(&ask.scope, &replay);
+        Some(from_record(ask, replay))
     }
 
     /// Asks the store as the scope's leader, until there is a decision; waits for another replica until `deadline`.

@@ -114,9 +114,21 @@ impl<W: Work> Batcher<W> {
     /// [`Error::Late`] where the deadline passed before the item's batch began, [`Error::InDoubt`] where it passed
     /// after; whatever the batch itself failed with.
     pub async fn submit(&self, item: W::Item, deadline: Instant) -> Result<W::Reply, Error> {
+        self.submit_shared(Arc::new(item), deadline).await
+    }
+
+    /// As [`Batcher::submit`], for an item that may have to be submitted again.
+    ///
+    /// # Errors
+    /// The same.
+    pub async fn submit_shared(
+        &self,
+        item: Arc<W::Item>,
+        deadline: Instant,
+    ) -> Result<W::Reply, Error> {
         let (reply, answer) = oneshot::channel();
         let stage = Arc::new(AtomicU8::new(QUEUED));
-        let job = Job { item: Arc::new(item), deadline, stage: Arc::clone(&stage), reply };
+        let job = Job { item, deadline, stage: Arc::clone(&stage), reply };
         self.queue.try_send(job).map_err(|refused| {
             let why = match refused {
                 TrySendError::Full(_) => "the store's queue is full",

@@ -8,6 +8,7 @@
 //! - Plain SQL: no advisory locks, no session state, no LISTEN, unnamed statements (see `door`), so that a
 //!   transaction-pooling PgBouncer may stand between.
 //! - Nothing indexed changes at a completion, so it is an in-place update.
+//! - A row that an application's open transaction holds stops nobody: batches skip it, single changes give up at once.
 //! - Locks are taken in one order: rows of a batch sorted by scope or by event id.
 //!
 //! When the process dies in the middle of a statement, the statement either committed or it did not; leases tell
@@ -122,6 +123,15 @@ impl Postgres {
             .map_err(|cause| OpenError::Connect { place: self.place.clone(), cause })?;
         migrate::migrate(&mut connection, allowed).await
     }
+
+    /// Tells the database the names of the configured sinks, for the events that applications announce there. Writes
+    /// only what has changed.
+    ///
+    /// # Errors
+    /// See [`Error`].
+    pub async fn name_sinks(&self, names: &[String]) -> Result<(), Error> {
+        outbox::name_sinks(&self.door, names).await
+    }
 }
 
 /// Runs the workers of both lanes, and what drives their connections, on one thread beside the runtime: an answer of the
@@ -214,7 +224,7 @@ impl Store for Postgres {
     }
 
     async fn complete(&self, completion: Completion, deadline: Instant) -> Result<Settled, Error> {
-        self.completions.submit(completion, deadline).await
+        complete::complete(&self.completions, completion, deadline).await
     }
 
     async fn release(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error> {

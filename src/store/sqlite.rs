@@ -46,14 +46,15 @@ use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 use crate::telemetry;
 
 /// Each migration brings the schema from the version before it to its own.
-const MIGRATIONS: [(u32, &str); 3] = [
+const MIGRATIONS: [(u32, &str); 4] = [
     (1, include_str!("../../migrations/sqlite/0001_records.sql")),
     (2, include_str!("../../migrations/sqlite/0002_unknown.sql")),
     (3, include_str!("../../migrations/sqlite/0003_claim_owner.sql")),
+    (4, include_str!("../../migrations/sqlite/0004_retention.sql")),
 ];
 
 /// The schema's version that this program knows.
-const KNOWN: u32 = 3;
+const KNOWN: u32 = 4;
 
 /// A SQLite file as a store. Dropped, its threads finish what is queued and end.
 pub struct Sqlite {

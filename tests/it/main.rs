@@ -32,6 +32,7 @@ mod crash_points;
 mod doubt;
 mod files;
 mod fingerprint;
+mod functions;
 mod late;
 mod lease;
 mod outage;

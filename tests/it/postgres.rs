@@ -82,6 +82,7 @@ pub(crate) fn proposal(owner: OwnerId, key: &str) -> Proposal {
         owner,
         caller: Some("someone".into()),
         context: Some(Bytes::from_static(b"{\"amount\":1}")),
+        retention: Duration::from_secs(3600),
     }
 }
 

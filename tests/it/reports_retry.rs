@@ -136,7 +136,8 @@ async fn an_attempt_whose_commit_was_not_heard_of_is_sent_once_or_never() {
     rig.orders.answer_status(504);
     order().to(addr).await;
     rig.orders.answer_created();
-    fault.swallow_the_answer_to("-- take_over_unknown\n");
+    // The change is a transaction: it is its commit of which no word comes.
+    fault.swallow_the_answer_to("COMMIT\0");
     let second = tokio::spawn(async move { order().to(addr).await });
     let taken = "select count(*) from idempotency_records where attempt = 2";
     eventually("the takeover is committed", async || rig.place.count(taken).await == 1).await;
@@ -164,7 +165,7 @@ async fn a_takeover_of_an_expired_row_whose_commit_was_not_heard_of_is_sent_once
     let first = order().to(addr).await;
     let expired = "select count(*) from idempotency_records where expires_at <= clock_timestamp()";
     eventually("it has expired", async || rig.place.count(expired).await == 1).await;
-    fault.swallow_the_answer_to("-- take_over_expired\n");
+    fault.swallow_the_answer_to("COMMIT\0");
     let second = tokio::spawn(async move { order().to(addr).await });
     eventually("the takeover is committed", async || rig.place.count(expired).await == 0).await;
     assert!(fault.has_swallowed());

@@ -34,6 +34,7 @@ fn proposal(n: usize, owner: OwnerId) -> Proposal {
         owner,
         caller: None,
         context: None,
+        retention: Duration::from_secs(3600),
     }
 }
 
@@ -77,7 +78,7 @@ async fn a_newer_schema_is_refused() {
     open(&path).await;
     rusqlite::Connection::open(&path).unwrap().execute_batch("PRAGMA user_version = 99").unwrap();
     let Err(error) = Sqlite::open(&path).await else { panic!("opened") };
-    assert!(matches!(error, OpenError::NewerSchema { found: 99, known: 3 }), "{error}");
+    assert!(matches!(error, OpenError::NewerSchema { found: 99, known: 4 }), "{error}");
 }
 
 #[tokio::test]
@@ -85,11 +86,11 @@ async fn an_older_schema_is_migrated_only_where_that_is_allowed() {
     let (_dir, path) = database();
     let store = Sqlite::open(&path).await.unwrap();
     let error = store.migrate(false).await.unwrap_err();
-    assert!(matches!(error, OpenError::OlderSchema { found: 0, known: 3 }), "{error}");
+    assert!(matches!(error, OpenError::OlderSchema { found: 0, known: 4 }), "{error}");
     assert!(store.ping().await.is_err());
-    assert_eq!(store.migrate(true).await.unwrap(), 3);
-    assert_eq!(store.migrate(true).await.unwrap(), 3, "again changes nothing");
-    assert_eq!(store.migrate(false).await.unwrap(), 3);
+    assert_eq!(store.migrate(true).await.unwrap(), 4);
+    assert_eq!(store.migrate(true).await.unwrap(), 4, "again changes nothing");
+    assert_eq!(store.migrate(false).await.unwrap(), 4);
     store.ping().await.unwrap();
 }
 
@@ -231,6 +232,7 @@ async fn nothing_is_reserved_once_the_file_is_gone_or_replaced() {
             owner,
             caller: None,
             context: None,
+            retention: Duration::from_secs(3600),
         };
         store.reserve(proposal, Instant::now() + Duration::from_secs(10)).await
     };

@@ -117,6 +117,7 @@ fn proposal(scope: &Scope, owner: OwnerId) -> Proposal {
         owner,
         caller: Some("alice".into()),
         context: Some(Bytes::from_static(b"{\"n\":1}")),
+        retention: Duration::from_secs(3600),
     }
 }
 

@@ -129,6 +129,7 @@ impl<'a> Inquiry<'a> {
             owner: self.desk.lease.current().owner,
             caller: self.ask.caller.clone(),
             context: self.ask.context.clone(),
+            retention: self.ask.retention,
         }
     }
 
@@ -192,17 +193,20 @@ impl<'a> Inquiry<'a> {
         let scope = &self.ask.scope;
         let marked = if owner == self.desk.lease.current().owner {
             // A row of this process without an entry: nobody here knows how far it came.
-            self.desk.store.mark_unknown(scope, fence).await.map(|changed| changed == Changed::Yes)
+            self.desk.store.mark_unknown(scope, fence).await
         } else if !owner_lives && (self.desk.may_judge)() {
-            self.desk.store.mark_dead(Some((scope, fence)), 1).await.map(|marked| marked > 0)
+            let marked = self.desk.store.mark_dead(Some((scope, fence)), 1).await;
+            // It moved on, or somebody's transaction holds it: both are seen after a while.
+            marked.map(|marked| if marked > 0 { Changed::Yes } else { Changed::Locked })
         } else {
             self.saw_running = true;
             self.lead.running(fence.id, fingerprint);
             return Step::Wait(fence.id);
         };
         match marked {
-            Ok(true) => self.meet_unknown(fence, fingerprint).await,
-            Ok(false) => Step::Again,
+            Ok(Changed::Yes) => self.meet_unknown(fence, fingerprint).await,
+            Ok(Changed::No) => Step::Again,
+            Ok(Changed::Locked) => Step::Wait(fence.id),
             Err(error) => unavailable(&error, Unreserved::Perhaps),
         }
     }
@@ -224,19 +228,22 @@ impl<'a> Inquiry<'a> {
                 Ok(Changed::Yes) => return self.held(taken, owner, fingerprint),
                 Ok(Changed::No) if doubt => return self.read_back(taken, owner, fingerprint).await,
                 Ok(Changed::No) => return Step::Again,
-                Err(error) => error,
+                // The application may be completing it right now.
+                Ok(Changed::Locked) if !doubt => return Step::Wait(taken.id),
+                Ok(Changed::Locked) => None,
+                Err(error) => Some(error),
             };
-            if let Error::InDoubt(cause) = &error {
+            if let Some(Error::InDoubt(cause)) = &error {
                 tracing::warn!(%cause, "a takeover is in doubt");
                 doubt = true;
             }
-            if !doubt {
+            if let Some(error) = error.filter(|_| !doubt) {
                 return unavailable(&error, Unreserved::Perhaps);
             }
             if Instant::now() >= deadline {
                 return Step::Doubt(taken);
             }
-            // The same again waits for the row that the lost one may hold, so its end is the truth.
+            // The same again, until the lost one holds the row no more: what it finds then is the truth.
             tokio::time::sleep(POLL_FIRST).await;
         }
     }

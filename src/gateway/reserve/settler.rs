@@ -219,19 +219,19 @@ impl Settler {
             Debt::Complete { completion, fingerprint, .. } => {
                 self.complete(completion, *fingerprint).await
             }
-            Debt::Unknown { scope, fence } => {
-                if self.store.mark_unknown(scope, *fence).await? == Changed::Yes {
-                    return Ok(Ending::Unknown(fence.id));
-                }
-                // Somebody else has the record: those who waited get what stands.
-                Ok(match self.standing(scope, fence.id).await? {
-                    Standing::Completed(replay) => Ending::Kept(replay),
+            Debt::Unknown { scope, fence } => match self.store.mark_unknown(scope, *fence).await? {
+                Changed::Yes => Ok(Ending::Unknown(fence.id)),
+                Changed::Locked => Err(locked()),
+                Changed::No => Ok(match self.standing(scope, fence.id).await? {
+                    Standing::Completed(replay) => self.kept(scope, replay),
                     Standing::Open | Standing::Gone => Ending::Unknown(fence.id),
-                })
-            }
+                }),
+            },
             Debt::Release { scope, fence, ending, late } => {
-                if self.store.release(scope, *fence).await? == Changed::Yes {
-                    return Ok(ending.clone());
+                match self.store.release(scope, *fence).await? {
+                    Changed::Yes => return Ok(ending.clone()),
+                    Changed::Locked => return Err(locked()),
+                    Changed::No => {}
                 }
                 let standing = self.standing(scope, fence.id).await?;
                 // Gone by the first try of this very release, most likely, of which no word came.
@@ -308,4 +308,9 @@ impl Settler {
         }
         Ok(ending)
     }
+}
+
+/// Somebody's transaction holds the record: what is owed is owed on.
+fn locked() -> Error {
+    Error::Unavailable("another transaction holds the record".into())
 }

@@ -2,9 +2,13 @@
 //!
 //! A batch of them is one update by primary key, fenced by id and attempt, whose rows drive the inserts of their
 //! events; what was not updated writes no event. Run again after its answer was lost, it changes nothing.
+//!
+//! An application may hold a row for as long as its own transaction lasts (see `oncegate_complete` in the migrations).
+//! The batch skips such rows, so that nobody else's completion waits; what was skipped is submitted again, and again.
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
 
 use async_trait::async_trait;
 use tokio_postgres::Row;
@@ -16,7 +20,7 @@ use super::records::committed;
 use super::rows::{attempt, get};
 use super::seconds;
 use crate::record::{KeptBody, RecordId, Scope, encode_headers};
-use crate::store::batch::{RunError, Work};
+use crate::store::batch::{Batcher, RunError, Work};
 use crate::store::{Completion, Error, LateOutcome, Settled};
 
 /// Writes the events of completed records: of `done(id, at)` with the flattened arrays `$10` to `$17`.
@@ -57,6 +61,17 @@ queued AS (
 }
 pub(super) use queue_messages;
 
+/// Where a row `r` fits a completion `c`.
+macro_rules! fits {
+    () => {
+        "r.tenant_id = c.tenant_id AND r.operation = c.operation AND r.key = c.key
+          AND r.id = c.id AND r.attempt = c.attempt AND r.status IN ('in_progress', 'unknown')"
+    };
+}
+
+// The lock is taken row by row, in the order of the scopes, and not waited for. What the statement's snapshot says may
+// be completed and was not is held by somebody, or has just been changed: it is looked at again. OFFSET keeps the
+// planner from reading the whole table for that.
 macro_rules! complete {
     ($($queue:tt)*) => {
         concat!(
@@ -73,14 +88,25 @@ done AS (
         expires_at = c.at + make_interval(secs => c.retention),
         response_status = c.response_status, response_headers = c.headers,
         response_body = c.body, request_context = NULL
-    FROM c
-    WHERE r.tenant_id = c.tenant_id AND r.operation = c.operation AND r.key = c.key
-      AND r.id = c.id AND r.attempt = c.attempt AND r.status IN ('in_progress', 'unknown')
+    FROM c CROSS JOIN LATERAL (
+        SELECT 1 FROM idempotency_records r
+        WHERE ",
+            fits!(),
+            "
+        FOR NO KEY UPDATE SKIP LOCKED) free
+    WHERE ",
+            fits!(),
+            "
     RETURNING r.id, r.tenant_id, r.operation, r.key, r.expires_at, c.at)",
             write_messages!(),
             $($queue)*,
             "
-SELECT id, expires_at FROM done"
+SELECT c.id, done.expires_at, done.id IS NULL AND EXISTS (
+    SELECT FROM idempotency_records r
+    WHERE ",
+            fits!(),
+            " OFFSET 0) AS skipped
+FROM c LEFT JOIN done ON done.id = c.id"
         )
     };
 }
@@ -208,37 +234,78 @@ pub(super) async fn note_late(door: &Door, late: &LateOutcome) -> Result<(), Err
 /// How completions are run.
 pub(super) struct Completions(pub(super) Lane);
 
+/// What a batch made of one completion.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Tried {
+    /// It has its end.
+    Settled(Settled),
+    /// Somebody's transaction holds its row.
+    Skipped,
+}
+
 #[async_trait]
 impl Work for Completions {
     type Item = Completion;
-    type Reply = Settled;
+    type Reply = Tried;
 
     fn scope(item: &Completion) -> &Scope {
         &item.scope
     }
 
-    async fn run(&self, items: &[Arc<Completion>]) -> Result<Vec<Settled>, RunError> {
+    async fn run(&self, items: &[Arc<Completion>]) -> Result<Vec<Tried>, RunError> {
         let rows = {
             let mut columns = Columns::default();
             items.iter().for_each(|item| columns.add(item));
             self.0.run(Effect::Write, columns.statement(), &columns.statement_params()).await?
         };
-        let done = |row: &Row| Ok((get::<Uuid>(row, "id")?.into(), get(row, "expires_at")?));
-        let done: HashMap<RecordId, _> =
-            rows.iter().map(done).collect::<Result<_, Error>>().map_err(RunError::from)?;
-        let settled = |item: &Arc<Completion>| match done.get(&item.fence.id) {
-            Some(&expires_at) => Settled::Done { expires_at },
-            None => Settled::Fenced,
-        };
-        let fenced: Vec<Uuid> = items
+        let tried: HashMap<RecordId, Tried> =
+            rows.iter().map(tried).collect::<Result<_, Error>>().map_err(RunError::from)?;
+        let fenced = Tried::Settled(Settled::Fenced);
+        let of = |item: &Arc<Completion>| *tried.get(&item.fence.id).unwrap_or(&fenced);
+        let met: Vec<Uuid> = items
             .iter()
-            .filter(|item| !done.contains_key(&item.fence.id))
+            .filter(|item| of(item) == fenced)
             .map(|item| item.fence.id.into())
             .collect();
-        if !fenced.is_empty() {
-            let params: Params<'_> = &[(&fenced, Type::UUID_ARRAY)];
+        if !met.is_empty() {
+            let params: Params<'_> = &[(&met, Type::UUID_ARRAY)];
             self.0.run(Effect::Write, CONFIRM_COMPLETED, params).await.map_err(committed)?;
         }
-        Ok(items.iter().map(settled).collect())
+        Ok(items.iter().map(of).collect())
+    }
+}
+
+fn tried(row: &Row) -> Result<(RecordId, Tried), Error> {
+    let expires_at: Option<SystemTime> = get(row, "expires_at")?;
+    let tried = match expires_at {
+        Some(expires_at) => Tried::Settled(Settled::Done { expires_at }),
+        None if get(row, "skipped")? => Tried::Skipped,
+        None => Tried::Settled(Settled::Fenced),
+    };
+    Ok((get::<Uuid>(row, "id")?.into(), tried))
+}
+
+/// First pause before a completion is tried again whose row somebody holds; it doubles up to [`PAUSE_MAX`].
+const PAUSE_FIRST: Duration = Duration::from_millis(5);
+const PAUSE_MAX: Duration = Duration::from_millis(100);
+
+/// Submits a completion until its row is free. Meanwhile it holds nothing: no connection, and no place in a batch.
+pub(super) async fn complete(
+    lane: &Batcher<Completions>,
+    completion: Completion,
+    deadline: Instant,
+) -> Result<Settled, Error> {
+    let completion = Arc::new(completion);
+    let mut pause = PAUSE_FIRST;
+    loop {
+        match lane.submit_shared(Arc::clone(&completion), deadline).await? {
+            Tried::Settled(settled) => return Ok(settled),
+            Tried::Skipped if Instant::now() + pause >= deadline => {
+                return Err(Error::Unavailable("another transaction holds the record".into()));
+            }
+            Tried::Skipped => {}
+        }
+        tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
+        pause = (pause * 2).min(PAUSE_MAX);
     }
 }

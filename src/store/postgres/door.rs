@@ -351,6 +351,13 @@ impl Transaction<'_> {
         self.0.plain(Effect::Read, sql).await
     }
 
+    /// Ends the transaction: it did nothing.
+    pub(super) async fn roll_back(self) -> Result<(), RunError> {
+        self.0.plain(Effect::Read, "ROLLBACK").await?;
+        self.0.spoiled = false;
+        Ok(())
+    }
+
     /// Ends the transaction: when this is done, what it did is durable.
     pub(super) async fn commit(self) -> Result<(), RunError> {
         self.0.plain(Effect::Write, "COMMIT").await?;
@@ -383,6 +390,42 @@ impl Task for Single<'_> {
     async fn run(&self, connection: &mut Connection) -> Result<Vec<Row>, RunError> {
         connection.run(self.effect, self.sql, self.params).await
     }
+}
+
+// Long enough for a change of ours that is about to commit, short beside anybody's patience.
+const BEGIN_FENCED: &str = "-- begin_fenced
+BEGIN ISOLATION LEVEL READ COMMITTED;
+SET LOCAL lock_timeout = '20ms'";
+
+/// A change of one record that waits for nobody's transaction. `None`: somebody's holds the row.
+struct Fenced<'a> {
+    sql: &'a str,
+    params: Params<'a>,
+}
+
+#[async_trait]
+impl Task for Fenced<'_> {
+    type Done = Option<Vec<Row>>;
+
+    async fn run(&self, connection: &mut Connection) -> Result<Option<Vec<Row>>, RunError> {
+        let mut transaction = connection.begin(BEGIN_FENCED).await?;
+        match transaction.run(self.sql, self.params).await {
+            Ok(rows) => {
+                transaction.commit().await?;
+                Ok(Some(rows))
+            }
+            Err(RunError::Failed(Error::Unavailable(cause))) if is_lock(&cause) => {
+                transaction.roll_back().await?;
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+fn is_lock(cause: &Cause) -> bool {
+    let error = cause.downcast_ref::<tokio_postgres::Error>();
+    error.and_then(tokio_postgres::Error::code) == Some(&SqlState::LOCK_NOT_AVAILABLE)
 }
 
 /// A statement's name: the comment in its first line.
@@ -500,6 +543,23 @@ impl Door {
     /// Runs a statement that writes, in a transaction of its own.
     pub(super) async fn write(&self, sql: &str, params: Params<'_>) -> Result<Vec<Row>, Error> {
         self.run(&Single { effect: Effect::Write, sql, params }).await
+    }
+
+    /// Runs a statement that changes one record, in a transaction of its own, unless somebody else's holds the row:
+    /// an application's may do so for as long as it likes, and no connection is spent on waiting for it.
+    pub(super) async fn change(
+        &self,
+        sql: &str,
+        params: Params<'_>,
+    ) -> Result<Option<Vec<Row>>, Error> {
+        let change = Fenced { sql, params };
+        match self.run(&change).await {
+            // Lost before its commit was sent, so it changed nothing: once more, as with a read.
+            Err(Error::Unavailable(cause)) if cause.is::<tokio_postgres::Error>() => {
+                self.run(&change).await
+            }
+            result => result,
+        }
     }
 
     /// Runs a task on a connection, again after deadlocks and serialization failures.

@@ -19,6 +19,7 @@ struct Migration {
     sql: &'static str,
 }
 
+/// In the order of their versions.
 const MIGRATIONS: &[Migration] = &[
     Migration {
         version: 1,
@@ -34,6 +35,11 @@ const MIGRATIONS: &[Migration] = &[
         version: 3,
         name: "unknown",
         sql: include_str!("../../../migrations/postgres/0003_unknown.sql"),
+    },
+    Migration {
+        version: 4,
+        name: "functions",
+        sql: include_str!("../../../migrations/postgres/0004_functions.sql"),
     },
     Migration {
         version: 5,
@@ -171,5 +177,15 @@ pub(super) async fn warn_of_lost_commits(connection: &mut Connection) {
                 "the database runs with {name} = off: a crash of it can lose what was promised"
             );
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn migrations_stand_in_the_order_of_their_versions() {
+        assert!(MIGRATIONS.is_sorted_by(|one, next| one.version < next.version));
     }
 }

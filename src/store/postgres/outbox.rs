@@ -17,6 +17,16 @@ use super::seconds;
 use crate::store::batch::RunError;
 use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Over, Verdict};
 
+const NAME_SINKS: &str = "-- name_sinks
+WITH gone AS (
+    DELETE FROM oncegate_sinks s WHERE s.name <> ALL ($1::text[]))
+INSERT INTO oncegate_sinks (name) SELECT n FROM unnest($1::text[]) AS n ORDER BY n
+ON CONFLICT DO NOTHING";
+
+pub(super) async fn name_sinks(door: &Door, names: &[String]) -> Result<(), Error> {
+    door.write(NAME_SINKS, &[(&names, Type::TEXT_ARRAY)]).await.map(drop)
+}
+
 // The planner may have met the queue when it was empty, and would then read all of it for each claim.
 const BEGIN_CLAIM: &str = "-- begin_claim
 BEGIN ISOLATION LEVEL READ COMMITTED;

@@ -1,7 +1,7 @@
 //! The statements that make, change and delete records, but for their completion.
 //!
 //! Reservations are batches (see `batch`): parallel arrays, one statement, one commit. All other changes are single
-//! fenced statements that say how many rows they changed. A record that becomes `unknown` is noted in
+//! fenced statements that say how many rows they changed, and that wait for nobody's open transaction. A record that becomes `unknown` is noted in
 //! `oncegate_unknown` by the same statement.
 
 use std::collections::HashMap;
@@ -15,25 +15,33 @@ use uuid::Uuid;
 
 use super::door::{Door, Effect, Lane, Param, Params};
 use super::rows::{self, attempt, get, record_columns, unreadable};
+use super::seconds;
 use crate::record::{Attempt, Fence, Record, RecordId, Scope};
 use crate::store::batch::{RunError, Work};
 use crate::store::{Changed, Error, Proposal, Reserved, Takeover};
 
-// The rows go in sorted by scope, so that two replicas wait for each other in one direction only.
+// The rows go in sorted by scope, so that two replicas wait for each other in one direction only. What stands already is
+// not even tried: ON CONFLICT waits for a transaction that changes the row in the way, and an application's may last.
 const RESERVE: &str = "-- reserve
 WITH p AS MATERIALIZED (
     SELECT * FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bytea[], $6::bytea[],
-                         $7::bytea[], $8::uuid[], $9::text[], $10::bytea[])
-      AS p(id, tenant_id, operation, key, request_hash, raw_hash, recipe, owner, caller, context)),
+                         $7::bytea[], $8::uuid[], $9::text[], $10::bytea[], $11::float8[])
+      AS p(id, tenant_id, operation, key, request_hash, raw_hash, recipe, owner, caller, context,
+           retention)),
 live AS MATERIALIZED (
     SELECT owner FROM oncegate_owners
     WHERE owner = ANY ($8::uuid[]) AND lease_until > clock_timestamp()),
 made AS (
     INSERT INTO idempotency_records (id, tenant_id, operation, key, request_hash, raw_hash, recipe,
-                                     status, attempt, owner, caller, request_context, created_at)
+                                     status, attempt, owner, caller, request_context, created_at,
+                                     retention)
     SELECT id, tenant_id, operation, key, request_hash, raw_hash, recipe,
-           'in_progress', 1, owner, caller, context, clock_timestamp()
+           'in_progress', 1, owner, caller, context, clock_timestamp(),
+           make_interval(secs => retention)
     FROM p WHERE owner IN (SELECT owner FROM live)
+      AND NOT EXISTS (
+        SELECT FROM idempotency_records r
+        WHERE r.tenant_id = p.tenant_id AND r.operation = p.operation AND r.key = p.key OFFSET 0)
     ORDER BY tenant_id, operation, key
     ON CONFLICT (tenant_id, operation, key) DO NOTHING
     RETURNING id)
@@ -114,6 +122,7 @@ impl Reservations {
         let callers: Vec<Option<&str>> = items.iter().map(|item| item.caller.as_deref()).collect();
         let contexts: Vec<Option<&[u8]>> =
             items.iter().map(|item| item.context.as_deref()).collect();
+        let retentions: Vec<f64> = items.iter().map(|item| seconds(item.retention)).collect();
         let params: Params<'_> = &[
             (&ids, Type::UUID_ARRAY),
             (&tenants, Type::TEXT_ARRAY),
@@ -125,6 +134,7 @@ impl Reservations {
             (&owners, Type::UUID_ARRAY),
             (&callers, Type::TEXT_ARRAY),
             (&contexts, Type::BYTEA_ARRAY),
+            (&retentions, Type::FLOAT8_ARRAY),
         ];
         let rows = self.0.run(Effect::Write, RESERVE, params).await?;
         let outcome = |row: &Row| {
@@ -211,9 +221,9 @@ const TAKE_OVER_EXPIRED: &str = "-- take_over_expired
 WITH taken AS (
     UPDATE idempotency_records r
     SET id = $6, attempt = 1, status = 'in_progress', request_hash = $7, raw_hash = $8, recipe = $9,
-        owner = $10, caller = $11, request_context = $12, created_at = clock_timestamp(),
-        completed_at = NULL, expires_at = NULL,
-        response_status = NULL, response_headers = NULL, response_body = NULL
+        owner = $10, caller = $11, request_context = $12,
+        retention = make_interval(secs => $13), created_at = clock_timestamp(), completed_at = NULL, expires_at = NULL, response_status = NULL,
+        response_headers = NULL, response_body = NULL
     WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
       AND r.status = 'completed' AND r.expires_at <= clock_timestamp()
       AND EXISTS (SELECT FROM oncegate_owners o
@@ -230,7 +240,7 @@ const TAKE_OVER_UNKNOWN: &str = "-- take_over_unknown
 WITH taken AS (
     UPDATE idempotency_records r
     SET attempt = r.attempt + 1, status = 'in_progress', owner = $6, caller = $7,
-        request_context = $8
+        request_context = $8, retention = make_interval(secs => $9)
     WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
       AND r.status = 'unknown'
       AND EXISTS (SELECT FROM oncegate_owners o
@@ -251,6 +261,7 @@ pub(super) async fn take_over(
     let id = Uuid::from(proposal.id);
     let owner = Uuid::from(proposal.owner);
     let context = proposal.context.as_deref();
+    let retention = seconds(proposal.retention);
     let hashes = proposal.fingerprint;
     let (canonical, raw, recipe) =
         (hashes.canonical.as_slice(), hashes.raw.as_slice(), hashes.recipe.as_slice());
@@ -264,10 +275,11 @@ pub(super) async fn take_over(
     params.push((&owner, Type::UUID));
     params.push((&proposal.caller, Type::TEXT));
     params.push((&context, Type::BYTEA));
-    let taken = changed(&door.write(sql, &params).await?)?;
+    params.push((&retention, Type::FLOAT8));
+    let taken = changed(door.change(sql, &params).await?)?;
     if taken == Changed::No && matches!(from, Takeover::Expired(_)) {
         // It may have waited for its own first run, whose end only a new snapshot shows.
-        return changed(&door.write(sql, &params).await?);
+        return changed(door.change(sql, &params).await?);
     }
     Ok(taken)
 }
@@ -321,8 +333,9 @@ impl<'a> Fenced<'a> {
     }
 }
 
-fn changed(rows: &[Row]) -> Result<Changed, Error> {
-    Ok(if rows::count(rows)? == 0 { Changed::No } else { Changed::Yes })
+fn changed(rows: Option<Vec<Row>>) -> Result<Changed, Error> {
+    let Some(rows) = rows else { return Ok(Changed::Locked) };
+    Ok(if rows::count(&rows)? == 0 { Changed::No } else { Changed::Yes })
 }
 
 const RELEASE_FIRST: &str = "-- release_first
@@ -378,7 +391,7 @@ WITH lost AS (
 
 pub(super) async fn release(door: &Door, scope: &Scope, fence: Fence) -> Result<Changed, Error> {
     let sql = if fence.attempt == Attempt::FIRST { RELEASE_FIRST } else { RELEASE_LATER };
-    changed(&door.write(sql, &Fenced::new(scope, fence).params()).await?)
+    changed(door.change(sql, &Fenced::new(scope, fence).params()).await?)
 }
 
 const MARK_UNKNOWN: &str = concat!(
@@ -396,7 +409,7 @@ pub(super) async fn mark_unknown(
     scope: &Scope,
     fence: Fence,
 ) -> Result<Changed, Error> {
-    changed(&door.write(MARK_UNKNOWN, &Fenced::new(scope, fence).params()).await?)
+    changed(door.change(MARK_UNKNOWN, &Fenced::new(scope, fence).params()).await?)
 }
 
 const MARK_ONE_DEAD: &str = concat!(
@@ -414,7 +427,10 @@ WITH lost AS (
 );
 
 pub(super) async fn mark_one_dead(door: &Door, scope: &Scope, fence: Fence) -> Result<u64, Error> {
-    rows::count(&door.write(MARK_ONE_DEAD, &Fenced::new(scope, fence).params()).await?)
+    match door.change(MARK_ONE_DEAD, &Fenced::new(scope, fence).params()).await? {
+        Some(rows) => rows::count(&rows),
+        None => Ok(0),
+    }
 }
 
 const MARK_DEAD: &str = concat!(

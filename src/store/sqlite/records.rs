@@ -50,8 +50,9 @@ pub(super) fn sweep_leases(tx: &Tx<'_>) -> rusqlite::Result<u64> {
 
 pub(super) fn reserve(tx: &Tx<'_>, proposal: &Proposal) -> rusqlite::Result<Reserved> {
     const SQL: &str = "INSERT INTO idempotency_records (id, tenant_id, operation, key,
-          request_hash, raw_hash, recipe, status, attempt, owner, caller, request_context, created_at)
-        SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, 'in_progress', 1, ?8, ?9, ?10, ?11
+          request_hash, raw_hash, recipe, status, attempt, owner, caller, request_context, created_at,
+          retention)
+        SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, 'in_progress', 1, ?8, ?9, ?10, ?11, ?12
         WHERE EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?8 AND lease_until > ?11)
         ON CONFLICT (tenant_id, operation, key) DO NOTHING";
     let Scope { tenant, operation, key } = &proposal.scope;
@@ -70,6 +71,7 @@ pub(super) fn reserve(tx: &Tx<'_>, proposal: &Proposal) -> rusqlite::Result<Rese
             proposal.caller,
             proposal.context.as_deref(),
             tx.now,
+            micros(proposal.retention),
         ],
     )?;
     if made == 1 {
@@ -122,7 +124,7 @@ fn take_over_expired(tx: &Tx<'_>, proposal: &Proposal, fence: Fence) -> rusqlite
     const SQL: &str = "UPDATE idempotency_records SET id = ?1, attempt = 1, request_hash = ?2,
           raw_hash = ?3, recipe = ?4, status = 'in_progress', owner = ?5, caller = ?6,
           request_context = ?7, created_at = ?8, completed_at = NULL, expires_at = NULL,
-          response_status = NULL, response_headers = NULL, response_body = NULL
+          response_status = NULL, response_headers = NULL, response_body = NULL, retention = ?14
         WHERE tenant_id = ?9 AND operation = ?10 AND key = ?11 AND id = ?12 AND attempt = ?13
           AND status = 'completed' AND expires_at <= ?8
           AND EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?5 AND lease_until > ?8)";
@@ -143,6 +145,7 @@ fn take_over_expired(tx: &Tx<'_>, proposal: &Proposal, fence: Fence) -> rusqlite
             key.as_str(),
             fence.id.to_string(),
             fence.attempt.number(),
+            micros(proposal.retention),
         ],
     )?;
     if taken == 1 {
@@ -155,7 +158,7 @@ fn take_over_expired(tx: &Tx<'_>, proposal: &Proposal, fence: Fence) -> rusqlite
 
 fn take_over_unknown(tx: &Tx<'_>, proposal: &Proposal, fence: Fence) -> rusqlite::Result<Changed> {
     const SQL: &str = "UPDATE idempotency_records SET attempt = attempt + 1,
-          status = 'in_progress', owner = ?1, caller = ?2, request_context = ?3
+          status = 'in_progress', owner = ?1, caller = ?2, request_context = ?3, retention = ?10
         WHERE tenant_id = ?4 AND operation = ?5 AND key = ?6 AND id = ?7 AND attempt = ?8
           AND status = 'unknown'
           AND EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?1 AND lease_until > ?9)";
@@ -172,6 +175,7 @@ fn take_over_unknown(tx: &Tx<'_>, proposal: &Proposal, fence: Fence) -> rusqlite
             fence.id.to_string(),
             fence.attempt.number(),
             tx.now,
+            micros(proposal.retention),
         ],
     )?;
     Ok(changed(taken))
