@@ -33,6 +33,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::sink::{Delivered, Sink};
 use self::verdict::{Evidence, verdict};
+use crate::fault::{self, Point};
 use crate::record::LeaseView;
 use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Over, Store, Verdict};
 use crate::telemetry::{Delivery, Metrics, causes};
@@ -360,7 +361,9 @@ impl Desk {
         if self.stop.is_cancelled() || Instant::now() + needed > until {
             return Verdict::GivenBack;
         }
+        fault::point(Point::BeforeDelivery).await;
         let delivered = self.deliver_guarded(event).await;
+        fault::point(Point::AfterDelivery).await;
         verdict(
             &delivered.evidence,
             event.attempts,

@@ -10,10 +10,13 @@
 //! - An [`Error`] says what may be concluded: nothing happened, or nobody knows.
 
 pub mod batch;
+#[cfg(feature = "fault-points")]
+pub mod faulty;
 mod late;
 pub mod postgres;
 pub mod sqlite;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use async_trait::async_trait;
@@ -22,6 +25,7 @@ use uuid::Uuid;
 
 pub use self::late::{LateEnd, LateOutcome};
 use crate::record::event::Event;
+use crate::record::event::doubt::Doubt;
 use crate::record::{
     Answer, Attempt, Fence, Fingerprint, OwnerId, Record, RecordId, Scope, Status,
 };
@@ -494,6 +498,15 @@ pub struct AuditRow {
     pub detail: Option<String>,
 }
 
+/// Of which doubts it is asked what has not been told yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Untold {
+    /// Those that began, and those that were told of and are over.
+    All,
+    /// The latter only.
+    Resolved,
+}
+
 /// How much stands in the store, for metrics and pages.
 #[derive(Clone, Debug, Default)]
 pub struct Gauges {
@@ -553,6 +566,13 @@ pub trait Store: Send + Sync + 'static {
 
     /// How long until the next event of this sink that is not claimable now could be (a retry's time or a claim's end); `None`: nothing waits.
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error>;
+
+    /// Records that became unknown, or are no longer, of which that has not been told yet; up to `limit`.
+    async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Doubt>, Error>;
+
+    /// Writes the event that tells of a doubt, in one transaction with the mark that it was told. `Changed::No`: somebody else
+    /// has told of it. Without an event only the mark is set, or the note removed.
+    async fn tell(&self, doubt: &Doubt, event: Option<&Event>) -> Result<Changed, Error>;
 
     /// Deletes expired completed records, up to `limit`. How many.
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error>;
@@ -628,4 +648,12 @@ pub async fn complete_or_plain(
         }
         other => other,
     }
+}
+
+/// The store with a fault point before and after each verb, in builds that have them; else the store.
+#[must_use]
+pub fn with_fault_points(store: Arc<dyn Store>) -> Arc<dyn Store> {
+    #[cfg(feature = "fault-points")]
+    let store = faulty::faulty(store);
+    store
 }

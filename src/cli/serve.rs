@@ -84,7 +84,7 @@ pub struct Opened {
 /// # Errors
 /// See [`OpenError`]: also where the schema is not this program's.
 pub async fn open(settings: &config::Store, migrate: bool) -> Result<Arc<dyn Store>, OpenError> {
-    Ok(match &settings.kind {
+    let store: Arc<dyn Store> = match &settings.kind {
         StoreKind::Sqlite(path) => {
             let store = Sqlite::open(path).await?;
             store.migrate(migrate).await?;
@@ -95,7 +95,8 @@ pub async fn open(settings: &config::Store, migrate: bool) -> Result<Arc<dyn Sto
             store.migrate(migrate).await?;
             Arc::new(store)
         }
-    })
+    };
+    Ok(store::with_fault_points(store))
 }
 
 /// Opens the store for `serve`: locked where one process owns it, and cleared of what the last process left.
@@ -112,11 +113,11 @@ async fn open_to_serve(
                 sqlite.check_whole().await?;
             }
             sqlite.migrate(migrate).await?;
-            let store: Arc<dyn Store> = Arc::<Sqlite>::clone(&sqlite);
+            let store = store::with_fault_points(Arc::<Sqlite>::clone(&sqlite));
             let spill = spill(settings, &store, metrics).await?;
             // The lock says that no other process lives: every lease in the file is a dead one's.
             sqlite.end_all_leases().await?;
-            while sqlite.mark_dead(None, MARK_BATCH).await? > 0 {}
+            while store.mark_dead(None, MARK_BATCH).await? > 0 {}
             Ok(Opened { store, alone: true, spill, _lock: Some(lock) })
         }
         StoreKind::Postgres(_) => {

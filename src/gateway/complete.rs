@@ -27,7 +27,7 @@ use super::spill::Keeping;
 use super::upstream;
 use crate::record::event::{Event, Origin};
 use crate::record::outcome::{Class, Failure};
-use crate::record::{Answer, Attempt, Fence, KeptBody, RecordId};
+use crate::record::{Answer, Attempt, Fence, KeptBody, RecordId, Spelling};
 use crate::route::Route;
 use crate::store::{
     Changed, Completion, Error, LateEnd, LateOutcome, Settled, Store, complete_or_plain,
@@ -109,8 +109,8 @@ impl Closing<'_> {
             Ok((Class::Stored, first)) => (self.keep(underway, first).await, None),
             Ok((Class::Released, first)) => (self.free(underway, first).await, None),
             Ok((Class::Unknown, first)) => {
-                drop(self.lose(underway).await);
-                (Finish::Unknown { first }, None)
+                let (_, stands) = self.lose(underway).await;
+                (stands.map_or(Finish::Unknown { first }, Finish::Overtaken), None)
             }
             Err(failure) => self.fail(underway, failure, given_up).await,
         }
@@ -165,11 +165,12 @@ impl Closing<'_> {
         tracing::warn!(%record, %operation, ?failure, "an attempt ended without an answer");
         let ending = match failure {
             Failure::Broken | Failure::TimedOut => {
-                let parted = self.lose(underway).await;
+                let (parted, stands) = self.lose(underway).await;
                 // Only now may the connection be cut: the record says what happened.
                 let awaited = !self.route.policy.late_answer.is_zero();
                 let late = given_up.filter(|_| awaited).map(|exchange| Late { parted, exchange });
-                return (Finish::Failed { fence, failure }, late);
+                let failed = Finish::Failed { fence, failure };
+                return (stands.map_or(failed, Finish::Overtaken), late);
             }
             // What is freed of a later attempt is unknown again, and no waiter starts the next one.
             Failure::NothingSent | Failure::LeaseEnded if attempt > Attempt::FIRST => {
@@ -224,17 +225,26 @@ impl Closing<'_> {
         Freed::Done
     }
 
-    /// Marks the record `unknown`: what comes now is late.
-    async fn lose(&self, underway: Box<Underway>) -> Parted {
-        let record = underway.fence.id;
-        match self.store.mark_unknown(&underway.scope, underway.fence).await {
-            Ok(Changed::Yes | Changed::No) => underway.part(Ending::Unknown(record)),
-            Err(error) => {
-                owed(&error);
-                let (scope, fence) = (underway.scope.clone(), underway.fence);
-                underway.part_owing(Debt::Unknown { scope, fence })
-            }
-        }
+    /// Marks the record `unknown`: what comes now is late. Where somebody else has completed it meanwhile, the caller and
+    /// those who waited get the answer that stands.
+    async fn lose(&self, underway: Box<Underway>) -> (Parted, Option<Arc<Replay>>) {
+        let (scope, fence) = (underway.scope.clone(), underway.fence);
+        let error = match self.store.mark_unknown(&scope, fence).await {
+            Ok(Changed::Yes) => return (underway.part(Ending::Unknown(fence.id)), None),
+            Ok(Changed::No) => match self.desk.standing(&scope, fence.id).await {
+                Ok(Standing::Completed(replay)) => {
+                    let parted = underway.part(Ending::Kept(Arc::clone(&replay)));
+                    return (parted, Some(replay));
+                }
+                Ok(Standing::Open | Standing::Gone) => {
+                    return (underway.part(Ending::Unknown(fence.id)), None);
+                }
+                Err(error) => error,
+            },
+            Err(error) => error,
+        };
+        owed(&error);
+        (underway.part_owing(Debt::Unknown { scope, fence }), None)
     }
 
     /// Keeps the answer with its events.
@@ -342,7 +352,8 @@ impl Closing<'_> {
             FirstBody::Streamed { .. } => KeptBody::NotRetained,
         };
         let headers = headers::kept(&first.head.headers, &self.route.policy.replay_drop);
-        Answer { status: first.head.status, headers, body }
+        let spelling = spelling_of(&headers, &first.head);
+        Answer { status: first.head.status, headers, spelling, body }
     }
 
     fn completion(&self, underway: &Underway, first: &First) -> Completion {
@@ -392,8 +403,15 @@ fn shared(first: &First, drop: &[HeaderName]) -> Option<Shared> {
     for name in drop {
         headers.remove(name);
     }
-    let answer = Answer { status: first.head.status, headers, body: KeptBody::Whole(body.clone()) };
+    let (status, spelling) = (first.head.status, spelling_of(&headers, &first.head));
+    let answer = Answer { status, headers, spelling, body: KeptBody::Whole(body.clone()) };
     Some(Shared { record: first.record, answer: SharedAnswer::Released(answer) })
+}
+
+/// How the upstream spelled these headers of its answer.
+fn spelling_of(headers: &HeaderMap, head: &response::Parts) -> Spelling {
+    let sent = head.extensions.get::<upstream::SentNames>();
+    sent.map_or_else(Spelling::default, |sent| Spelling::of(headers, &sent.0))
 }
 
 /// The headers that go on to a caller.

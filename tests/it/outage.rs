@@ -4,11 +4,11 @@
 use http::{Method, StatusCode};
 
 use crate::support::client::{get, post};
-use crate::support::fleet::{TWO_EVENTS, order, replicas, sending};
+use crate::support::fleet::{TWO_EVENTS, metric, order, replicas, sending};
 use crate::support::orders::Orders;
 use crate::support::postgres::Cluster;
-use crate::support::process::eventually;
-use crate::support::rig::Place;
+use crate::support::process::{self, eventually};
+use crate::support::rig::{self, Place};
 
 async fn parts() -> (Cluster, Orders, Place) {
     let cluster = tokio::task::block_in_place(Cluster::own);
@@ -135,4 +135,34 @@ async fn a_reservation_cut_off_by_a_kill_of_the_database_is_not_lost_and_not_rep
     }
     assert_eq!(place.records().await, 40);
     assert_eq!(place.events().await, 80);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_waits_for_a_lost_outcome_gets_what_an_operator_has_completed_meanwhile() {
+    let policy = "timeout = \"1s\"\nwait = \"30s\"\nlate_answer = \"0s\"";
+    let (fault, rig) = rig::behind_a_fault("lease = \"3s\"", policy).await;
+    rig.orders.hold();
+    let first = sending(order("k"), rig.gateway.addr);
+    rig.orders.asked(1).await;
+    let waiting = sending(order("k"), rig.gateway.addr);
+    eventually("it waits", async || metric(rig.gateway.admin, "oncegate_waiting").await == 1).await;
+    fault.refuse();
+    fault.cut();
+    // That its outcome is unknown is owed to the database from now on.
+    assert_eq!(first.await.unwrap().problem(), "upstream-timeout");
+    let over = "select count(*) from oncegate_owners where lease_until <= clock_timestamp()";
+    eventually("its lease runs out", async || rig.place.count(over).await == 1).await;
+    let record = rig.place.rows("select id from idempotency_records").await[0][0].clone().unwrap();
+    let direct = rig::config(&rig.place, &rig.orders.url(), "");
+    let direct = process::config(rig.place.folder.path(), &direct);
+    let said = ["records", "complete", &record, "--status", "201", "--body", "by hand"];
+    let (code, out, errors) =
+        process::run(&[said.as_slice(), &["--config", direct.to_str().unwrap()]].concat());
+    assert_eq!(code, 0, "{out}{errors}");
+
+    fault.pass();
+    let answer = waiting.await.unwrap();
+    assert!(answer.replayed(), "what stands, not that nobody knows: {answer:?}");
+    assert_eq!(answer.body, "by hand");
+    assert_eq!(rig.orders.runs(), 1);
 }

@@ -261,6 +261,31 @@ async fn a08_a_late_release_does_not_free_the_successors_claim() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn an_attempt_that_times_out_gets_what_an_operator_has_completed_meanwhile() {
+    let (orders, place) = parts().await;
+    let policy = "timeout = \"2s\"\nwait = \"30s\"\nlate_answer = \"0s\"";
+    let gateways = replicas(2, &place, &orders.url(), policy, "");
+    orders.hold();
+    let first = sending(order("k"), gateways[0].addr);
+    orders.asked(1).await;
+    let waiting = sending(order("k"), gateways[0].addr);
+    eventually("it waits", async || metric(gateways[0].admin, "oncegate_waiting").await == 1).await;
+    let record = record_of(&place, "k").await;
+    gateways[0].signal("STOP");
+    marked_unknown(&gateways[1], &record).await;
+    let said = ["records", "complete", &record, "--status", "201", "--body", "by hand"];
+    let (code, out, errors) = command(&gateways[1], &said);
+    assert_eq!(code, 0, "{out}{errors}");
+
+    gateways[0].signal("CONT");
+    for answer in [first.await.unwrap(), waiting.await.unwrap()] {
+        assert!(answer.replayed(), "what stands, not that nobody knows: {answer:?}");
+        assert_eq!((answer.record(), answer.body), (record.clone(), "by hand".into()));
+    }
+    assert_eq!(orders.runs(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_replica_that_slept_takes_a_new_owner_id_and_serves() {
     let (orders, place) = parts().await;
     let gateways = replicas(2, &place, &orders.url(), "", "");

@@ -18,6 +18,7 @@ use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use super::cache::Cache;
 use super::{Ending, Lead, Replay};
+use crate::fault::{self, Point};
 use crate::gateway::spill::{Keeping, Spill};
 use crate::record::{Fence, Fingerprint, Record, RecordId, Scope, State};
 use crate::store::{self, Changed, Completion, Error, LateOutcome, Settled, Store};
@@ -181,6 +182,7 @@ impl Settler {
         loop {
             // Registered before the try: a success of another debt in the middle of it counts.
             let back = self.back.notified();
+            fault::point(Point::Settling).await;
             let error = match self.before_the_end(self.try_pay(&debt)).await {
                 Ok(ending) => {
                     debt.paid();
@@ -218,8 +220,14 @@ impl Settler {
                 self.complete(completion, *fingerprint).await
             }
             Debt::Unknown { scope, fence } => {
-                self.store.mark_unknown(scope, *fence).await?;
-                Ok(Ending::Unknown(fence.id))
+                if self.store.mark_unknown(scope, *fence).await? == Changed::Yes {
+                    return Ok(Ending::Unknown(fence.id));
+                }
+                // Somebody else has the record: those who waited get what stands.
+                Ok(match self.standing(scope, fence.id).await? {
+                    Standing::Completed(replay) => Ending::Kept(replay),
+                    Standing::Open | Standing::Gone => Ending::Unknown(fence.id),
+                })
             }
             Debt::Release { scope, fence, ending, late } => {
                 if self.store.release(scope, *fence).await? == Changed::Yes {

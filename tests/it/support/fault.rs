@@ -1,4 +1,5 @@
-//! A TCP proxy with a stable port before anything, Postgres say, that can refuse, hang, cut, and swallow what the server answers.
+//! A TCP proxy with a stable port before anything, Postgres say, that can refuse, hang, cut, stall, and swallow what the server
+//! answers.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,6 +25,8 @@ struct Switches {
     refuses: AtomicBool,
     /// New connections are taken, and nothing comes of them.
     hangs: AtomicBool,
+    /// What comes is read and not passed on, either way.
+    stalls: watch::Sender<bool>,
     /// What is sent next with these bytes in it arrives, and is never answered.
     unanswered: Mutex<Option<Vec<u8>>>,
     /// Each change resets what is open.
@@ -68,10 +71,16 @@ impl Fault {
         self.switches.hangs.store(true, Ordering::SeqCst);
     }
 
-    /// From now on everything goes through.
+    /// From now on nothing goes through, and no connection ends of it.
+    pub fn stall(&self) {
+        self.switches.stalls.send_replace(true);
+    }
+
+    /// From now on everything goes through, and what was stalled too.
     pub fn pass(&self) {
         self.switches.hangs.store(false, Ordering::SeqCst);
         self.switches.refuses.store(false, Ordering::SeqCst);
+        self.switches.stalls.send_replace(false);
     }
 
     /// Resets what is open.
@@ -126,15 +135,23 @@ async fn carry(client: TcpStream, server: SocketAddr, switches: Arc<Switches>) {
     tokio::select! {
         // Dropping all halves resets the client's connection.
         _ = cuts.changed() => {}
-        () = pump(from_client, to_server, asks) => {}
-        () = pump(from_server, to_client, answers) => {}
+        () = pump(from_client, to_server, &switches, asks) => {}
+        () = pump(from_server, to_client, &switches, answers) => {}
     }
 }
 
 /// Carries bytes one way; those that `arrives` denies vanish.
-async fn pump(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, arrives: impl Fn(&[u8]) -> bool) {
+async fn pump(
+    mut from: OwnedReadHalf,
+    mut to: OwnedWriteHalf,
+    switches: &Switches,
+    arrives: impl Fn(&[u8]) -> bool,
+) {
     let mut chunk = vec![0; 64 * 1024];
+    let mut stalls = switches.stalls.subscribe();
     while let Ok(read @ 1..) = from.read(&mut chunk).await {
+        // The sender lives as long as the switches do.
+        drop(stalls.wait_for(|stalled| !stalled).await);
         let carried = &chunk[..read];
         if arrives(carried) && to.write_all(carried).await.is_err() {
             return;
