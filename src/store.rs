@@ -634,14 +634,6 @@ pub trait Store: Send + Sync + 'static {
     async fn gauges(&self) -> Result<Gauges, Error>;
 }
 
-/// The store with a fault point before and after each verb, in builds that have them; else the store.
-#[must_use]
-pub fn with_fault_points(store: Arc<dyn Store>) -> Arc<dyn Store> {
-    #[cfg(feature = "fault-points")]
-    let store = faulty::faulty(store);
-    store
-}
-
 /// Completes a record. Events that the database refuses to hold lose their ordering key, never the outcome.
 ///
 /// # Errors
@@ -662,4 +654,12 @@ pub async fn complete_or_plain(
         }
         other => other,
     }
+}
+
+/// The store with a fault point before and after each verb, in builds that have them; else the store.
+#[must_use]
+pub fn with_fault_points(store: Arc<dyn Store>) -> Arc<dyn Store> {
+    #[cfg(feature = "fault-points")]
+    let store = faulty::faulty(store);
+    store
 }

@@ -76,7 +76,7 @@ verbs! {
     redeliver(which: &Redeliver, by: &Operator) -> u64, Redeliver;
     audit_of(record: RecordId) -> Vec<AuditRow>;
     acted_on(window: Duration) -> Vec<RecordId>;
+    database_id() -> Uuid;
     ping() -> ();
     gauges() -> Gauges;
-    database_id() -> Uuid;
 }

@@ -180,9 +180,9 @@ impl Settler {
     async fn pay(&self, debt: Debt) -> Ending {
         let mut pause = PAUSE_FIRST;
         loop {
-            fault::point(Point::Settling).await;
             // Registered before the try: a success of another debt in the middle of it counts.
             let back = self.back.notified();
+            fault::point(Point::Settling).await;
             let error = match self.before_the_end(self.try_pay(&debt)).await {
                 Ok(ending) => {
                     debt.paid();

@@ -331,6 +331,7 @@ fn first<const N: usize>(hash: &[u8]) -> [u8; N] {
 /// An outcome as an entry's body.
 pub(super) fn encode(completion: &Completion, fingerprint: Fingerprint) -> Vec<u8> {
     let Completion { scope, fence, answer, retention, events } = completion;
+    let Answer { status, headers, spelling, body } = answer;
     let mut out = Vec::new();
     out.extend(Uuid::from(fence.id).as_bytes());
     out.extend(fence.attempt.number().to_le_bytes());
@@ -340,9 +341,9 @@ pub(super) fn encode(completion: &Completion, fingerprint: Fingerprint) -> Vec<u
     out.extend(fingerprint.canonical);
     out.extend(fingerprint.raw);
     out.extend(fingerprint.recipe);
-    out.extend(answer.status.as_u16().to_le_bytes());
-    put(&mut out, &encode_headers(&answer.headers, &answer.spelling));
-    match &answer.body {
+    out.extend(status.as_u16().to_le_bytes());
+    put(&mut out, &encode_headers(headers, spelling));
+    match body {
         KeptBody::Whole(body) => put_some(&mut out, Some(body)),
         KeptBody::NotRetained => put_some(&mut out, None),
     }
@@ -502,6 +503,7 @@ mod tests {
         let mut headers = HeaderMap::new();
         headers.append("link", HeaderValue::from_static("a"));
         headers.append("link", HeaderValue::from_bytes(&[0x80, 0xff]).unwrap());
+        let spelling = Spelling::of(&headers, &["Link".into(), "LINK".into()]);
         let event = |n: u16, ordering_key: Option<&str>, sinks: &[&str]| Event {
             id: Uuid::from_u128(n.into()),
             key: format!("{key}/{n}"),
@@ -518,12 +520,7 @@ mod tests {
                 key: Key::stored(key),
             },
             fence: Fence { id: RecordId::fresh(), attempt: Attempt::from_number(7) },
-            answer: Answer {
-                status: StatusCode::CREATED,
-                headers,
-                spelling: Spelling::default(),
-                body,
-            },
+            answer: Answer { status: StatusCode::CREATED, headers, spelling, body },
             retention: Duration::from_millis(86_400_001),
             events: vec![event(0, Some("k"), &["main", "audit"]), event(1, None, &[])],
         }
