@@ -25,6 +25,7 @@ use uuid::Uuid;
 
 pub use self::late::{LateEnd, LateOutcome};
 use crate::record::event::Event;
+use crate::record::event::doubt::Doubt;
 use crate::record::{
     Answer, Attempt, Fence, Fingerprint, OwnerId, Record, RecordId, Scope, Status,
 };
@@ -497,6 +498,15 @@ pub struct AuditRow {
     pub detail: Option<String>,
 }
 
+/// Of which doubts it is asked what has not been told yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Untold {
+    /// Those that began, and those that were told of and are over.
+    All,
+    /// The latter only.
+    Resolved,
+}
+
 /// How much stands in the store, for metrics and pages.
 #[derive(Clone, Debug, Default)]
 pub struct Gauges {
@@ -556,6 +566,13 @@ pub trait Store: Send + Sync + 'static {
 
     /// How long until the next event of this sink that is not claimable now could be (a retry's time or a claim's end); `None`: nothing waits.
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error>;
+
+    /// Records that became unknown, or are no longer, of which that has not been told yet; up to `limit`.
+    async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Doubt>, Error>;
+
+    /// Writes the event that tells of a doubt, in one transaction with the mark that it was told. `Changed::No`: somebody else
+    /// has told of it. Without an event only the mark is set, or the note removed.
+    async fn tell(&self, doubt: &Doubt, event: Option<&Event>) -> Result<Changed, Error>;
 
     /// Deletes expired completed records, up to `limit`. How many.
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error>;

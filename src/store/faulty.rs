@@ -12,9 +12,11 @@ use uuid::Uuid;
 use super::{
     Acknowledgement, Acted, AuditRow, Beat, Changed, Claim, Claimed, Completion, Error,
     EventFilter, EventRow, Gauges, LateOutcome, Operator, Proposal, RecordFilter, RecordRow,
-    Redeliver, Reserved, Settled, Store, Takeover,
+    Redeliver, Reserved, Settled, Store, Takeover, Untold,
 };
 use crate::fault::{self, Injected, Point, Verb};
+use crate::record::event::Event;
+use crate::record::event::doubt::Doubt;
 use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 
 /// The same store, with fault points.
@@ -57,6 +59,8 @@ verbs! {
     release(scope: &Scope, fence: Fence) -> Changed, Release;
     mark_unknown(scope: &Scope, fence: Fence) -> Changed, MarkUnknown;
     mark_dead(only: Option<(&Scope, Fence)>, limit: u32) -> u64, MarkDead;
+    untold(which: Untold, limit: u32) -> Vec<Doubt>;
+    tell(doubt: &Doubt, event: Option<&Event>) -> Changed, Tell;
     note_late_outcome(late: &LateOutcome) -> (), NoteLateOutcome;
     claim(claim: &Claim) -> Vec<Claimed>, Claim;
     acknowledge(sink: &str, verdicts: &[Acknowledgement]) -> Vec<Uuid>, Acknowledge;

@@ -15,6 +15,7 @@
 
 mod complete;
 mod door;
+mod doubts;
 mod leases;
 mod migrate;
 mod operate;
@@ -37,8 +38,10 @@ use super::batch::{Batcher, RunError, Turns};
 use super::{
     Acknowledgement, Acted, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion, Error,
     EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal, RecordFilter,
-    RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
+    RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Untold,
 };
+use crate::record::event::Event;
+use crate::record::event::doubt::Doubt;
 use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 use crate::telemetry;
 use door::{Connection, Dial, Door, Effect, Lane, Task, place};
@@ -247,6 +250,14 @@ impl Store for Postgres {
 
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
         outbox::next_due(&self.door, sink).await
+    }
+
+    async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Doubt>, Error> {
+        doubts::untold(&self.door, which, limit).await
+    }
+
+    async fn tell(&self, doubt: &Doubt, event: Option<&Event>) -> Result<Changed, Error> {
+        doubts::tell(&self.door, doubt, event).await
     }
 
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {

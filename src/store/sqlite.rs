@@ -12,6 +12,7 @@
 //!
 //! When the process dies here, the log holds each commit as a whole or not at all, and the next open replays it.
 
+mod doubts;
 mod file;
 mod operator;
 mod outbox;
@@ -36,9 +37,11 @@ use super::batch::{Batcher, RunError, Turns, Work};
 use super::{
     Acknowledgement, Acted, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion, Error,
     EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal, RecordFilter,
-    RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
+    RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Untold,
 };
 use crate::fault::{self, Point};
+use crate::record::event::Event;
+use crate::record::event::doubt::Doubt;
 use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 use crate::telemetry;
 
@@ -334,6 +337,15 @@ impl Store for Sqlite {
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
         let sink = sink.to_owned();
         self.reader.read(move |tx| outbox::next_due(tx, &sink)).await
+    }
+
+    async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Doubt>, Error> {
+        self.lists.read(move |tx| doubts::untold(tx, which, limit)).await
+    }
+
+    async fn tell(&self, doubt: &Doubt, event: Option<&Event>) -> Result<Changed, Error> {
+        let (doubt, event) = (doubt.clone(), event.cloned());
+        self.pen.write(move |tx| doubts::tell(tx, &doubt, event.as_ref())).await
     }
 
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {

@@ -30,14 +30,15 @@ async fn e1_a_lease_counts_from_after_a_wait_for_a_lock() {
     store.migrate(true).await.unwrap();
     let owner = OwnerId::fresh();
     assert_eq!(store.heartbeat(owner, Duration::from_secs(60)).await.unwrap(), Beat::Renewed);
-    let other = connect(&url).await;
+    // Within a transaction one always sees the same activity: it is watched by another.
+    let (other, watcher) = (connect(&url).await, connect(&url).await);
     other.batch_execute("BEGIN; SELECT FROM oncegate_owners FOR UPDATE").await.unwrap();
     let beat = async { store.heartbeat(owner, Duration::from_secs(2)).await.unwrap() };
     let hold = async {
         let waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' \
                      AND query_start < clock_timestamp() - interval '1 second' AND datname = current_database()";
         eventually("the heartbeat has waited for a second", async || {
-            other.query_one(waits, &[]).await.unwrap().get::<_, i64>(0) == 1
+            watcher.query_one(waits, &[]).await.unwrap().get::<_, i64>(0) == 1
         })
         .await;
         other.batch_execute("COMMIT").await.unwrap();
@@ -63,7 +64,7 @@ async fn e1_a_reservation_that_waited_longer_than_a_lease_is_alive_and_runs_once
     let config = process::config(place.folder.path(), &toml);
     let gateways: Vec<_> = (0..2).map(|_| Gateway::start(&config)).collect();
     // Somebody else's insert under the same scope, not committed.
-    let other = connect(&place.url).await;
+    let (other, watcher) = (connect(&place.url).await, connect(&place.url).await);
     other
         .batch_execute(
             "BEGIN; INSERT INTO idempotency_records (id, tenant_id, operation, key, request_hash, raw_hash,
@@ -78,7 +79,7 @@ async fn e1_a_reservation_that_waited_longer_than_a_lease_is_alive_and_runs_once
     let waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' \
                  AND query_start < clock_timestamp() - interval '3.5 seconds' AND datname = current_database()";
     eventually("it has waited for more than a lease", async || {
-        other.query_one(waits, &[]).await.unwrap().get::<_, i64>(0) == 1
+        watcher.query_one(waits, &[]).await.unwrap().get::<_, i64>(0) == 1
     })
     .await;
     other.batch_execute("ROLLBACK").await.unwrap();

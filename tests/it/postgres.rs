@@ -9,8 +9,8 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode};
 use oncegate::record::event::Event;
 use oncegate::record::{
-    Answer, Attempt, Fence, Fingerprint, KeptBody, Key, Operation, OwnerId, RecordId, Scope, State,
-    Status, Tenant,
+    Answer, Attempt, Fence, Fingerprint, KeptBody, Key, Operation, OwnerId, RecordId, Scope,
+    Spelling, State, Status, Tenant,
 };
 use oncegate::store::postgres::{Postgres, Settings};
 use oncegate::store::{
@@ -89,7 +89,12 @@ fn answer(body: &'static [u8]) -> Answer {
     let mut headers = HeaderMap::new();
     headers.append("content-type", HeaderValue::from_static("application/json"));
     headers.append("x-raw", HeaderValue::from_bytes(b"caf\xe9").unwrap());
-    Answer { status: StatusCode::CREATED, headers, body: KeptBody::Whole(Bytes::from_static(body)) }
+    Answer {
+        status: StatusCode::CREATED,
+        headers,
+        spelling: Spelling::default(),
+        body: KeptBody::Whole(Bytes::from_static(body)),
+    }
 }
 
 fn event(id: RecordId, name: &str, position: u16, sinks: &[&str]) -> Event {

@@ -128,7 +128,7 @@ impl<'a> Columns<'a> {
         self.operations.push(scope.operation.as_str());
         self.keys.push(scope.key.as_str());
         self.statuses.push(answer.status.as_u16().into());
-        self.headers.push(encode_headers(&answer.headers));
+        self.headers.push(encode_headers(&answer.headers, &answer.spelling));
         self.bodies.push(match &answer.body {
             KeptBody::Whole(body) => Some(body),
             KeptBody::NotRetained => None,

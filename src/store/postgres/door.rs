@@ -8,9 +8,9 @@
 //! - A connection serves again only after the answer to its last statement has arrived. A caller that is dropped in
 //!   the middle, a time-out or a broken transaction spoil it; it is closed then.
 //! - A write whose answer did not arrive is in doubt; a read, or what the server itself says it rolled back, is not.
-//! - Hosts are tried one after the other, each within its own time, beginning with the one that served last. A server
-//!   that turns out to be read-only has been failed over: all connections made so far are closed before their next use,
-//!   so that nobody goes on reading from it.
+//! - Hosts are tried one after the other, each within its own time, beginning with the one that served last. Where a
+//!   server turns out to be read-only, or another host serves than before, there was a fail-over: all connections made
+//!   so far are closed before their next use, so that nobody goes on reading from the old one.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -59,7 +59,7 @@ pub(super) struct Dial {
     random: bool,
     /// The host that served last.
     last: Arc<AtomicUsize>,
-    /// Counts how often a server turned out to be read-only: connections of an era that is over are not used again.
+    /// Counts fail-overs: connections of an era that is over are not used again.
     era: Arc<AtomicU64>,
     tls: MakeRustlsConnect,
     connect_timeout: Duration,
@@ -97,8 +97,13 @@ impl Dial {
         for n in (0..count).map(|n| first.wrapping_add(n) % count) {
             let Some(host) = self.hosts.get(n) else { continue };
             match self.connect_to(host).await {
-                Ok(connection) => {
-                    self.last.store(n, Ordering::Relaxed);
+                Ok(mut connection) => {
+                    let moved = self.last.swap(n, Ordering::Relaxed) != n;
+                    // Hosts that are taken at random all serve.
+                    if moved && !self.random {
+                        let before = self.era.fetch_add(1, Ordering::Relaxed);
+                        connection.era = before.wrapping_add(1);
+                    }
                     return Ok(connection);
                 }
                 Err(cause) => failures.push((place(host), cause)),

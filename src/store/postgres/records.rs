@@ -488,10 +488,12 @@ LEFT JOIN (SELECT created_at, id FROM onward ORDER BY created_at DESC, id DESC L
 /// Where a sweep ended among the records, which stand in the order of their creation. `None`: at their end.
 pub(super) type Place = Option<(SystemTime, Uuid)>;
 
-// A note is younger than this as long as the record may be on its way back to unknown.
+// A note is younger than this as long as the record may be on its way back to unknown. One that was told of goes
+// when its end is told.
 const SWEEP_NOTES: &str = "-- sweep_notes
 DELETE FROM oncegate_unknown u
 WHERE u.noted_at < clock_timestamp() - interval '10 minutes'
+  AND u.announced IS NULL
   AND NOT EXISTS (SELECT FROM idempotency_records r WHERE r.id = u.id AND r.status = 'unknown')";
 
 pub(super) async fn sweep(door: &Door, limit: u32, from: Place) -> Result<(u64, Place), Error> {

@@ -92,9 +92,16 @@ impl Cluster {
 
     /// Changes a setting of the running server, as its administrator does.
     pub(crate) fn set(&self, setting: &str) {
+        const LOADED: &str = "SELECT pg_conf_load_time()";
+        let before = self.ask("postgres", LOADED);
         // Each statement alone: the first may not stand in a transaction.
         self.execute("postgres", &format!("ALTER SYSTEM SET {setting}"));
         self.execute("postgres", "SELECT pg_reload_conf()");
+        let end = Instant::now() + PATIENCE;
+        while self.ask("postgres", LOADED) == before {
+            assert!(Instant::now() < end, "{setting} is not in force");
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     /// The port on 127.0.0.1.

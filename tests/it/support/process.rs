@@ -132,6 +132,15 @@ impl Gateway {
         self.log.lock().expect("the log").clone()
     }
 
+    /// The most memory that the process ever had, in bytes.
+    pub fn most_memory(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid()));
+        let status = status.expect("the process lives");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("its peak");
+        let kib = line.trim().split(' ').next().and_then(|text| text.parse::<u64>().ok());
+        kib.expect("a number") * 1024
+    }
+
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
