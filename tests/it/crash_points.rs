@@ -104,7 +104,7 @@ enum End {
     Retriable,
     /// `completed` with its events, each delivered: the retry is a replay.
     Completed,
-    /// As `Completed`, and the sink got its one event this often. What a dead relay had claimed is free nine seconds
+    /// As `Completed`, and the sink got its one event at least this often, once for each claim at most. What a dead relay had claimed is free nine seconds
     /// later at most: twice the sink's time-out, and five.
     Delivered(usize),
     /// As `Completed`, and the audit table tells this often of an outcome that came too late.
@@ -779,7 +779,10 @@ impl World {
             seen.iter().map(|delivery| (delivery.id(), delivery.body.clone())).collect();
         assert_eq!(contents.len() as i64, written, "one id, one body");
         if let End::Delivered(times) = end {
-            assert_eq!(seen.len(), times, "deliveries");
+            // A slow machine may need more claims, never more deliveries than claims.
+            let claims = self.place.count("select max(claim_no) from outbox_done").await;
+            assert!(seen.len() >= times, "{} deliveries, not {times}", seen.len());
+            assert!(seen.len() as i64 <= claims, "{} deliveries, {claims} claims", seen.len());
         }
     }
 }
