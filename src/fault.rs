@@ -68,6 +68,8 @@ named! {
         MarkDead = "mark-dead",
         /// An outcome that found its record gone on, for the audit table.
         NoteLateOutcome = "note-late-outcome",
+        /// The gateway's own event about an unknown record.
+        Tell = "tell",
         /// The lease.
         Heartbeat = "heartbeat",
         /// The lease's end.

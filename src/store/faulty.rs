@@ -59,6 +59,8 @@ verbs! {
     release(scope: &Scope, fence: Fence) -> Changed, Release;
     mark_unknown(scope: &Scope, fence: Fence) -> Changed, MarkUnknown;
     mark_dead(only: Option<(&Scope, Fence)>, limit: u32) -> u64, MarkDead;
+    untold(which: Untold, limit: u32) -> Vec<Doubt>;
+    tell(doubt: &Doubt, event: Option<&Event>) -> Changed, Tell;
     note_late_outcome(late: &LateOutcome) -> (), NoteLateOutcome;
     claim(claim: &Claim) -> Vec<Claimed>, Claim;
     acknowledge(sink: &str, verdicts: &[Acknowledgement]) -> Vec<Uuid>, Acknowledge;

@@ -128,7 +128,9 @@ impl Orders {
                     }
                 });
                 tokio::spawn(async move {
-                    let connection = hyper::server::conn::http1::Builder::new();
+                    let mut connection = hyper::server::conn::http1::Builder::new();
+                    // What has arrived is executed, also when its sender is gone by then.
+                    connection.half_close(true);
                     let _ = connection.serve_connection(TokioIo::new(stream), service).await;
                 });
             }
