@@ -17,6 +17,7 @@ use tracing_subscriber::EnvFilter;
 use self::print::{Exit, Failure};
 use crate::config::{self, Config, LogFormat};
 use crate::demo;
+use crate::fault;
 use crate::record::Answer;
 use crate::record::event::{Event, Origin};
 use crate::store::RecordRow;
@@ -24,7 +25,7 @@ use crate::telemetry::causes;
 
 /// Makes retries of writes safe: an idempotency gateway in front of any HTTP API.
 #[derive(Debug, Parser)]
-#[command(name = "oncegate", version, max_term_width = 100)]
+#[command(name = "oncegate", version = fault::VERSION, max_term_width = 100)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -100,6 +101,9 @@ const USAGE: u8 = 2;
 /// Runs what was typed.
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
+    if let Err(wrong) = fault::arm() {
+        return fail(USAGE, &wrong);
+    }
     let runtime = match tokio::runtime::Runtime::new() {
         Ok(runtime) => runtime,
         Err(error) => return fail(1, &format!("cannot start the runtime: {error}")),

@@ -27,6 +27,7 @@ use http::Method;
 
 use crate::config::build::Builder;
 use crate::config::tree::{Node, Note, Notes, Place};
+use crate::fault;
 use crate::gateway::{self, accept, upstream};
 use crate::record::Operation;
 use crate::relay;
@@ -281,6 +282,10 @@ impl Config {
         let folder = path.and_then(Path::parent).unwrap_or(Path::new("")).to_owned();
         let variables: BTreeMap<String, String> = variables.into_iter().collect();
         let mut tree = tree::parse(&text, &notes);
+        // Half a file is no file: what it lacks says nothing.
+        if notes.has_mistake_under(&Place::default()) {
+            return Err(Mistakes { file: path.map(Path::to_owned), notes: notes.into_parts().0 });
+        }
         lay_variables(&mut tree, &variables, &notes);
         if let Some(url) = upstream_override {
             tree.overlay("upstream", "url", "--upstream", url, &notes);
@@ -313,7 +318,7 @@ const OTHER_VARIABLES: [&str; 2] = ["ONCEGATE_CONFIG", "ONCEGATE_UPSTREAM"];
 fn lay_variables(tree: &mut Node, variables: &BTreeMap<String, String>, notes: &Notes) {
     for (name, value) in variables {
         let Some(rest) = name.strip_prefix("ONCEGATE_") else { continue };
-        if OTHER_VARIABLES.contains(&name.as_str()) {
+        if OTHER_VARIABLES.contains(&name.as_str()) || fault::is_variable(name) {
             continue;
         }
         let lower = rest.to_ascii_lowercase();

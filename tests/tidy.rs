@@ -118,11 +118,19 @@ fn allowed(module: &str) -> Option<&'static [&'static str]> {
         "scope" => Some(&["scope", "fingerprint", "record"]),
         "route" => Some(&["route", "scope", "fingerprint", "record"]),
         "telemetry" => Some(&["telemetry", "record"]),
-        "store" => Some(&["store", "record", "telemetry"]),
-        "gateway" => {
-            Some(&["gateway", "route", "scope", "fingerprint", "record", "telemetry", "store"])
-        }
-        "relay" => Some(&["relay", "record", "store", "telemetry"]),
+        "fault" => Some(&["fault"]),
+        "store" => Some(&["store", "record", "telemetry", "fault"]),
+        "gateway" => Some(&[
+            "gateway",
+            "route",
+            "scope",
+            "fingerprint",
+            "record",
+            "telemetry",
+            "fault",
+            "store",
+        ]),
+        "relay" => Some(&["relay", "record", "store", "telemetry", "fault"]),
         "lease" => Some(&["lease", "record", "store", "telemetry"]),
         // The sweeper asks the lease's `Contact` whether it may judge other owners.
         "sweep" => Some(&["sweep", "lease", "record", "store", "telemetry"]),
@@ -236,6 +244,25 @@ fn a_test_that_cannot_fail_and_an_unfinished_place_are_refused() {
 }
 
 #[test]
+fn each_test_that_the_guarantees_name_exists() {
+    let text = std::fs::read_to_string(root().join("docs/guarantees.md")).unwrap();
+    let named: Vec<(&str, &str)> = text
+        .split('`')
+        .filter_map(|word| word.split_once("::"))
+        .filter(|(module, test)| *module != "module" && !test.is_empty())
+        .collect();
+    assert!(named.len() > 30, "{named:?}");
+    for (module, test) in named {
+        let path = root().join(format!("tests/it/{module}.rs"));
+        let tests = std::fs::read_to_string(&path).unwrap_or_default();
+        assert!(
+            tests.contains(&format!("fn {test}(")),
+            "docs/guarantees.md names {module}::{test}"
+        );
+    }
+}
+
+#[test]
 fn the_project_speaks_of_itself_only() {
     // Places that mean something on one machine, and how the work was organised.
     let banned = [
@@ -332,6 +359,25 @@ fn quoted_after(code: &str, openings: &[&str]) -> BTreeSet<String> {
         code.split_whitespace().collect::<Vec<_>>().join(" ").replace("( \"", "(\"");
     let words = openings.iter().flat_map(|opening| dense.split(opening).skip(1));
     words.filter_map(|rest| rest.split('"').next()).map(str::to_owned).collect()
+}
+
+#[test]
+fn a_program_that_is_shipped_has_no_fault_points() {
+    // Cargo's own answer: the features of this package as `cargo build` resolves them, and as `cargo test` does.
+    let features = |edges: &str| {
+        let tree = ["tree", "--locked", "--offline", "--depth", "0", "-f", "{f}", "--edges", edges];
+        let asked = Command::new(env!("CARGO")).args(tree).current_dir(root()).output().unwrap();
+        assert!(asked.status.success(), "{}", String::from_utf8_lossy(&asked.stderr));
+        String::from_utf8(asked.stdout).unwrap().lines().next().unwrap_or_default().to_owned()
+    };
+    assert_eq!(features("no-dev"), "", "as it is built");
+    assert_eq!(features("all"), "fault-points", "as it is tested");
+    // Elsewhere the code is the same with and without them.
+    let switched = concat!("feature = \"fault", "-points\"");
+    for source in sources().iter().filter(|source| source.text.contains(switched)) {
+        let module = source.module.as_str();
+        assert!(["fault", "store"].contains(&module), "src/{module}.rs is switched by the feature");
+    }
 }
 
 #[test]

@@ -378,7 +378,7 @@ mod tests {
     use uuid::Uuid;
 
     use super::*;
-    use crate::record::{Attempt, Fingerprint, Key, Operation, Scope, Tenant};
+    use crate::record::{Attempt, Fingerprint, Key, Operation, Scope, Spelling, Tenant};
     use crate::store::EventStatus;
 
     fn at(seconds: u64) -> SystemTime {
@@ -415,7 +415,7 @@ mod tests {
         let mut headers = HeaderMap::new();
         headers.append("content-type", HeaderValue::from_static("text/plain"));
         headers.append("x-raw", HeaderValue::from_bytes(b"caf\xe9").unwrap());
-        Answer { status: StatusCode::CREATED, headers, body }
+        Answer { status: StatusCode::CREATED, headers, spelling: Spelling::default(), body }
     }
 
     fn brief_json() -> serde_json::Value {

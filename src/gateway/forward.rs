@@ -13,6 +13,7 @@ use http_body_util::{BodyExt, Full};
 
 use super::reserve::{Reservation, Underway};
 use super::upstream::{self, SendError, Upstream};
+use crate::fault::{self, Point};
 use crate::record::outcome::Failure;
 use crate::telemetry::causes;
 
@@ -24,6 +25,17 @@ pub(super) enum Evidence {
     Large { head: response::Parts, begun: Vec<Bytes>, rest: upstream::Answer },
     /// No complete answer.
     Failed(Failure),
+}
+
+impl Evidence {
+    /// The bytes of the answer's body that are in memory.
+    pub(super) fn bytes(&self) -> usize {
+        match self {
+            Self::Answered { body, .. } => body.len(),
+            Self::Large { begun, .. } => begun.iter().map(Bytes::len).sum(),
+            Self::Failed(_) => 0,
+        }
+    }
 }
 
 /// How an exchange is bounded.
@@ -70,6 +82,7 @@ async fn exchange(
     may_write: impl Fn() -> bool + Send + Sync + 'static,
     body_max: usize,
 ) -> Evidence {
+    fault::point(Point::BeforeConnect).await;
     let connection = match upstream.dial().await {
         Ok(connection) => connection,
         Err(error) => {
@@ -77,8 +90,14 @@ async fn exchange(
             return Evidence::Failed(Failure::NothingSent);
         }
     };
+    fault::point(Point::Connected).await;
     match connection.send(request, may_write).await {
-        Ok(answer) => receive(answer, body_max).await,
+        Ok(answer) => {
+            fault::point(Point::AnswerHead).await;
+            let evidence = receive(answer, body_max).await;
+            fault::point(Point::AnswerBody).await;
+            evidence
+        }
         Err(SendError::NothingSent(cause)) => {
             tracing::info!(%cause, "the connection to the upstream ended before anything was sent");
             Evidence::Failed(Failure::NothingSent)
@@ -99,7 +118,7 @@ async fn receive(answer: Response<upstream::Answer>, body_max: usize) -> Evidenc
     }
     let bound = u64::try_from(body_max).unwrap_or(u64::MAX);
     if body.size_hint().lower() > bound || is_stream(&head.headers) {
-        return Evidence::Large { head, begun: Vec::new(), rest: body };
+        return Evidence::Large { head, begun: Vec::new(), rest: body.streamed() };
     }
     let mut read: Vec<Bytes> = Vec::new();
     let mut total = 0_usize;
@@ -116,7 +135,7 @@ async fn receive(answer: Response<upstream::Answer>, body_max: usize) -> Evidenc
         total = total.saturating_add(data.len());
         read.push(data);
         if total > body_max {
-            return Evidence::Large { head, begun: read, rest: body };
+            return Evidence::Large { head, begun: read, rest: body.streamed() };
         }
     }
     Evidence::Answered { head, body: join(read, total) }

@@ -13,6 +13,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::forward::{Evidence, GivenUp};
+use crate::fault::{self, Point};
 use crate::telemetry::{LateAnswer, Metrics};
 
 /// The reads of one process.
@@ -47,7 +48,10 @@ impl LateReads {
         self.tasks.spawn(async move {
             let read = stop.run_until_cancelled(tokio::time::timeout(time, exchange)).await;
             let result = match read {
-                Some(Ok(evidence)) => close(evidence).await,
+                Some(Ok(evidence)) => {
+                    fault::point(Point::LateAnswer).await;
+                    close(evidence).await
+                }
                 Some(Err(_)) | None => LateAnswer::Missed,
             };
             metrics.late_answer(result);

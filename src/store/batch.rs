@@ -20,6 +20,7 @@ use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{Semaphore, SemaphorePermit, mpsc, oneshot};
 
 use super::Error;
+use crate::fault::{self, Injected, Point};
 use crate::record::Scope;
 
 /// Most items in one statement. More did not help in measurements, and makes a halving dearer.
@@ -238,7 +239,7 @@ async fn run_until_known<W: Work>(
     let mut pause = RETRY_FIRST;
     loop {
         let items: Vec<_> = piece.iter().map(|job| Arc::clone(&job.item)).collect();
-        let error = match work.run(&items).await {
+        let error = match run_once(work, &items).await {
             Ok(replies) => return Some(Ok(replies)),
             Err(RunError::Again(error)) => error,
             Err(RunError::Failed(error @ Error::InDoubt(_))) => {
@@ -259,6 +260,16 @@ async fn run_until_known<W: Work>(
             return None;
         }
     }
+}
+
+/// One run, with its fault points: before it nothing is written, after it nobody has been told.
+async fn run_once<W: Work>(work: &W, items: &[Arc<W::Item>]) -> Result<Vec<W::Reply>, RunError> {
+    let unchanged = |fault: Injected| Error::Unavailable(fault.into());
+    let untold = |fault: Injected| Error::InDoubt(fault.into());
+    fault::fallible(Point::BatchBegun).await.map_err(unchanged)?;
+    let replies = work.run(items).await?;
+    fault::fallible(Point::BatchCommitted).await.map_err(untold)?;
+    Ok(replies)
 }
 
 fn jitter(pause: Duration) -> Duration {

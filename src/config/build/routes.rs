@@ -8,8 +8,8 @@
 use super::{
     BTreeMap, BTreeSet, Builder, Code, DAY, DEFAULT_UPSTREAM, Derive, File, HeaderName, Lists, MIB,
     Maybe, Method, OnUnknown, Operation, Pattern, Place, Placed, Policy, Route, RouteFacts, Routes,
-    SECOND, Source, Spec, StatusCode, Templates, Tenant, file, fingerprint, payload_max, read_code,
-    read_header, read_method, same_answer, scope, unknown, upstream,
+    SECOND, Source, Spec, StatusCode, Templates, Tenant, covers, file, fingerprint, payload_max,
+    read_code, read_header, read_method, same_answer, scope, unknown, upstream,
 };
 
 /// A field of the route, else of the policy.
@@ -269,9 +269,10 @@ impl Builder<'_> {
             lists.unknown_on = self.each(unknown, read_code);
         }
         let in_both = |code: &Code, other: &[Code]| other.iter().any(|c| same_answer(*code, *c));
+        let taken = |code: &Code, by: &[Code]| by.iter().any(|written| covers(*written, *code));
         match (release, unknown) {
-            (Some(_), None) => lists.unknown_on.retain(|code| !in_both(code, &lists.release_on)),
-            (None, Some(_)) => lists.release_on.retain(|code| !in_both(code, &lists.unknown_on)),
+            (Some(_), None) => lists.unknown_on.retain(|code| !taken(code, &lists.release_on)),
+            (None, Some(_)) => lists.release_on.retain(|code| !taken(code, &lists.unknown_on)),
             (Some(_), Some(written)) => {
                 if lists.unknown_on.iter().any(|code| in_both(code, &lists.release_on)) {
                     let wrong = "names an answer that release_on names too; keep it in one of them";

@@ -14,6 +14,7 @@ use tokio_util::task::TaskTracker;
 
 use super::cache::Cache;
 use super::{Ending, Lead, Replay};
+use crate::fault::{self, Point};
 use crate::record::{Fence, Fingerprint, Record, RecordId, Scope, State};
 use crate::store::{Changed, Completion, Error, LateOutcome, Settled, Store};
 use crate::telemetry::{Metrics, causes};
@@ -115,6 +116,7 @@ impl Settler {
     async fn pay(&self, debt: Debt) -> Ending {
         let mut pause = PAUSE_FIRST;
         loop {
+            fault::point(Point::Settling).await;
             let error = match self.try_pay(&debt).await {
                 Ok(ending) => return ending,
                 Err(error) => error,

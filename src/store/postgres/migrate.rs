@@ -9,6 +9,7 @@ use tokio_postgres::types::Type;
 
 use super::door::{Connection, Effect, Transaction};
 use super::failed;
+use crate::fault::{self, Point};
 use crate::store::batch::RunError;
 use crate::store::{Cause, Error, OpenError};
 
@@ -33,6 +34,11 @@ const MIGRATIONS: &[Migration] = &[
         version: 3,
         name: "unknown",
         sql: include_str!("../../../migrations/postgres/0003_unknown.sql"),
+    },
+    Migration {
+        version: 5,
+        name: "claim_owner",
+        sql: include_str!("../../../migrations/postgres/0005_claim_owner.sql"),
     },
     Migration {
         version: 6,
@@ -99,6 +105,7 @@ async fn bring_up(connection: &mut Connection, at: &mut u32) -> Result<u32, RunE
 
 async fn apply(transaction: &mut Transaction<'_>, migration: &Migration) -> Result<(), RunError> {
     transaction.plain(migration.sql).await?;
+    fault::point(Point::Migrating).await;
     let version = i32::try_from(migration.version).unwrap_or(i32::MAX);
     transaction.run(NOTE, &[(&version, Type::INT4), (&migration.name, Type::TEXT)]).await?;
     tracing::info!(version, name = migration.name, "migrated the store");

@@ -11,6 +11,7 @@ use uuid::Uuid;
 use super::complete::{Columns, queue_messages, write_messages};
 use super::door::{Connection, Door, Params, Task};
 use super::rows::{self, attempt, get};
+use crate::fault::{self, Point};
 use crate::record::{Attempt, Fence, OwnerId, Status};
 use crate::store::batch::RunError;
 use crate::store::{Acted, Completion, Error, Objection, Operator, Redeliver};
@@ -242,6 +243,7 @@ impl Task for One<'_> {
         let hastened = rows::count(&transaction.run(HASTEN, params).await?)?;
         let requeued = rows::count(&transaction.run(REDELIVER_ONE, params).await?)?;
         let wanted = rows::count(&transaction.run(REDELIVER_UNWANTED, params).await?)?;
+        fault::point(Point::Audited).await;
         transaction.commit().await?;
         Ok(hastened + requeued + wanted)
     }

@@ -12,6 +12,7 @@ use super::super::{Acted, AuditRow, Completion, LateOutcome, Objection, Operator
 use super::records::{self, Completer};
 use super::row;
 use super::thread::Tx;
+use crate::fault::{self, Point};
 use crate::record::{Attempt, Fence, OwnerId, RecordId, Scope, Status};
 
 /// What an audit row says beside who, when and why.
@@ -37,7 +38,9 @@ pub(super) fn audit(tx: &Tx<'_>, by: &Operator, action: &Action) -> rusqlite::Re
         by.why,
         action.detail.to_string(),
     ];
-    tx.execute(SQL, params).map(drop)
+    tx.execute(SQL, params)?;
+    fault::point_blocking(Point::Audited);
+    Ok(())
 }
 
 /// An outcome that changed no row, under an id of its own, so that it is written once.

@@ -11,6 +11,7 @@ use super::super::{Beat, Changed, Completion, Proposal, Reserved, Settled, Takeo
 use super::outbox;
 use super::row::{self, micros, record_columns};
 use super::thread::Tx;
+use crate::fault::{self, Point};
 use crate::record::{
     Answer, Attempt, Fence, KeptBody, OwnerId, Record, Scope, State, encode_headers,
 };
@@ -200,7 +201,7 @@ pub(super) fn complete(
         WHERE tenant_id = ?7 AND operation = ?8 AND key = ?9 AND id = ?10 AND attempt = ?11
           AND status IN ('in_progress', 'unknown')";
     let Scope { tenant, operation, key } = &completion.scope;
-    let Answer { status, headers, body } = &completion.answer;
+    let Answer { status, headers, spelling, body } = &completion.answer;
     let body = match body {
         KeptBody::Whole(bytes) => Some(bytes.as_ref()),
         KeptBody::NotRetained => None,
@@ -212,7 +213,7 @@ pub(super) fn complete(
             tx.now,
             expires_at,
             status.as_u16(),
-            encode_headers(headers),
+            encode_headers(headers, spelling),
             body,
             i64::from(by == Completer::Operator),
             tenant.as_str(),
@@ -225,6 +226,7 @@ pub(super) fn complete(
     if done == 0 {
         return Ok(Settled::Fenced);
     }
+    fault::point_blocking(Point::HalfCompleted);
     for event in &completion.events {
         outbox::write(tx, &completion.scope, completion.fence.id, event)?;
     }
@@ -332,8 +334,9 @@ pub(super) fn sweep(tx: &Tx<'_>, limit: u32) -> rusqlite::Result<u64> {
     const SQL: &str = "DELETE FROM idempotency_records WHERE status = 'completed'
         AND expires_at <= ?1 AND rowid IN (SELECT rowid FROM idempotency_records
           WHERE status = 'completed' AND expires_at <= ?1 ORDER BY expires_at LIMIT ?2)";
-    // A note is younger than this as long as the record may be on its way back to unknown.
-    const NOTES: &str = "DELETE FROM oncegate_unknown WHERE noted_at < ?1
+    // A note is younger than this as long as the record may be on its way back to unknown. One that was told of
+    // goes when its end is told.
+    const NOTES: &str = "DELETE FROM oncegate_unknown WHERE noted_at < ?1 AND announced IS NULL
         AND NOT EXISTS (SELECT 1 FROM idempotency_records r
           WHERE r.id = oncegate_unknown.id AND r.status = 'unknown')";
     tx.execute(NOTES, [tx.now - micros(NOTE_KEPT)])?;

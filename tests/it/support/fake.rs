@@ -7,6 +7,8 @@ use std::time::{Duration, Instant as StdInstant};
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use oncegate::record::event::Event;
+use oncegate::record::event::doubt::Doubt;
 use oncegate::record::{Fence, OwnerId, Record, RecordId, Scope};
 use oncegate::store::*;
 use tokio::time::Instant;
@@ -239,6 +241,12 @@ impl Store for Fake {
         let waiting =
             rows.values().filter(|row| row.status == EventStatus::Pending && row.sink == sink);
         Ok(waiting.map(|row| row.due.max(row.leased) - now).min())
+    }
+    async fn untold(&self, _: Untold, _: u32) -> Result<Vec<Doubt>, Error> {
+        self.reachable().map(|()| Vec::new())
+    }
+    async fn tell(&self, _: &Doubt, _: Option<&Event>) -> Result<Changed, Error> {
+        no()
     }
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {
         self.reachable()?;

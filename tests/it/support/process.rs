@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, BufReader, Read};
 use std::net::{SocketAddr, TcpListener};
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc;
@@ -42,6 +43,13 @@ pub fn config(folder: &Path, toml: &str) -> PathBuf {
     path
 }
 
+/// The command line of `serve`.
+pub fn serve(config: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.args(["serve", "--config"]).arg(config);
+    command
+}
+
 impl Gateway {
     /// Starts `serve` with this configuration file and waits until it is ready.
     pub fn start(config: &Path) -> Self {
@@ -51,9 +59,18 @@ impl Gateway {
 
     /// As [`Gateway::start`]; where it ends instead, its output.
     pub fn try_start(config: &Path) -> Result<Self, String> {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_oncegate"))
-            .args(["serve", "--config"])
-            .arg(config)
+        Self::launch(serve(config), config)
+    }
+
+    /// As [`Gateway::start`], with faults at its fault points (`docs/testing.md`).
+    pub fn with_fault(config: &Path, fault: &str) -> Self {
+        Self::launch(faulty(serve(config), fault), config)
+            .unwrap_or_else(|output| panic!("the gateway did not start:\n{output}"))
+    }
+
+    /// As [`Gateway::try_start`], by a command line of the test's own.
+    pub fn launch(mut command: Command, config: &Path) -> Result<Self, String> {
+        let mut child = command
             .env("RUST_BACKTRACE", "1")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -115,6 +132,15 @@ impl Gateway {
         self.log.lock().expect("the log").clone()
     }
 
+    /// The most memory that the process ever had, in bytes.
+    pub fn most_memory(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid()));
+        let status = status.expect("the process lives");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("its peak");
+        let kib = line.trim().split(' ').next().and_then(|text| text.parse::<u64>().ok());
+        kib.expect("a number") * 1024
+    }
+
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
@@ -137,6 +163,12 @@ impl Gateway {
         self.signal("TERM");
     }
 
+    /// Waits for the end by SIGKILL, which a fault point brings.
+    pub fn died(&mut self) {
+        let status = self.exited();
+        assert_eq!(status.signal(), Some(9), "{status}:\n{}", self.log());
+    }
+
     /// Waits for the end.
     pub fn exited(&mut self) -> ExitStatus {
         let begun = Instant::now();
@@ -148,6 +180,46 @@ impl Gateway {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
+}
+
+/// The same command, with faults at its fault points; none where they are empty.
+fn faulty(mut command: Command, fault: &str) -> Command {
+    if !fault.is_empty() {
+        command.env("ONCEGATE_FAULT", fault);
+    }
+    command
+}
+
+/// Runs the program with faults until it ends by itself: how, and its errors.
+pub fn run_to_its_end(args: &[&str], fault: &str) -> (ExitStatus, String) {
+    let mut child = faulty(Command::new(env!("CARGO_BIN_EXE_oncegate")), fault)
+        .args(args)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    let mut stderr = child.stderr.take().expect("its errors");
+    let errors = std::thread::spawn(move || {
+        let mut text = String::new();
+        let _ = stderr.read_to_string(&mut text);
+        text
+    });
+    let begun = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait().expect("a process to wait for") {
+            break Some(status);
+        }
+        if begun.elapsed() > PATIENCE {
+            let _ = child.kill();
+            let _ = child.wait();
+            break None;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    let errors = errors.join().expect("the reader of its errors");
+    let status = status.unwrap_or_else(|| panic!("{args:?} with {fault} did not end:\n{errors}"));
+    (status, errors)
 }
 
 /// Runs a command of the program beside whatever runs: exit status, output, errors.

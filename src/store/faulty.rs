@@ -1,0 +1,81 @@
+//! A store with a fault point before and after each verb that changes something; see `fault`.
+//!
+//! Before the verb a fault means "nothing was changed", after it "done, and nobody was told": what the two errors of a
+//! store say. A new verb of [`Store`] is one line here: with its [`Verb`] where it changes something.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use uuid::Uuid;
+
+use super::{
+    Acknowledgement, Acted, AuditRow, Beat, Changed, Claim, Claimed, Completion, Error,
+    EventFilter, EventRow, Gauges, LateOutcome, Operator, Proposal, RecordFilter, RecordRow,
+    Redeliver, Reserved, Settled, Store, Takeover, Untold,
+};
+use crate::fault::{self, Injected, Point, Verb};
+use crate::record::event::Event;
+use crate::record::event::doubt::Doubt;
+use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
+
+/// The same store, with fault points.
+#[must_use]
+pub fn faulty(store: Arc<dyn Store>) -> Arc<dyn Store> {
+    Arc::new(Faulty(store))
+}
+
+struct Faulty(Arc<dyn Store>);
+
+async fn around<T>(verb: Verb, doing: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+    let unchanged = |fault: Injected| Error::Unavailable(fault.into());
+    let untold = |fault: Injected| Error::InDoubt(fault.into());
+    fault::fallible(Point::Before(verb)).await.map_err(unchanged)?;
+    let done = doing.await?;
+    fault::fallible(Point::After(verb)).await.map_err(untold)?;
+    Ok(done)
+}
+
+macro_rules! verbs {
+    ($($name:ident($($arg:ident: $kind:ty),*) -> $done:ty $(, $verb:ident)?;)*) => {
+        #[async_trait]
+        impl Store for Faulty {
+            $(async fn $name(&self, $($arg: $kind),*) -> Result<$done, Error> {
+                verbs!(@ask self.0.$name($($arg),*) $(, $verb)?)
+            })*
+        }
+    };
+    (@ask $asked:expr, $verb:ident) => { around(Verb::$verb, $asked).await };
+    (@ask $asked:expr) => { $asked.await };
+}
+
+verbs! {
+    heartbeat(owner: OwnerId, lease: Duration) -> Beat, Heartbeat;
+    retire(owner: OwnerId) -> (), Retire;
+    reserve(proposal: Proposal, deadline: Instant) -> Reserved, Reserve;
+    take_over(proposal: Proposal, from: Takeover) -> Changed, TakeOver;
+    find(scope: &Scope) -> Option<Record>;
+    complete(completion: Completion, deadline: Instant) -> Settled, Complete;
+    release(scope: &Scope, fence: Fence) -> Changed, Release;
+    mark_unknown(scope: &Scope, fence: Fence) -> Changed, MarkUnknown;
+    mark_dead(only: Option<(&Scope, Fence)>, limit: u32) -> u64, MarkDead;
+    note_late_outcome(late: &LateOutcome) -> (), NoteLateOutcome;
+    claim(claim: &Claim) -> Vec<Claimed>, Claim;
+    acknowledge(sink: &str, verdicts: &[Acknowledgement]) -> Vec<Uuid>, Acknowledge;
+    next_due(sink: &str) -> Option<Duration>;
+    untold(which: Untold, limit: u32) -> Vec<Doubt>;
+    tell(doubt: &Doubt, event: Option<&Event>) -> Changed;
+    sweep_records(limit: u32) -> u64, SweepRecords;
+    sweep_events(retention: Duration, limit: u32) -> u64, SweepEvents;
+    sweep_leases() -> u64, SweepLeases;
+    list_records(filter: &RecordFilter) -> Vec<RecordRow>;
+    show_record(id: RecordId) -> Option<RecordRow>;
+    list_events(filter: &EventFilter) -> Vec<EventRow>;
+    operator_release(fence: Fence, completed: bool, by: &Operator) -> Acted, OperatorRelease;
+    operator_complete(completion: &Completion, by: &Operator) -> Acted, OperatorComplete;
+    redeliver(which: &Redeliver, by: &Operator) -> u64, Redeliver;
+    audit_of(record: RecordId) -> Vec<AuditRow>;
+    acted_on(window: Duration) -> Vec<RecordId>;
+    ping() -> ();
+    gauges() -> Gauges;
+}
