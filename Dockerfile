@@ -15,7 +15,7 @@ RUN apt-get update \
     && useradd --system --uid 10001 --home-dir /var/lib/oncegate --create-home oncegate
 COPY --from=build /build/target/release/oncegate /usr/local/bin/oncegate
 USER oncegate
-# The working folder holds the SQLite file, where that is the store: mount a volume here.
+# The working folder holds the SQLite file, where that is the store, and the spill: mount a volume here.
 WORKDIR /var/lib/oncegate
 VOLUME /var/lib/oncegate
 EXPOSE 8080 9090

@@ -18,6 +18,7 @@ use self::print::{Exit, Failure};
 use crate::config::{self, Config, LogFormat};
 use crate::demo;
 use crate::fault;
+use crate::gateway::spill;
 use crate::record::Answer;
 use crate::record::event::{Event, Origin};
 use crate::store::RecordRow;
@@ -250,6 +251,9 @@ fn check(args: &ConfigArgs) -> ExitCode {
         Ok(loaded) => loaded,
         Err(code) => return code,
     };
+    if let Err(unwritable) = spill::probe(&config.store.spill.dir) {
+        return fail(USAGE, &format!("store.spill.dir: {}", causes(&unwritable)));
+    }
     let routes = config.routes.iter().count();
     if args.json {
         let warnings: Vec<_> = warnings.iter().map(ToString::to_string).collect();

@@ -28,7 +28,7 @@ use http::Method;
 use crate::config::build::Builder;
 use crate::config::tree::{Node, Note, Notes, Place};
 use crate::fault;
-use crate::gateway::{self, accept, upstream};
+use crate::gateway::{self, accept, spill, upstream};
 use crate::record::Operation;
 use crate::relay;
 use crate::route::Routes;
@@ -101,6 +101,8 @@ pub struct Store {
     pub lease: Duration,
     /// Whether `serve` migrates.
     pub migrate: bool,
+    /// Where outcomes are kept that the database does not take.
+    pub spill: spill::Settings,
 }
 
 /// Which database.

@@ -21,6 +21,7 @@ pub mod reply;
 pub mod reserve;
 mod room;
 mod spelling;
+pub mod spill;
 pub mod upstream;
 
 use std::collections::HashMap;
@@ -47,6 +48,7 @@ use self::pass::PassError;
 use self::reply::{Kept, Name, Problem};
 use self::reserve::{Admission, Desk, Followed, Lead, MayJudge, Refusal, Seat, Unreserved};
 use self::room::{Limits, NoRoom, Room};
+use self::spill::Spill;
 use self::upstream::{Body, Upstream};
 use crate::fault::{self, Point};
 use crate::record::LeaseView;
@@ -133,6 +135,8 @@ pub struct Parts {
     pub lease: LeaseView,
     /// Whether other owners may be judged by their leases.
     pub may_judge: MayJudge,
+    /// Where outcomes are kept that the store does not take.
+    pub spill: Spill,
     /// For digests of credentials.
     pub digest: DigestKey,
     /// Where everything is counted.
@@ -145,15 +149,16 @@ impl Gateway {
     /// Puts the gateway together. `None`: no upstream has the default's name.
     #[must_use]
     pub fn new(settings: Settings, parts: Parts) -> Option<Arc<Self>> {
-        let Parts { routes, upstreams, store, lease, may_judge, digest, metrics, wake } = parts;
+        let Parts { routes, upstreams, store, lease, may_judge, spill, digest, metrics, wake } =
+            parts;
         let default = Arc::clone(upstreams.get(&settings.default_upstream)?);
         let desk_settings = reserve::Settings {
             reserve_timeout: settings.reserve_timeout,
             doubt_window: settings.doubt_window,
             cache_bytes: settings.cache_bytes,
         };
-        let desk =
-            Desk::new(desk_settings, Arc::clone(&store), lease, may_judge, Arc::clone(&metrics));
+        let (asked, counted) = (Arc::clone(&store), Arc::clone(&metrics));
+        let desk = Desk::new(desk_settings, asked, lease, may_judge, spill, counted);
         let limits =
             Limits::new(settings.in_flight_max, settings.waiting_max, settings.buffered_bytes_max);
         let intake = Intake::new(digest, Arc::clone(&metrics), limits);
@@ -419,6 +424,7 @@ impl Gateway {
             Finish::Kept { first, expires_at } => {
                 (Reply::Executed, reply::first(first, Kept::Until(expires_at)))
             }
+            Finish::Spilled { first } => (Reply::Executed, reply::first(first, Kept::Spilled)),
             Finish::NotStored { first, counted } => (counted, reply::first(first, Kept::NotYet)),
             Finish::Overtaken(replay) => {
                 (Reply::Executed, reply::replay(&replay, &route.operation))
@@ -449,14 +455,20 @@ impl Gateway {
         }
     }
 
-    /// Waits until all reserved work has ended and is durable. What is left when the caller stops waiting becomes
-    /// `unknown` once this process's lease has run out.
+    /// Waits until all reserved work has ended and the store has taken it. For what is left when the caller stops waiting
+    /// there is [`Gateway::leave`].
     pub async fn drained(&self) {
         self.tasks.close();
         self.tasks.wait().await;
         // Their records are unknown already: nobody waits for them.
         self.late.cut().await;
         self.desk.settler().idle().await;
+    }
+
+    /// The process ends: outcomes that are known and that the store has not taken go to the spill. What has no outcome yet
+    /// becomes `unknown` once this process's lease has run out.
+    pub async fn leave(&self) {
+        tokio::join!(self.late.cut(), self.desk.settler().leave());
     }
 }
 

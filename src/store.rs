@@ -618,6 +618,9 @@ pub trait Store: Send + Sync + 'static {
     /// Records that operators acted on within the last `window`.
     async fn acted_on(&self, window: Duration) -> Result<Vec<RecordId>, Error>;
 
+    /// By which id a spill knows this database again: random, made with the schema.
+    async fn database_id(&self) -> Result<Uuid, Error>;
+
     /// Whether the database answers.
     async fn ping(&self) -> Result<(), Error>;
 
@@ -631,4 +634,26 @@ pub fn with_fault_points(store: Arc<dyn Store>) -> Arc<dyn Store> {
     #[cfg(feature = "fault-points")]
     let store = faulty::faulty(store);
     store
+}
+
+/// Completes a record. Events that the database refuses to hold lose their ordering key, never the outcome.
+///
+/// # Errors
+/// As [`Store::complete`].
+pub async fn complete_or_plain(
+    store: &dyn Store,
+    completion: Completion,
+    deadline: Instant,
+) -> Result<Settled, Error> {
+    let mut plain = completion.clone();
+    match store.complete(completion, deadline).await {
+        Err(Error::Refused(cause)) => {
+            tracing::error!(%cause, "the database refused a completion; again without ordering keys");
+            for event in &mut plain.events {
+                event.ordering_key = None;
+            }
+            store.complete(plain, deadline).await
+        }
+        other => other,
+    }
 }

@@ -130,6 +130,25 @@ label_enum!(
     }
 );
 
+label_enum!(
+    /// What became of an outcome that was in the spill.
+    Drained {
+        /// The database took it.
+        Completed = "completed",
+        /// The database had it already.
+        Already = "already",
+        /// Somebody else has the record.
+        FencedOff = "fenced_off",
+        /// The database refuses it, for good.
+        Refused = "refused",
+    }
+);
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ByDrained {
+    result: Drained,
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ByOperation {
     operation: String,
@@ -183,6 +202,12 @@ pub struct Metrics {
     unknown_records: Gauge,
     swept: Family<BySwept, Counter>,
     cached_bytes: Gauge,
+    spill_entries: Gauge,
+    spill_bytes: Gauge,
+    spill_drained: Family<ByDrained, Counter>,
+    spill_turned_away: Counter,
+    spill_refused: Counter,
+    spill_left_files: Gauge,
 }
 
 impl Default for Metrics {
@@ -205,6 +230,12 @@ impl Default for Metrics {
             unknown_records: Gauge::default(),
             swept: Family::default(),
             cached_bytes: Gauge::default(),
+            spill_entries: Gauge::default(),
+            spill_bytes: Gauge::default(),
+            spill_drained: Family::default(),
+            spill_turned_away: Counter::default(),
+            spill_refused: Counter::default(),
+            spill_left_files: Gauge::default(),
         };
         metrics.register();
         metrics
@@ -268,6 +299,37 @@ impl Metrics {
             "replay_cache_bytes",
             "Size of the answers held in memory for replay",
             self.cached_bytes.clone(),
+        );
+        self.register_spill();
+    }
+
+    fn register_spill(&mut self) {
+        let r = &mut self.registry;
+        r.register(
+            "spill_entries",
+            "Outcomes in the spill that the database has not taken yet",
+            self.spill_entries.clone(),
+        );
+        r.register("spill_bytes", "Size of the outcomes in the spill", self.spill_bytes.clone());
+        r.register(
+            "spill_drained",
+            "Outcomes that left the spill, by what became of them",
+            self.spill_drained.clone(),
+        );
+        r.register(
+            "spill_turned_away",
+            "Outcomes that the spill did not take: they are owed from memory alone",
+            self.spill_turned_away.clone(),
+        );
+        r.register(
+            "spill_refused",
+            "Reservations refused because the spill is full",
+            self.spill_refused.clone(),
+        );
+        r.register(
+            "spill_left_files",
+            "Spill files that were left alone: of another database, of a newer format, or damaged",
+            self.spill_left_files.clone(),
         );
     }
 
@@ -352,6 +414,32 @@ impl Metrics {
     /// The replay cache's size now.
     pub fn cached_bytes(&self, bytes: u64) {
         self.cached_bytes.set(clamp(bytes));
+    }
+
+    /// What the spill holds now.
+    pub fn spill(&self, entries: u64, bytes: u64) {
+        self.spill_entries.set(clamp(entries));
+        self.spill_bytes.set(clamp(bytes));
+    }
+
+    /// An outcome left the spill.
+    pub fn spill_drained(&self, result: Drained) {
+        self.spill_drained.get_or_create(&ByDrained { result }).inc();
+    }
+
+    /// The spill did not take an outcome.
+    pub fn spill_turned_away(&self) {
+        self.spill_turned_away.inc();
+    }
+
+    /// A reservation was refused because the spill is full.
+    pub fn spill_refused(&self) {
+        self.spill_refused.inc();
+    }
+
+    /// How many spill files were left alone at the start.
+    pub fn spill_left_files(&self, count: u64) {
+        self.spill_left_files.set(clamp(count));
     }
 
     /// All metrics in the OpenMetrics text format.

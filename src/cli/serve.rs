@@ -1,7 +1,8 @@
 //! `serve`: everything is built before anything is spawned; then it runs until it is told to stop.
 //!
-//! Order of the start, on both stores: lock, migrate, mark what the last process left, listen, ready. Order of the
-//! end: not ready, stop accepting, let what is reserved finish within the grace, stop the relay, give the lease back.
+//! Order of the start, on both stores: lock, migrate, drain the spill, mark what the last process left, listen, ready.
+//! Order of the end: not ready, stop accepting, let what is reserved finish within the grace, spill what the database has
+//! not taken, stop the relay, give the lease back.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -16,6 +17,7 @@ use tokio_util::task::TaskTracker;
 use crate::admin::{self, Readiness, Token};
 use crate::config::{self, Config, StoreKind};
 use crate::gateway::accept::{self, Listener};
+use crate::gateway::spill::{DrainError, Spill, Unwritable};
 use crate::gateway::upstream::Upstream;
 use crate::gateway::{Gateway, Parts, Serve};
 use crate::lease::{self, Contact};
@@ -30,6 +32,9 @@ use crate::{relay, sweep};
 /// How many records of dead owners are marked in one statement at the start.
 const MARK_BATCH: u32 = 500;
 
+/// How long the end of the process waits for outcomes on their way into the spill, and for the spill itself.
+const LEAVE_MAX: Duration = Duration::from_secs(5);
+
 /// Why `serve` did not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
@@ -39,6 +44,12 @@ pub enum StartError {
     /// The store did not take the first statements.
     #[error("the store is not usable")]
     Store(#[from] store::Error),
+    /// The spill's folder.
+    #[error(transparent)]
+    Spill(#[from] Unwritable),
+    /// What the spill holds of dead processes.
+    #[error(transparent)]
+    Drain(#[from] DrainError),
     /// An address cannot be listened on.
     #[error("cannot listen on {address}")]
     Listen {
@@ -62,6 +73,8 @@ pub struct Opened {
     pub store: Arc<dyn Store>,
     /// Whether this process is the only one that can own records: other owners are dead.
     pub alone: bool,
+    /// Where outcomes are kept that it does not take; drained of what dead processes left.
+    pub spill: Spill,
     /// Held for the life of `serve`.
     _lock: Option<FileLock>,
 }
@@ -87,26 +100,44 @@ pub async fn open(settings: &config::Store, migrate: bool) -> Result<Arc<dyn Sto
 }
 
 /// Opens the store for `serve`: locked where one process owns it, and cleared of what the last process left.
-async fn open_to_serve(settings: &config::Store) -> Result<Opened, StartError> {
+async fn open_to_serve(
+    settings: &config::Store,
+    metrics: &Arc<Metrics>,
+) -> Result<Opened, StartError> {
     let migrate = settings.migrate;
     match &settings.kind {
         StoreKind::Sqlite(path) => {
             let lock = sqlite::lock(path)?;
-            let store = Sqlite::open(path).await?;
+            let sqlite = Arc::new(Sqlite::open(path).await?);
             if lock.found_it_cut() {
-                store.check_whole().await?;
+                sqlite.check_whole().await?;
             }
-            store.migrate(migrate).await?;
+            sqlite.migrate(migrate).await?;
+            let store = store::with_fault_points(Arc::<Sqlite>::clone(&sqlite));
+            let spill = spill(settings, &store, metrics).await?;
             // The lock says that no other process lives: every lease in the file is a dead one's.
-            store.end_all_leases().await?;
-            let store = store::with_fault_points(Arc::new(store));
+            sqlite.end_all_leases().await?;
             while store.mark_dead(None, MARK_BATCH).await? > 0 {}
-            Ok(Opened { store, alone: true, _lock: Some(lock) })
+            Ok(Opened { store, alone: true, spill, _lock: Some(lock) })
         }
         StoreKind::Postgres(_) => {
-            Ok(Opened { store: open(settings, migrate).await?, alone: false, _lock: None })
+            let store = open(settings, migrate).await?;
+            let spill = spill(settings, &store, metrics).await?;
+            Ok(Opened { store, alone: false, spill, _lock: None })
         }
     }
+}
+
+/// This process's spill, after what dead ones left there is in the database: before it is marked as lost.
+async fn spill(
+    settings: &config::Store,
+    store: &Arc<dyn Store>,
+    metrics: &Arc<Metrics>,
+) -> Result<Spill, StartError> {
+    let database = store.database_id().await?;
+    let spill = Spill::open(&settings.spill, database, Arc::clone(metrics))?;
+    spill.drain(&settings.spill.dir, store).await?;
+    Ok(spill)
 }
 
 /// A gateway that serves.
@@ -120,7 +151,7 @@ pub struct Running {
     lease: TaskTracker,
     gateway: Arc<Gateway>,
     grace: Duration,
-    _opened: Opened,
+    opened: Opened,
 }
 
 /// The steps of stopping.
@@ -165,9 +196,9 @@ fn claimant(lease: &LeaseView, may_judge: &MayJudge, alone: bool) -> Claimant {
 /// # Errors
 /// See [`StartError`]; nothing runs then.
 pub async fn start(config: Config) -> Result<Running, StartError> {
-    let opened = open_to_serve(&config.store).await?;
-    let store = Arc::clone(&opened.store);
     let (metrics, wake) = (Arc::new(Metrics::default()), Arc::new(Notify::new()));
+    let opened = open_to_serve(&config.store, &metrics).await?;
+    let store = Arc::clone(&opened.store);
     let now = Instant::now();
     let ttl = config.store.lease;
     let contact = if opened.alone { Contact::sole(now) } else { Contact::begin(ttl, now) };
@@ -182,6 +213,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         store: Arc::clone(&store),
         lease: view.clone(),
         may_judge,
+        spill: opened.spill.clone(),
         digest: config.digest_key_file.open().map_err(StartError::DigestKey)?,
         metrics: Arc::clone(&metrics),
         wake: Arc::clone(&wake),
@@ -230,7 +262,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     let grace = server.shutdown_grace;
     tasks.spawn(accept::serve(listener, server.accept, service, stop.accept.clone(), grace));
     ready.serving();
-    Ok(Running { addr, admin, stop, tasks, lease, gateway, grace, _opened: opened })
+    Ok(Running { addr, admin, stop, tasks, lease, gateway, grace, opened })
 }
 
 fn cannot_listen(address: &str, cause: std::io::Error) -> StartError {
@@ -246,19 +278,27 @@ fn upstreams(config: &Config) -> Result<HashMap<String, Arc<Upstream>>, StartErr
 }
 
 impl Running {
-    /// Stops: what is reserved finishes within the grace, and what is known is durable. What is left becomes
-    /// `unknown` once the lease, which is then not given back, has run out.
+    /// Stops: what is reserved finishes within the grace, and what is known is durable, in the database or in the spill.
+    /// What is left becomes `unknown` once the lease has ended.
     pub async fn stop(self) {
         self.stop.ready.draining();
         self.stop.accept.cancel();
         let drained = tokio::time::timeout(self.grace, self.gateway.drained()).await.is_ok();
         if !drained {
             tracing::warn!("the grace is over; what is still running will be found as unknown");
+            if tokio::time::timeout(LEAVE_MAX, self.gateway.leave()).await.is_err() {
+                tracing::error!(
+                    "some outcomes did not reach the spill; they will be found as unknown"
+                );
+            }
         }
         self.stop.rest.cancel();
         self.tasks.close();
         if tokio::time::timeout(self.grace, self.tasks.wait()).await.is_err() {
             tracing::warn!("some connections or deliveries did not end within the grace");
+        }
+        if tokio::time::timeout(LEAVE_MAX, self.opened.spill.close()).await.is_err() {
+            tracing::warn!("the spill was not closed in time");
         }
         // Last: others judge this process by it. It bounds itself.
         self.stop.lease.cancel();

@@ -22,8 +22,7 @@ use crate::config::{Admin, Config, DEFAULT_UPSTREAM, DigestKeyFile, Log, LogForm
 use crate::config::{RouteFacts, Server, Store, StoreKind};
 use crate::fingerprint;
 use crate::gateway::headers::{Forwarding, HostPolicy, Network};
-use crate::gateway::upstream;
-use crate::gateway::{self, OnUnavailable, accept};
+use crate::gateway::{self, OnUnavailable, accept, spill, upstream};
 use crate::record::event::{Spec, Templates};
 use crate::record::outcome::{Code, Lists};
 use crate::record::{Operation, Tenant};
@@ -316,10 +315,33 @@ impl Builder<'_> {
         }
         let kind =
             raw.url.as_ref().and_then(|url| self.checked(url, |text| read_store_url(text, raw)));
+        let kind = kind.unwrap_or_else(|| StoreKind::Sqlite(PathBuf::from("oncegate.db")));
         Store {
-            kind: kind.unwrap_or_else(|| StoreKind::Sqlite(PathBuf::from("oncegate.db"))),
+            spill: self.spill(&raw.spill, &kind),
+            kind,
             lease: or(&raw.lease, 15 * SECOND),
             migrate: or(&raw.migrate, true),
+        }
+    }
+
+    fn spill(&self, raw: &file::Spill, kind: &StoreKind) -> spill::Settings {
+        if let Some(placed) = raw.dir.as_ref().filter(|placed| placed.value.is_empty()) {
+            self.notes.mistake(&placed.place, "must name a folder");
+        }
+        if let Some(placed) = raw.max_size.as_ref().filter(|placed| placed.value < 64 * KIB) {
+            self.notes.mistake(&placed.place, "must be at least \"64KiB\"");
+        }
+        let default = || match kind {
+            StoreKind::Sqlite(path) => {
+                let mut beside = path.clone().into_os_string();
+                beside.push(".spill");
+                PathBuf::from(beside)
+            }
+            StoreKind::Postgres(_) => PathBuf::from("oncegate-spill"),
+        };
+        spill::Settings {
+            dir: raw.dir.as_ref().map_or_else(default, |placed| PathBuf::from(&placed.value)),
+            bytes_max: u64::try_from(or(&raw.max_size, 256 * MIB)).unwrap_or(u64::MAX),
         }
     }
 

@@ -10,6 +10,9 @@ use crate::relay::sink;
 use crate::route::{OnUnknown, Route};
 use crate::scope::Source;
 
+/// So many of the largest answers a spill should have room for.
+const SPILLED_MIN: u64 = 8;
+
 /// The warnings about a configuration, in the order of its sections.
 #[must_use]
 pub fn warnings(config: &Config) -> Vec<Warning> {
@@ -66,6 +69,7 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
         let text = format!("{names}: retention is under an hour; a retry after it executes again");
         warn("policy.retention", text);
     }
+    about_spill(config, &mut warn);
     if config.relay.sinks.is_empty() && config.routes.iter().next().is_some() {
         warn(
             "sink",
@@ -80,6 +84,17 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
         warn("store.url", text.to_owned());
     }
     found
+}
+
+fn about_spill(config: &Config, warn: &mut impl FnMut(&str, String)) {
+    let largest = config.routes.iter().map(|route| route.policy.response_body_max).max();
+    let largest = largest.and_then(|bytes| u64::try_from(bytes).ok()).unwrap_or_default();
+    if config.store.spill.bytes_max < largest.saturating_mul(SPILLED_MIN) {
+        let text = format!(
+            "has room for fewer than {SPILLED_MIN} of the largest answers that are kept; while it is full nothing new is reserved"
+        );
+        warn("store.spill.max_size", text);
+    }
 }
 
 fn about_sink(sink: &sink::Settings, warn: &mut impl FnMut(&str, String)) {

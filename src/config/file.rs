@@ -136,6 +136,17 @@ pub struct Store {
     pub sweep_batch: Maybe<u32>,
     /// `refuse` or `bypass`.
     pub on_unavailable: Maybe<String>,
+    /// Where outcomes are kept that the database does not take.
+    pub spill: Spill,
+}
+
+/// `spill = { ... }`
+#[derive(Debug, Default)]
+pub struct Spill {
+    /// The folder.
+    pub dir: Maybe<String>,
+    /// Most bytes of one process.
+    pub max_size: Maybe<usize>,
 }
 
 /// `[policy]`, and the same fields of a route.
@@ -398,8 +409,15 @@ fn store(mut s: Section<'_>) -> Store {
         sweep_every: s.duration("sweep_every"),
         sweep_batch: s.number("sweep_batch", 1..=100_000),
         on_unavailable: s.text("on_unavailable"),
+        spill: s.section("spill").map(spill).unwrap_or_default(),
     };
-    s.not_yet(&["spill", "encryption"]);
+    s.not_yet(&["encryption"]);
+    s.finish();
+    read
+}
+
+fn spill(mut s: Section<'_>) -> Spill {
+    let read = Spill { dir: s.text("dir"), max_size: s.size("max_size") };
     s.finish();
     read
 }

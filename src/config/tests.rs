@@ -588,3 +588,28 @@ fn check_names_what_is_unsafe() {
         ]
     );
 }
+
+#[test]
+fn the_spill_stands_beside_its_database() {
+    let of = |store: &str| good(&with(store), &[]).store.spill;
+    let default = of("");
+    assert_eq!(default.dir, Path::new("oncegate.db.spill"));
+    assert_eq!(default.bytes_max, 256 << 20);
+    assert_eq!(of("store.url = \"sqlite:/d/x.db\"").dir, Path::new("/d/x.db.spill"));
+    assert_eq!(of("store.url = \"postgres://h/d\"").dir, Path::new("oncegate-spill"));
+    let given = of("store.spill = { dir = \"/var/spill\", max_size = \"1MiB\" }");
+    assert_eq!((given.dir.as_path(), given.bytes_max), (Path::new("/var/spill"), 1 << 20));
+    for (text, wrong) in [
+        ("{ dir = \"\" }", "og.toml:2: store.spill.dir: must name a folder"),
+        ("{ max_size = 17 }", "og.toml:2: store.spill.max_size: must be at least \"64KiB\""),
+        ("{ size = 1 }", "og.toml:2: store.spill.size: unknown field; known here: dir, max_size"),
+    ] {
+        assert_eq!(mistakes(&with(&format!("store.spill = {text}"))), [wrong]);
+    }
+    let small = good(
+        &with("store.spill = { max_size = \"1MiB\" }\n[[route]]\nmethod = \"POST\"\npath = \"/a\""),
+        &[],
+    );
+    let warned = check::warnings(&small);
+    assert!(warned.iter().any(|warning| warning.place == "store.spill.max_size"), "{warned:?}");
+}

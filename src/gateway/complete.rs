@@ -1,7 +1,8 @@
 //! From evidence to a durable end: the answer and its events in one transaction, or a release, or `unknown`.
 //!
-//! The end is durable before the caller gets a byte of the answer. Where the database does not take it in time, the
-//! settler goes on trying and the caller is told ([`Finish::NotStored`]). Waiters are woken with what the store took.
+//! The end is durable before the caller gets a byte of the answer. Where the database does not take an outcome in time,
+//! the spill does ([`Finish::Spilled`]) and the settler goes on trying; where the spill cannot either, the caller is told
+//! ([`Finish::NotStored`]). Waiters are woken with what the store took.
 //!
 //! An end that changes no row found its record gone on: completed, at another attempt, or gone. What stands is read and
 //! counts for the caller; what the attempt itself came to goes to the audit table, so that it is never dropped.
@@ -22,12 +23,15 @@ use super::reserve::{
     Debt, Desk, Ending, Parted, Replay, Shared, SharedAnswer, Standing, Underway,
     replay_of_completion,
 };
+use super::spill::Keeping;
 use super::upstream;
 use crate::record::event::{Event, Origin};
 use crate::record::outcome::{Class, Failure};
 use crate::record::{Answer, Attempt, Fence, KeptBody, RecordId, Spelling};
 use crate::route::Route;
-use crate::store::{Changed, Completion, Error, LateEnd, LateOutcome, Settled, Store};
+use crate::store::{
+    Changed, Completion, Error, LateEnd, LateOutcome, Settled, Store, complete_or_plain,
+};
 use crate::telemetry::{LateAnswer, Metrics, Reply, Step, causes};
 
 /// A body on its way to the first caller.
@@ -49,6 +53,8 @@ pub(super) struct First {
 pub(super) enum Finish {
     /// Kept until then.
     Kept { first: First, expires_at: SystemTime },
+    /// Kept in the spill until the store takes it.
+    Spilled { first: First },
     /// The upstream answered, and the store has not taken it (yet), or the record had gone on.
     NotStored { first: First, counted: Reply },
     /// Somebody else completed the record meanwhile: this is what stands.
@@ -125,7 +131,10 @@ impl Closing<'_> {
         let result = match finish {
             Finish::Kept { .. } => LateAnswer::Completed,
             Finish::Released { .. } | Finish::Failed { .. } => LateAnswer::Released,
-            Finish::NotStored { .. } | Finish::Overtaken(_) => LateAnswer::NotStored,
+            // In the spill it is kept, and not in the database yet.
+            Finish::Spilled { .. } | Finish::NotStored { .. } | Finish::Overtaken(_) => {
+                LateAnswer::NotStored
+            }
             Finish::Unknown { .. } => LateAnswer::Unknown,
         };
         let attempt = attempt.number();
@@ -241,8 +250,11 @@ impl Closing<'_> {
     /// Keeps the answer with its events.
     async fn keep(&self, underway: Box<Underway>, first: First) -> Finish {
         let begun = Instant::now();
+        let settler = self.desk.settler();
+        let _known = settler.known();
         let completion = self.completion(&underway, &first);
-        let settled = self.complete(completion.clone(), begun + self.timeout).await;
+        let completing = complete_or_plain(self.store, completion.clone(), begun + self.timeout);
+        let settled = settler.before_the_end(completing).await;
         self.metrics.took(Step::Complete, begun.elapsed());
         let error = match settled {
             Ok(Settled::Done { expires_at }) => {
@@ -255,34 +267,37 @@ impl Closing<'_> {
                 return Finish::Kept { first, expires_at };
             }
             Ok(Settled::Fenced) => {
-                match self.desk.standing(&completion.scope, completion.fence.id).await {
+                let standing = self.desk.standing(&completion.scope, completion.fence.id);
+                match settler.before_the_end(standing).await {
                     Ok(standing) => {
                         return self.stands(underway, standing, completion, first).await;
                     }
-                    Err(error) => error,
+                    // Perhaps it is stored already, perhaps somebody else has the record: neither is promised.
+                    Err(error) => {
+                        self.spill(underway, completion, &error).await;
+                        return Finish::NotStored { first, counted: Reply::Executed };
+                    }
                 }
             }
             Err(error) => error,
         };
-        owed(&error);
-        let fingerprint = underway.fingerprint;
-        underway.owe(Debt::Complete { completion: Box::new(completion), fingerprint });
+        let spilled = self.spill(underway, completion, &error).await;
+        // What is refused is in the spill for the next process to try again, and nothing is promised of it.
+        if spilled && !matches!(error, Error::Refused(_)) {
+            return Finish::Spilled { first };
+        }
         Finish::NotStored { first, counted: Reply::Executed }
     }
 
-    /// Writes a completion. Events that the database refuses to hold lose their ordering key, never the outcome.
-    async fn complete(&self, completion: Completion, deadline: Instant) -> Result<Settled, Error> {
-        let mut plain = completion.clone();
-        match self.store.complete(completion, deadline).await {
-            Err(Error::Refused(cause)) => {
-                tracing::error!(%cause, "the database refused a completion; again without ordering keys");
-                for event in &mut plain.events {
-                    event.ordering_key = None;
-                }
-                self.store.complete(plain, deadline).await
-            }
-            other => other,
-        }
+    /// Keeps an outcome that the store did not take: in the spill before the caller is answered, and as a debt. Whether
+    /// it is durable now.
+    async fn spill(&self, underway: Box<Underway>, completion: Completion, error: &Error) -> bool {
+        owed(error);
+        let fingerprint = underway.fingerprint;
+        let keeping = self.desk.settler().spill().keep(&completion, fingerprint).await;
+        let spilled = matches!(keeping, Keeping::Spilled(_));
+        underway.owe(Debt::Complete { completion: Box::new(completion), fingerprint, keeping });
+        spilled
     }
 
     /// The completion changed no row: what stands is what counts.

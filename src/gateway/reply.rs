@@ -29,7 +29,7 @@ pub(super) const RECORD: HeaderName = HeaderName::from_static("oncegate-record")
 pub(super) const ATTEMPT: HeaderName = HeaderName::from_static("oncegate-attempt");
 /// When a kept answer expires.
 const EXPIRES: HeaderName = HeaderName::from_static("oncegate-expires");
-/// `false`: the upstream answered, and the store has not taken the answer yet, or not as the record's answer.
+/// `false`: the upstream answered, and neither store nor spill has taken the answer yet, or not as the record's answer.
 const STORED: HeaderName = HeaderName::from_static("oncegate-stored");
 
 /// A refusal of the desk as a problem; `mismatch` is the route's status for mismatches.
@@ -104,7 +104,7 @@ pub(super) fn first(first: First, kept: Kept) -> Response<Body> {
         Kept::NotYet => {
             headers.insert(STORED, HeaderValue::from_static("false"));
         }
-        Kept::No => {}
+        Kept::Spilled | Kept::No => {}
     }
     response
 }
@@ -114,7 +114,10 @@ pub(super) fn first(first: First, kept: Kept) -> Response<Body> {
 pub(super) enum Kept {
     /// Durable, until then.
     Until(SystemTime),
-    /// It should be, and the store has not taken it yet; or the record had gone on, and it stands in the audit table.
+    /// Durable in the spill. When it expires only the store will say.
+    Spilled,
+    /// It should be, and neither store nor spill has taken it yet; or the record had gone on, and it stands in the audit
+    /// table.
     NotYet,
     /// It is not to be kept.
     No,

@@ -29,6 +29,7 @@ pub(super) use self::cache::Replay;
 use self::inquiry::{Held, Inquiry, Step};
 pub(super) use self::settler::{Debt, Settler, Standing};
 use super::room::AnswerRoom;
+use super::spill::Spill;
 use crate::record::{Completed, Fence, Fingerprint, KeptBody, LeaseView, OwnerId, RecordId, Scope};
 use crate::route::OnUnknown;
 use crate::store::{self, Store};
@@ -340,10 +341,11 @@ impl Desk {
         store: Arc<dyn Store>,
         lease: LeaseView,
         may_judge: MayJudge,
+        spill: Spill,
         metrics: Arc<Metrics>,
     ) -> Self {
         let cache = Cache::new(settings.cache_bytes);
-        let settler = Settler::new(Arc::clone(&store), cache.clone(), Arc::clone(&metrics));
+        let settler = Settler::new(Arc::clone(&store), cache.clone(), spill, Arc::clone(&metrics));
         let entries = Arc::default();
         Self { settings, store, lease, may_judge, entries, cache, settler, metrics }
     }

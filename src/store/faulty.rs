@@ -78,4 +78,5 @@ verbs! {
     acted_on(window: Duration) -> Vec<RecordId>;
     ping() -> ();
     gauges() -> Gauges;
+    database_id() -> Uuid;
 }

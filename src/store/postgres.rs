@@ -316,6 +316,10 @@ impl Store for Postgres {
         show::acted_on(&self.door, window).await
     }
 
+    async fn database_id(&self) -> Result<Uuid, Error> {
+        show::database_id(&self.door).await
+    }
+
     async fn ping(&self) -> Result<(), Error> {
         // Once more on another connection: the one at hand may be the last of a server that has been failed over.
         match self.door.run(&Ping).await {

@@ -406,6 +406,10 @@ impl Store for Sqlite {
         self.reader.read(move |tx| operator::acted_on(tx, window)).await
     }
 
+    async fn database_id(&self) -> Result<Uuid, Error> {
+        self.reader.read(show::database_id).await
+    }
+
     async fn ping(&self) -> Result<(), Error> {
         self.pen.works().await?;
         let answers = |tx: &Tx<'_>| tx.first("SELECT 1 FROM oncegate_meta", [], |_| Ok(()));

@@ -158,6 +158,12 @@ fn binds(answer: &Answer) -> bool {
     answer.status.is_success() && answer.header("oncegate-stored") != Some("false")
 }
 
+/// Whether it comes from the database, so that every later answer does. One that is in the spill of a replica that is dead
+/// or asleep is unknown to the others until that is drained.
+fn stored(answer: &Answer) -> bool {
+    binds(answer) && answer.header("oncegate-expires").is_some()
+}
+
 /// Takes new keys and sends each until its answer is final. A key that is still running is put aside for later, as a
 /// job with a queue does.
 async fn client(number: usize, to: Vec<SocketAddr>, over: Arc<AtomicBool>) -> Learned {
@@ -214,8 +220,8 @@ async fn judge(orders: &Orders, place: &Place, sink: &Sink, learned: &Learned) {
         if answers.iter().any(binds) {
             assert_eq!(status, "completed", "{key} was answered");
         }
-        if let Some(first) = answers.iter().position(binds) {
-            assert!(answers[first..].iter().all(binds), "{key}: {answers:?}");
+        if let Some(first) = answers.iter().position(stored) {
+            assert!(answers[first..].iter().all(stored), "{key}: {answers:?}");
         }
         if answers.iter().any(|answer| answer.status.is_success()) {
             assert_eq!(orders.runs_of(key), 1, "{key} was answered");

@@ -131,6 +131,30 @@ async fn the_next_attempt_survives_each_loss() {
     assert_eq!(wire.losses(), 2);
 }
 
+/// The first attempt is answered after a retry has overtaken it, and the note of its outcome is lost.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_late_outcome_is_noted_once_in_spite_of_each_loss() {
+    let Parts { orders, place, wire, gateway } =
+        parts("timeout = \"1s\"\non_unknown = \"retry\"", "").await;
+    for (n, loss) in [Loss::Statement, Loss::Answer].into_iter().enumerate() {
+        let key = format!("{loss:?}");
+        orders.hold_only(2 * n + 1);
+        assert_eq!(order(&key).to(gateway.addr).await.problem(), "upstream-timeout");
+        assert_eq!(order(&key).to(gateway.addr).await.status, StatusCode::CREATED);
+        wire.lose("-- note_late\n", loss);
+        orders.go();
+        eventually("the note is lost", async || wire.losses() == n + 1).await;
+        let noted = "select count(*) from audit_log where action = 'late_outcome'";
+        eventually("it is noted", async || place.count(noted).await == n as i64 + 1).await;
+        eventually("nothing is owed", async || {
+            fleet::metric(gateway.admin, "oncegate_settling").await == 0
+        })
+        .await;
+        assert_eq!(place.count(noted).await, n as i64 + 1, "{loss:?}");
+        assert_eq!(orders.runs_of(&key), 2);
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn an_expired_record_is_taken_over_in_spite_of_each_loss() {
     let Parts { orders, place, wire, gateway } =

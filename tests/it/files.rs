@@ -175,7 +175,8 @@ async fn while_one_of_its_files_is_gone_nothing_is_executed_and_nothing_counts_a
         assert!(!ready(&gateway).await, "{name}");
         orders.go();
         let running = running.await.unwrap();
-        assert_eq!(running.header("oncegate-stored"), Some("false"), "{name}: {running:?}");
+        assert_eq!(running.header("oncegate-expires"), None, "{name}: {running:?}");
+        assert_eq!(running.header("oncegate-stored"), None, "{name}: it is in the spill");
         std::fs::rename(&away, &here).unwrap();
         eventually("it serves again", async || {
             order("k").to(gateway.addr).await.status == StatusCode::CREATED

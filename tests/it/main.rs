@@ -51,6 +51,7 @@ mod reports_retry;
 mod servers;
 mod shutdown;
 mod smuggling;
+mod spill;
 mod sqlite;
 mod standby;
 mod store;

@@ -78,6 +78,7 @@ on_every_store![
     answers_come_back_byte_for_byte,
     operators_resolve_only_what_nobody_works_on,
     lists_filter_and_go_on_where_they_stopped,
+    a_database_is_known_by_its_id,
 ];
 
 type Tested = Arc<dyn Store>;
@@ -1046,7 +1047,7 @@ async fn a_doubt_is_told_once_and_its_end_once(store: Tested) {
     assert_eq!(yes.filter(|told| *told == Changed::Yes).count(), 1, "one of many tells it");
     nothing_is_untold(&store).await;
     assert_eq!(kinds_of(&store, fence).await, ["record.unknown"]);
-    let claimed = claim_as(&store, &sinks[0], owner, Over::Ended).await;
+    let claimed = claim(&store, &sinks[0], Lane::Fresh, 9, MINUTE).await;
     assert_eq!(claimed.len(), 1, "it is owed to the sink");
     assert_eq!(claimed[0].payload, event.as_ref().unwrap().payload);
 
@@ -1158,4 +1159,11 @@ async fn lists_filter_and_go_on_where_they_stopped(store: Tested) {
         assert!(paged.len() <= 8, "a page repeats rows");
     }
     assert_eq!(paged, rows.iter().map(|row| row.id).collect::<Vec<_>>());
+}
+
+async fn a_database_is_known_by_its_id(store: Tested) {
+    let id = store.database_id().await.unwrap();
+    assert_ne!(id, Uuid::nil());
+    announced(&store, &sink(), &["e"]).await;
+    assert_eq!(store.database_id().await.unwrap(), id, "whatever is in it");
 }

@@ -57,6 +57,9 @@ impl<'a> Inquiry<'a> {
 
     /// Proposes a reservation, and decides on what stands in its place.
     pub(super) async fn propose(&mut self) -> Step {
+        if self.desk.settler.spill().is_full() {
+            return self.only_look().await;
+        }
         let started = Instant::now();
         let proposal = self.proposal();
         let fence = Fence { id: proposal.id, attempt: Attempt::FIRST };
@@ -75,6 +78,22 @@ impl<'a> Inquiry<'a> {
             }
             Err(error) => self.not_reserved(&error),
         }
+    }
+
+    /// Decides on a record that stands, and makes none: while the spill is full, what a new one comes to might be lost.
+    async fn only_look(&mut self) -> Step {
+        match self.desk.store.find(&self.ask.scope).await {
+            Ok(Some(record)) => self.meet(record).await,
+            Ok(None) => self.no_room(),
+            Err(error) => self.not_reserved(&error),
+        }
+    }
+
+    /// The store is there: this is no reason to go past it.
+    fn no_room(&self) -> Step {
+        tracing::warn!("no reservation is made while the spill is full");
+        self.desk.settler.spill().refused();
+        Step::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps))
     }
 
     /// The store did not take the proposal, and never will.
@@ -189,6 +208,9 @@ impl<'a> Inquiry<'a> {
     }
 
     async fn take_over(&self, from: Takeover, fingerprint: Fingerprint) -> Step {
+        if self.desk.settler.spill().is_full() {
+            return self.no_room();
+        }
         let proposal = self.proposal();
         let owner = proposal.owner;
         let taken = match from {

@@ -1,35 +1,43 @@
 //! What is owed to the store: ends of attempts that it has not taken yet.
 //!
 //! A debt is repeated with backoff until the store answers. Meanwhile the scope's entry stays at the desk, so that
-//! duplicates on this replica meet it before the database. Debts live in memory: what is left when the process ends
-//! is found as `unknown` once the owner's lease has run out. Their number is bounded by the requests in flight and
-//! the late answers awaited, since nothing new can be reserved while the database takes nothing.
+//! duplicates on this replica meet it before the database. Outcomes are in the spill as well, for the next process;
+//! the other debts live in memory, and what is left of them when the process ends is found as `unknown` once the owner's
+//! lease has run out. Their number is bounded by the requests in flight and the late answers awaited, since nothing new
+//! can be reserved while the database takes nothing.
 //!
 //! An outcome whose record has gone on is a debt as well, until it stands in the audit table.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use super::cache::Cache;
 use super::{Ending, Lead, Replay};
 use crate::fault::{self, Point};
+use crate::gateway::spill::{Keeping, Spill};
 use crate::record::{Fence, Fingerprint, Record, RecordId, Scope, State};
-use crate::store::{Changed, Completion, Error, LateOutcome, Settled, Store};
+use crate::store::{self, Changed, Completion, Error, LateOutcome, Settled, Store};
 use crate::telemetry::{Metrics, causes};
 
+/// First pause between two tries of a debt; it doubles. The first debt that is paid wakes all others.
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
-const PAUSE_MAX: Duration = Duration::from_secs(2);
+const PAUSE_MAX: Duration = Duration::from_millis(500);
+
+/// How often a reservation that may still be committed is looked for.
+const WITHDRAW_EVERY: Duration = Duration::from_secs(2);
 
 /// How long one try of a completion may take.
 const TRY: Duration = Duration::from_secs(10);
 
 /// The end of an attempt, as it has to be written.
-#[derive(Debug)]
 pub(crate) enum Debt {
     /// The outcome is known.
-    Complete { completion: Box<Completion>, fingerprint: Fingerprint },
+    Complete { completion: Box<Completion>, fingerprint: Fingerprint, keeping: Keeping },
     /// Nobody knows what the upstream did.
     Unknown { scope: Scope, fence: Fence },
     /// It is known not to have executed; those who waited get this ending. `late`: what is noted where another attempt
@@ -52,18 +60,70 @@ pub(crate) enum Standing {
     Gone,
 }
 
+impl Debt {
+    /// The store has taken it.
+    fn paid(self) {
+        match self {
+            Self::Complete { keeping, .. } => keeping.paid(),
+            Self::Unknown { .. } | Self::Release { .. } | Self::Withdraw { .. } | Self::Late(_) => {
+            }
+        }
+    }
+}
+
 /// Pays debts. Clones are one settler.
 #[derive(Clone)]
 pub(crate) struct Settler {
     store: Arc<dyn Store>,
     cache: Cache,
+    spill: Spill,
     metrics: Arc<Metrics>,
     tasks: TaskTracker,
+    /// Outcomes that are known and neither stored nor in the spill yet.
+    known: TaskTracker,
+    /// The store took a debt after others had failed: it is back.
+    back: Arc<Notify>,
+    /// The process ends: nothing waits for the database any more.
+    ending: CancellationToken,
 }
 
 impl Settler {
-    pub(super) fn new(store: Arc<dyn Store>, cache: Cache, metrics: Arc<Metrics>) -> Self {
-        Self { store, cache, metrics, tasks: TaskTracker::new() }
+    pub(super) fn new(
+        store: Arc<dyn Store>,
+        cache: Cache,
+        spill: Spill,
+        metrics: Arc<Metrics>,
+    ) -> Self {
+        let (tasks, known) = (TaskTracker::new(), TaskTracker::new());
+        let (back, ending) = (Arc::default(), CancellationToken::new());
+        Self { store, cache, spill, metrics, tasks, known, back, ending }
+    }
+
+    /// Where outcomes are kept that the store does not take.
+    pub(crate) fn spill(&self) -> &Spill {
+        &self.spill
+    }
+
+    /// An outcome is known: until the guard is dropped, the end of the process waits for it a little.
+    pub(crate) fn known(&self) -> TaskTrackerToken {
+        self.known.token()
+    }
+
+    /// Runs what asks the store for an outcome's sake; in doubt once the process ends.
+    pub(crate) async fn before_the_end<T>(
+        &self,
+        asking: impl Future<Output = Result<T, Error>>,
+    ) -> Result<T, Error> {
+        let asked = self.ending.run_until_cancelled(asking).await;
+        asked.unwrap_or_else(|| Err(Error::InDoubt("the process ends".into())))
+    }
+
+    /// The process ends: what is known and neither stored nor in the spill goes there. Returns when that is done.
+    pub(crate) async fn leave(&self) {
+        self.ending.cancel();
+        self.known.close();
+        self.known.wait().await;
+        self.idle().await;
     }
 
     /// Takes a debt over, with the entry of its scope where the debt has one.
@@ -104,36 +164,59 @@ impl Settler {
 
     /// Writes an outcome down that found its record gone on; what the database does not take at once stays owed.
     pub(crate) async fn note(&self, late: LateOutcome) {
-        let (record, outcome) = (late.fence.id, late.summary());
-        tracing::warn!(%record, outcome, "a late outcome is kept in the audit table");
-        self.metrics.late_outcome();
+        self.noted(&late);
         if let Err(error) = self.store.note_late_outcome(&late).await {
             tracing::warn!(error = %causes(&error), "the database did not take a late outcome; the settler goes on");
             self.owe(Debt::Late(Box::new(late)), None);
         }
     }
 
+    fn noted(&self, late: &LateOutcome) {
+        let (record, outcome) = (late.fence.id, late.summary());
+        tracing::warn!(%record, outcome, "a late outcome is kept in the audit table");
+        self.metrics.late_outcome();
+    }
+
     async fn pay(&self, debt: Debt) -> Ending {
         let mut pause = PAUSE_FIRST;
         loop {
             fault::point(Point::Settling).await;
-            let error = match self.try_pay(&debt).await {
-                Ok(ending) => return ending,
+            // Registered before the try: a success of another debt in the middle of it counts.
+            let back = self.back.notified();
+            let error = match self.before_the_end(self.try_pay(&debt)).await {
+                Ok(ending) => {
+                    debt.paid();
+                    self.back.notify_waiters();
+                    return ending;
+                }
                 Err(error) => error,
             };
             if let Error::Refused(_) = error {
+                // One that is in the spill stays there: the next process tries again, and sets it aside.
                 tracing::error!(error = %causes(&error), "the database refuses an outcome");
                 return Ending::LookAgain;
             }
             tracing::debug!(error = %causes(&error), "an outcome is still owed to the database");
-            tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
+            let pausing = tokio::time::timeout(pause.mul_f64(0.5 + fastrand::f64() / 2.0), back);
+            if self.ending.run_until_cancelled(pausing).await.is_none() {
+                return self.hand_over(debt).await;
+            }
             pause = (pause * 2).min(PAUSE_MAX);
         }
     }
 
+    /// Leaves a debt to the next process: an outcome in the spill, where it was not there yet.
+    async fn hand_over(&self, debt: Debt) -> Ending {
+        if let Debt::Complete { completion, fingerprint, keeping: Keeping::Memory(_) } = &debt {
+            // Where there is still no room, the record becomes unknown.
+            drop(self.spill.keep(completion, *fingerprint).await);
+        }
+        Ending::LookAgain
+    }
+
     async fn try_pay(&self, debt: &Debt) -> Result<Ending, Error> {
         match debt {
-            Debt::Complete { completion, fingerprint } => {
+            Debt::Complete { completion, fingerprint, .. } => {
                 self.complete(completion, *fingerprint).await
             }
             Debt::Unknown { scope, fence } => {
@@ -155,7 +238,7 @@ impl Settler {
                 if matches!(standing, Standing::Gone) {
                     return Ok(ending.clone());
                 }
-                Ok(self.stands(standing, scope, *fence, late.as_deref().cloned()).await)
+                self.stands(standing, scope, *fence, late.as_deref().cloned()).await
             }
             Debt::Late(late) => {
                 self.store.note_late_outcome(late).await?;
@@ -169,7 +252,7 @@ impl Settler {
                     if found || Instant::now() >= until {
                         return Ok(Ending::LookAgain);
                     }
-                    tokio::time::sleep(PAUSE_MAX.min(*window)).await;
+                    tokio::time::sleep(WITHDRAW_EVERY.min(*window)).await;
                 }
             }
         }
@@ -181,7 +264,9 @@ impl Settler {
         fingerprint: Fingerprint,
     ) -> Result<Ending, Error> {
         let begun = Instant::now();
-        match self.store.complete(completion.clone(), begun + TRY).await? {
+        let deadline = begun + TRY;
+        let settled = store::complete_or_plain(&*self.store, completion.clone(), deadline).await?;
+        match settled {
             Settled::Done { expires_at } => {
                 let ends = begun + completion.retention;
                 let answer = completion.answer.clone();
@@ -191,7 +276,7 @@ impl Settler {
             Settled::Fenced => {
                 let Completion { scope, fence, .. } = completion;
                 let standing = self.standing(scope, fence.id).await?;
-                Ok(self.stands(standing, scope, *fence, Some(completion.into())).await)
+                self.stands(standing, scope, *fence, Some(completion.into())).await
             }
         }
     }
@@ -208,7 +293,7 @@ impl Settler {
         scope: &Scope,
         fence: Fence,
         late: Option<LateOutcome>,
-    ) -> Ending {
+    ) -> Result<Ending, Error> {
         let (ending, own) = match standing {
             Standing::Completed(replay) => {
                 let own = replay.fence == fence;
@@ -217,8 +302,10 @@ impl Settler {
             Standing::Open | Standing::Gone => (Ending::LookAgain, false),
         };
         if let Some(late) = late.filter(|_| !own) {
-            self.note(late).await;
+            // The debt is paid when this is written, and not before: what is in the spill stays there until then.
+            self.store.note_late_outcome(&late).await?;
+            self.noted(&late);
         }
-        ending
+        Ok(ending)
     }
 }

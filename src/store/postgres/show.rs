@@ -155,6 +155,15 @@ pub(super) async fn acted_on(door: &Door, window: Duration) -> Result<Vec<Record
     rows.iter().map(|row| get::<Uuid>(row, "record_id").map(RecordId::from)).collect()
 }
 
+const DATABASE_ID: &str = "-- database_id
+SELECT database_id FROM oncegate_meta";
+
+pub(super) async fn database_id(door: &Door) -> Result<Uuid, Error> {
+    let rows = door.read(DATABASE_ID, &[]).await?;
+    let row = rows.first().ok_or_else(|| rows::unreadable("oncegate_meta has no row"))?;
+    get(row, "database_id")
+}
+
 const PENDING: &str = "-- gauge_pending
 SELECT sink, count(*) AS count,
        extract(epoch FROM clock_timestamp() - min(created_at))::float8 AS oldest

@@ -5,6 +5,7 @@
 
 use rusqlite::types::Value;
 use rusqlite::{Row, params, params_from_iter};
+use uuid::Uuid;
 
 use super::super::{EventFilter, EventRow, EventStatus, Gauges, RecordFilter, RecordRow};
 use super::outbox;
@@ -186,6 +187,11 @@ pub(super) fn list_events(tx: &Tx<'_>, filter: &EventFilter) -> rusqlite::Result
     sql.push_str(" ORDER BY created_at DESC, id DESC, sink DESC LIMIT ?");
     values.push(i64::from(filter.limit).into());
     tx.rows(&sql, params_from_iter(values), event_row)
+}
+
+pub(super) fn database_id(tx: &Tx<'_>) -> rusqlite::Result<Uuid> {
+    let id = tx.first("SELECT database_id FROM oncegate_meta", [], |found| row::uuid(found, 0))?;
+    id.ok_or(rusqlite::Error::QueryReturnedNoRows)
 }
 
 pub(super) fn gauges(tx: &Tx<'_>) -> rusqlite::Result<Gauges> {

@@ -285,6 +285,9 @@ impl Store for Fake {
     async fn acted_on(&self, _: Duration) -> Result<Vec<RecordId>, Error> {
         no()
     }
+    async fn database_id(&self) -> Result<Uuid, Error> {
+        no()
+    }
     async fn ping(&self) -> Result<(), Error> {
         self.reachable()
     }

@@ -71,6 +71,8 @@ impl Gateway {
     /// As [`Gateway::try_start`], by a command line of the test's own.
     pub fn launch(mut command: Command, config: &Path) -> Result<Self, String> {
         let mut child = command
+            // What is kept beside the database by default is kept in the test's own folder.
+            .current_dir(config.parent().expect("a folder"))
             .env("RUST_BACKTRACE", "1")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())

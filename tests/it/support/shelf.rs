@@ -277,6 +277,10 @@ impl Store for Shelf {
         Ok(audit.iter().filter(|row| row.record == Some(record)).cloned().collect())
     }
 
+    async fn database_id(&self) -> Result<Uuid, Error> {
+        Err(unavailable())
+    }
+
     async fn ping(&self) -> Result<(), Error> {
         self.reach().await
     }

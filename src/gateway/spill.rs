@@ -1,0 +1,249 @@
+//! Outcomes that the database has not taken: in a local file, synced, until it has.
+//!
+//! An outcome that the store does not take goes here before its caller is answered, with all that its completion needs:
+//! answer, rendered events, retention, fence. The settler goes on writing it to the database from memory and notes here
+//! what is paid. When the process dies first, the next one that is started on the folder writes it ([`Spill::drain`]).
+//! What must stay true:
+//!
+//! - An outcome counts as kept when its entry is synced, and not before. What is waiting shares one write and one sync;
+//!   a thread of its own does both, so nothing of it blocks the runtime.
+//! - Each process has a file of its own and holds its lock (`disk`): processes may share a folder.
+//! - A file names its database and is never written into another one.
+//! - It is bounded. While it is nearly full, or an outcome that had no room is owed from memory alone, nothing new is
+//!   reserved ([`Spill::is_full`]).
+//! - Draining is fenced by record and attempt, so what was written before is found as written, and what was taken over
+//!   meanwhile is left alone: such an outcome goes to the audit table. It is done before the process marks or serves
+//!   anything.
+//!
+//! A process that dies while it writes leaves a torn entry, of which nobody was told. A file with damage, or of another
+//! database, is never deleted: an operator has to look.
+
+mod disk;
+mod drain;
+mod format;
+mod writer;
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{SyncSender, sync_channel};
+
+use tokio::sync::oneshot;
+use uuid::Uuid;
+
+pub use self::disk::Disk;
+use self::disk::Held;
+pub use self::drain::DrainError;
+use self::format::{FileHead, Place};
+use self::writer::{Order, Writer};
+use crate::record::Fingerprint;
+use crate::store::Completion;
+use crate::telemetry::{Drained, Metrics};
+
+/// Orders that may wait for the thread; beyond it an outcome counts as not kept. More than there are requests in flight.
+const QUEUE_MAX: usize = 8192;
+
+/// From this share of its room on, in eighths, a spill is full for new reservations: the rest is for what runs.
+const HIGH_EIGHTHS: u64 = 7;
+
+/// How a spill is set up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// The folder of its files.
+    pub dir: PathBuf,
+    /// Most bytes of outcomes in the file of one process.
+    pub bytes_max: u64,
+}
+
+/// The spill's folder cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "cannot keep outcomes in {dir}: make it writable for this user, or name another folder in store.spill.dir"
+)]
+pub struct Unwritable {
+    dir: String,
+    #[source]
+    cause: io::Error,
+}
+
+impl Unwritable {
+    fn new(dir: &Path, cause: io::Error) -> Self {
+        Self { dir: dir.display().to_string(), cause }
+    }
+}
+
+/// Tries whether a spill could be kept in this folder, and leaves nothing of it behind.
+///
+/// # Errors
+/// [`Unwritable`].
+pub fn probe(dir: &Path) -> Result<(), Unwritable> {
+    disk::probe(dir).map_err(|cause| Unwritable::new(dir, cause))
+}
+
+/// A process's spill. Clones are one spill.
+#[derive(Clone)]
+pub struct Spill {
+    orders: SyncSender<Order>,
+    level: Arc<Level>,
+    database: Uuid,
+}
+
+impl Spill {
+    /// A new file in the folder, for outcomes that are owed to this database.
+    ///
+    /// # Errors
+    /// [`Unwritable`].
+    pub fn open(
+        settings: &Settings,
+        database: Uuid,
+        metrics: Arc<Metrics>,
+    ) -> Result<Self, Unwritable> {
+        let dir = &settings.dir;
+        let held = Held::create(dir).map_err(|cause| Unwritable::new(dir, cause))?;
+        tracing::debug!(path = %held.path().display(), "the spill is ready");
+        Self::on(Box::new(held), settings.bytes_max, database, metrics)
+            .map_err(|cause| Unwritable::new(dir, cause))
+    }
+
+    /// A spill on this disk.
+    ///
+    /// # Errors
+    /// Where the disk does not take the first bytes, or no thread can be started.
+    pub fn on(
+        disk: Box<dyn Disk>,
+        bytes_max: u64,
+        database: Uuid,
+        metrics: Arc<Metrics>,
+    ) -> io::Result<Self> {
+        let level = Arc::new(Level::new(bytes_max, metrics));
+        let writer = Writer::begin(disk, FileHead::new(database), Arc::clone(&level))?;
+        let (orders, queue) = sync_channel(QUEUE_MAX);
+        std::thread::Builder::new()
+            .name("spill-writer".to_owned())
+            .spawn(move || writer.run(&queue))?;
+        Ok(Self { orders, level, database })
+    }
+
+    /// Keeps an outcome until the database has taken it. When this returns `Spilled`, it is durable.
+    pub(super) async fn keep(&self, completion: &Completion, fingerprint: Fingerprint) -> Keeping {
+        let record = completion.fence.id;
+        let (reply, told) = oneshot::channel();
+        let body = format::encode(completion, fingerprint);
+        let kept = match self.orders.try_send(Order::Keep { body, reply }) {
+            Ok(()) => told.await.unwrap_or(Err(NotKept::Closed)),
+            Err(_) => Err(NotKept::Closed),
+        };
+        match kept {
+            Ok(place) => {
+                tracing::info!(%record, "an outcome that the database did not take is in the spill");
+                Keeping::Spilled(Receipt { spill: self.clone(), place })
+            }
+            Err(why) => {
+                let note = "an outcome is owed to the database and not in the spill: until it is paid, nothing new is reserved";
+                tracing::error!(%record, %why, "{note}");
+                Keeping::Memory(Unkept::new(&self.level))
+            }
+        }
+    }
+
+    /// Whether nothing new may be reserved: what it would come to might not be kept.
+    pub(super) fn is_full(&self) -> bool {
+        self.level.is_high() || self.level.unkept.load(Ordering::Relaxed) > 0
+    }
+
+    /// A reservation was refused because the spill is full.
+    pub(super) fn refused(&self) {
+        self.level.metrics.spill_refused();
+    }
+
+    /// Ends the spill: waits for what is under way. The file goes where nothing in it is owed, else it stays for the next
+    /// process.
+    pub async fn close(&self) {
+        let (reply, closed) = oneshot::channel();
+        if self.orders.try_send(Order::Close { reply }).is_ok() {
+            // Ends when the thread drops its side: with the file, or, where it had ended before, at once.
+            drop(closed.await);
+        }
+    }
+}
+
+/// How full a spill is: what its thread says, and everybody may ask.
+struct Level {
+    bytes_max: u64,
+    bytes: AtomicU64,
+    /// Outcomes that are owed from memory alone.
+    unkept: AtomicU64,
+    metrics: Arc<Metrics>,
+}
+
+impl Level {
+    fn new(bytes_max: u64, metrics: Arc<Metrics>) -> Self {
+        Self { bytes_max, bytes: AtomicU64::new(0), unkept: AtomicU64::new(0), metrics }
+    }
+
+    fn set(&self, entries: usize, bytes: u64) {
+        self.bytes.store(bytes, Ordering::Relaxed);
+        self.metrics.spill(entries as u64, bytes);
+    }
+
+    fn is_high(&self) -> bool {
+        self.bytes.load(Ordering::Relaxed) >= self.bytes_max / 8 * HIGH_EIGHTHS
+    }
+}
+
+/// Where an outcome that is owed to the database is, besides in memory.
+pub(crate) enum Keeping {
+    /// In the spill: it outlives the process.
+    Spilled(Receipt),
+    /// Nowhere: the process must not die before it is paid.
+    Memory(Unkept),
+}
+
+impl Keeping {
+    /// The database has taken it.
+    pub(super) fn paid(self) {
+        match self {
+            Self::Spilled(Receipt { spill, place }) => {
+                spill.level.metrics.spill_drained(Drained::Completed);
+                // Where the note is lost, the next process asks the database and finds it written.
+                drop(spill.orders.try_send(Order::Paid(place)));
+            }
+            Self::Memory(unkept) => drop(unkept),
+        }
+    }
+}
+
+/// For an outcome in the spill.
+pub(crate) struct Receipt {
+    spill: Spill,
+    place: Place,
+}
+
+/// Counts an outcome that is in memory only, until it is dropped.
+pub(crate) struct Unkept(Arc<Level>);
+
+impl Unkept {
+    fn new(level: &Arc<Level>) -> Self {
+        level.unkept.fetch_add(1, Ordering::Relaxed);
+        level.metrics.spill_turned_away();
+        Self(Arc::clone(level))
+    }
+}
+
+impl Drop for Unkept {
+    fn drop(&mut self) {
+        self.0.unkept.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Why an outcome was not kept.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+enum NotKept {
+    #[error("the spill is full (store.spill.max_size)")]
+    NoRoom,
+    #[error("the disk did not take it: {0}")]
+    Disk(String),
+    #[error("the spill is closed")]
+    Closed,
+}

@@ -1,0 +1,188 @@
+//! The spill's own file: made, locked for the life of the process, written, and taken away when nothing is owed.
+//!
+//! What must stay true: a file belongs to whoever holds its lock, and the kernel gives the lock back when a process dies,
+//! however it dies. So several processes may share a folder, and none touches the file of a living one.
+
+use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+
+use uuid::Uuid;
+
+/// How the name of a file ends that may hold outcomes.
+pub(super) const ENDING: &str = "spill";
+/// How often a new file is begun before the folder counts as unwritable: each time another process was in the way.
+const TRIES: usize = 8;
+
+/// What a spill needs of its file. A test can have one that fails, or that waits.
+pub trait Disk: Send + 'static {
+    /// Writes all of the bytes from this offset on.
+    ///
+    /// # Errors
+    /// Perhaps some of them stand there.
+    fn write(&mut self, bytes: &[u8], offset: u64) -> io::Result<()>;
+
+    /// Returns when all that was written is durable.
+    ///
+    /// # Errors
+    /// Nobody knows what of it is.
+    fn sync(&mut self) -> io::Result<()>;
+
+    /// Makes the file end here.
+    ///
+    /// # Errors
+    /// It is as long as it was.
+    fn cut(&mut self, length: u64) -> io::Result<()>;
+
+    /// Removes the file: nothing is owed to anybody.
+    fn remove(self: Box<Self>);
+}
+
+/// A file that this process holds.
+#[derive(Debug)]
+pub(super) struct Held {
+    file: File,
+    path: PathBuf,
+}
+
+impl Held {
+    /// Makes a file of a new name in this folder, and the folder where there is none. Both are for their owner only.
+    pub(super) fn create(folder: &Path) -> io::Result<Self> {
+        for _ in 0..TRIES {
+            make_folder(folder)?;
+            let path = folder.join(format!("{}.{ENDING}", Uuid::new_v4()));
+            let made = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
+            let file = match made {
+                Ok(file) => file,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(error) => return Err(error),
+            };
+            // Another process may have taken the empty file for a dead one's before it was locked.
+            if lock(&file)? && stands(&file, &path)? {
+                sync_folder(folder)?;
+                return Ok(Self { file, path });
+            }
+        }
+        Err(io::Error::other("other processes remove what is made there"))
+    }
+
+    /// Where it is.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Disk for Held {
+    fn write(&mut self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        self.file.write_all_at(bytes, offset)
+    }
+
+    fn sync(&mut self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
+    fn cut(&mut self, length: u64) -> io::Result<()> {
+        self.file.set_len(length)
+    }
+
+    fn remove(self: Box<Self>) {
+        if let Err(error) = std::fs::remove_file(&self.path) {
+            let path = self.path.display();
+            tracing::warn!(%error, %path, "an empty spill file was not removed");
+        }
+    }
+}
+
+/// Takes a file over whose process is dead. `None`: it lives, or another one was quicker.
+pub(super) fn take_over(path: &Path) -> io::Result<Option<File>> {
+    let file = match OpenOptions::new().read(true).write(true).open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        opened => opened?,
+    };
+    Ok(if lock(&file)? && stands(&file, path)? { Some(file) } else { None })
+}
+
+fn lock(file: &File) -> io::Result<bool> {
+    match file.try_lock() {
+        Ok(()) => Ok(true),
+        Err(TryLockError::WouldBlock) => Ok(false),
+        Err(TryLockError::Error(error)) => Err(error),
+    }
+}
+
+/// Whether the path still leads to this very file.
+fn stands(file: &File, path: &Path) -> io::Result<bool> {
+    let ours = file.metadata()?;
+    match std::fs::metadata(path) {
+        Ok(found) => Ok((found.dev(), found.ino()) == (ours.dev(), ours.ino())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+fn make_folder(folder: &Path) -> io::Result<()> {
+    let made = missing(folder);
+    DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+    // Their names must outlive a power cut as well as what is in them.
+    made.into_iter().filter_map(Path::parent).try_for_each(sync_folder)
+}
+
+/// Of a folder and those that it is in, the ones that there are not, innermost first.
+fn missing(folder: &Path) -> Vec<&Path> {
+    let named = folder.ancestors().take_while(|ancestor| !ancestor.as_os_str().is_empty());
+    named.take_while(|ancestor| !ancestor.exists()).collect()
+}
+
+fn sync_folder(folder: &Path) -> io::Result<()> {
+    let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+    File::open(folder)?.sync_all()
+}
+
+/// Whether a spill could be kept in this folder: tried out, and nothing of it is left.
+pub(super) fn probe(folder: &Path) -> io::Result<()> {
+    let made = missing(folder);
+    let tried = Held::create(folder).map(|held| Box::new(held).remove());
+    for ancestor in made {
+        // One that is in use by now stays.
+        if std::fs::remove_dir(ancestor).is_err() {
+            break;
+        }
+    }
+    tried
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mode(path: &Path) -> u32 {
+        std::fs::metadata(path).unwrap().mode() & 0o777
+    }
+
+    #[test]
+    fn a_file_is_its_owners_alone_and_is_taken_over_only_when_it_is_let_go() {
+        let home = tempfile::tempdir().unwrap();
+        let folder = home.path().join("a/spill");
+        let held = Held::create(&folder).unwrap();
+        let path = held.path().to_owned();
+        assert_eq!((mode(&folder), mode(&path)), (0o700, 0o600));
+        assert!(take_over(&path).unwrap().is_none(), "its holder lives");
+        drop(held);
+        let taken = take_over(&path).unwrap().unwrap();
+        assert!(take_over(&path).unwrap().is_none(), "one takes it");
+        std::fs::remove_file(&path).unwrap();
+        drop(taken);
+        assert!(take_over(&path).unwrap().is_none(), "it is gone");
+    }
+
+    #[test]
+    fn a_probe_finds_an_unwritable_folder_and_leaves_nothing_behind() {
+        let home = tempfile::tempdir().unwrap();
+        probe(&home.path().join("a/b/c")).unwrap();
+        probe(home.path()).unwrap();
+        assert_eq!(std::fs::read_dir(home.path()).unwrap().count(), 0);
+        std::fs::write(home.path().join("file"), "").unwrap();
+        assert!(probe(&home.path().join("file/spill")).is_err());
+    }
+}

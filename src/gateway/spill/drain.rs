@@ -1,0 +1,271 @@
+//! What dead processes left in the spill's folder, written to the database before this process marks or serves anything.
+//!
+//! What must stay true: a file is removed only after all that it holds is in the database, or was found to be somebody
+//! else's by now; what cannot be read or is refused stays under another name. To die in the middle loses nothing: the next
+//! process begins the file again, and finds what was written as written.
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::task::JoinSet;
+use uuid::Uuid;
+
+use super::Spill;
+use super::disk::{self, ENDING};
+use super::format::{self, BadHead, Contents, FileHead, HEAD, Place, ReadAt as _};
+use crate::record::{Record, State};
+use crate::store::{self, Completion, Error, LateOutcome, Settled, Store};
+use crate::telemetry::{Drained, causes};
+
+/// How many outcomes are under way at a time: one batch of the store.
+const AT_ONCE: usize = store::batch::BATCH_MAX;
+/// How long one try of a completion may take.
+const TRY: Duration = Duration::from_secs(10);
+/// How long the database may be away in the middle before the start is given up.
+const PATIENCE: Duration = Duration::from_secs(30);
+const PAUSE: Duration = Duration::from_millis(200);
+/// What is added to the name of a file that could not be drained as a whole.
+const ASIDE: &str = "aside";
+
+/// Why the spill was not drained. Nothing of it is lost.
+#[derive(Debug, thiserror::Error)]
+pub enum DrainError {
+    /// The folder cannot be looked through.
+    #[error("the spill's folder cannot be read")]
+    Folder(#[source] io::Error),
+    /// The database does not take what is owed to it.
+    #[error("the database does not take what the spill owes to it")]
+    Store(#[source] Error),
+}
+
+/// A file of this database whose process is dead, with what it owes.
+struct Left {
+    file: File,
+    path: PathBuf,
+    head: FileHead,
+    contents: Contents,
+}
+
+/// What a file is to this process.
+enum Found {
+    /// Nothing: it is another living process's, or it held nothing and is gone.
+    Nothing,
+    /// To be drained.
+    Left(Box<Left>),
+    /// To be left alone, and why.
+    Alone(String),
+}
+
+/// How a file's draining ended.
+#[derive(Default)]
+struct Tally {
+    drained: u64,
+    /// What could not be written, and why it never will.
+    stuck: u64,
+}
+
+impl Spill {
+    /// Writes to the database what dead processes left in this folder. To be called before anything of theirs is marked.
+    ///
+    /// # Errors
+    /// [`DrainError`]: the process must not serve then.
+    pub async fn drain(&self, folder: &Path, store: &Arc<dyn Store>) -> Result<(), DrainError> {
+        let mut alone = 0;
+        for path in files(folder).map_err(DrainError::Folder)? {
+            let (database, place) = (self.database, path.clone());
+            let examined = tokio::task::spawn_blocking(move || examine(&place, database)).await;
+            let found = match examined.map_err(io::Error::other) {
+                Ok(Ok(found)) => found,
+                Ok(Err(error)) | Err(error) => Found::Alone(format!("it cannot be read: {error}")),
+            };
+            match found {
+                Found::Nothing => {}
+                Found::Left(left) => alone += u64::from(!self.pay_off(*left, store).await?),
+                Found::Alone(why) => {
+                    alone += 1;
+                    let path = path.display();
+                    tracing::error!(%path, "a spill file is left alone: {why}");
+                }
+            }
+        }
+        self.level.metrics.spill_left_files(alone);
+        Ok(())
+    }
+
+    /// Pays all that a file owes, and removes it. Whether that was all of it; else the file is set aside.
+    async fn pay_off(&self, left: Left, store: &Arc<dyn Store>) -> Result<bool, DrainError> {
+        let Left { file, path, head, contents } = left;
+        let (file, mut tally) = (Arc::new((file, head)), Tally::default());
+        for places in contents.owed.chunks(AT_ONCE) {
+            self.pay_some(&file, places, store, &mut tally).await?;
+        }
+        let shown = path.display();
+        if contents.torn {
+            tracing::warn!(path = %shown, "the last entry of a spill file is torn: its process died while it wrote, and told nobody of it");
+        }
+        let Tally { drained, stuck } = tally;
+        tracing::warn!(path = %shown, drained, "the outcomes that a dead process left in the spill are in the database");
+        if contents.damaged == 0 && stuck == 0 {
+            drop(std::fs::remove_file(&path));
+            return Ok(true);
+        }
+        let aside = path.with_extension(format!("{ENDING}.{ASIDE}"));
+        let renamed = std::fs::rename(&path, &aside).err();
+        tracing::error!(
+            path = %aside.display(), damaged = contents.damaged, refused = stuck, ?renamed,
+            "not all of a spill file could be written to the database: it is set aside; records of it stay unknown until an operator resolves them"
+        );
+        Ok(false)
+    }
+
+    async fn pay_some(
+        &self,
+        file: &Arc<(File, FileHead)>,
+        places: &[Place],
+        store: &Arc<dyn Store>,
+        tally: &mut Tally,
+    ) -> Result<(), DrainError> {
+        let mut tasks = JoinSet::new();
+        for place in places.iter().copied() {
+            let (file, store) = (Arc::clone(file), Arc::clone(store));
+            tasks.spawn(async move { pay_one(file, place, &*store).await });
+        }
+        while let Some(ended) = tasks.join_next().await {
+            match ended.map_err(|panic| Error::InDoubt(panic.into())).flatten() {
+                Ok(Some(result)) => {
+                    self.level.metrics.spill_drained(result);
+                    if result == Drained::FencedOff {
+                        self.level.metrics.late_outcome();
+                    }
+                    let stuck = result == Drained::Refused;
+                    tally.stuck += u64::from(stuck);
+                    tally.drained += u64::from(!stuck);
+                }
+                Ok(None) => tally.stuck += 1,
+                Err(error) => return Err(DrainError::Store(error)),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The folder's files that may hold outcomes. Their order means nothing.
+fn files(folder: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut paths = Vec::new();
+    for entry in std::fs::read_dir(folder)? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|end| end == ENDING || end == ASIDE) {
+            paths.push(path);
+        }
+    }
+    paths.sort();
+    Ok(paths)
+}
+
+fn examine(path: &Path, database: Uuid) -> io::Result<Found> {
+    if path.extension().is_some_and(|end| end == ASIDE) {
+        return Ok(Found::Alone("it was set aside".to_owned()));
+    }
+    let Some(file) = disk::take_over(path)? else { return Ok(Found::Nothing) };
+    let length = file.metadata()?.len();
+    let head = match read_head(&file, length)? {
+        Ok(head) => head,
+        Err(BadHead::Short) => return remove(path),
+        Err(BadHead::Newer(version)) => {
+            let why =
+                format!("its format is version {version}: start a newer oncegate on this folder");
+            return Ok(Found::Alone(why));
+        }
+        Err(BadHead::Damaged) => {
+            return Ok(Found::Alone("its head is damaged, or it is no spill".to_owned()));
+        }
+    };
+    let contents = head.read(&file, length)?;
+    if contents.owed.is_empty() && contents.damaged == 0 {
+        return remove(path);
+    }
+    if head.database != database {
+        let why = format!(
+            "it owes {} outcomes to another database ({}; this one is {database}): start oncegate with that database on \
+             this folder, and it is drained; delete the file only if that database is gone for good",
+            contents.owed.len(),
+            head.database
+        );
+        return Ok(Found::Alone(why));
+    }
+    Ok(Found::Left(Box::new(Left { file, path: path.to_owned(), head, contents })))
+}
+
+/// While its lock is held: a process that is just making it sees that it is gone, and makes another one.
+fn remove(path: &Path) -> io::Result<Found> {
+    std::fs::remove_file(path).map(|()| Found::Nothing)
+}
+
+fn read_head(file: &File, length: u64) -> io::Result<Result<FileHead, BadHead>> {
+    let mut bytes = vec![0; usize::try_from(length.min(HEAD)).map_err(io::Error::other)?];
+    file.fill(&mut bytes, 0)?;
+    Ok(FileHead::decode(&bytes))
+}
+
+/// Pays one outcome, for as long as the patience lasts. `None`: it cannot be read.
+async fn pay_one(
+    file: Arc<(File, FileHead)>,
+    place: Place,
+    store: &dyn Store,
+) -> Result<Option<Drained>, Error> {
+    let reading = tokio::task::spawn_blocking(move || {
+        let (file, head) = &*file;
+        head.body(file, place).map(|body| format::decode(&body))
+    });
+    let read = reading.await.map_err(io::Error::other).flatten();
+    let completion = match read {
+        Ok(Some((completion, _))) => completion,
+        Ok(None) => return Ok(None),
+        Err(error) => {
+            tracing::error!(%error, "an outcome in the spill cannot be read");
+            return Ok(None);
+        }
+    };
+    let give_up = Instant::now() + PATIENCE;
+    loop {
+        match settle(&completion, store).await {
+            Ok(result) => return Ok(Some(result)),
+            Err(error) if Instant::now() >= give_up => return Err(error),
+            Err(error) => {
+                tracing::warn!(error = %causes(&error), "an outcome in the spill is not taken yet");
+                tokio::time::sleep(PAUSE).await;
+            }
+        }
+    }
+}
+
+async fn settle(completion: &Completion, store: &dyn Store) -> Result<Drained, Error> {
+    let record = completion.fence.id;
+    match store::complete_or_plain(store, completion.clone(), Instant::now() + TRY).await {
+        Ok(Settled::Done { .. }) => Ok(Drained::Completed),
+        Ok(Settled::Fenced) => match store.find(&completion.scope).await? {
+            Some(Record { fence, state: State::Completed(_), .. }) if fence == completion.fence => {
+                Ok(Drained::Already)
+            }
+            Some(_) | None => fenced_off(completion, store).await,
+        },
+        Err(Error::Refused(cause)) => {
+            tracing::error!(%record, %cause, "the database refuses an outcome of the spill");
+            Ok(Drained::Refused)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// A late outcome: the record is at another attempt by now, or gone, by an operator or by another replica. What stands
+/// is what counts; this goes to the audit table.
+async fn fenced_off(completion: &Completion, store: &dyn Store) -> Result<Drained, Error> {
+    let (record, late) = (completion.fence.id, LateOutcome::from(completion));
+    store.note_late_outcome(&late).await?;
+    let outcome = late.summary();
+    tracing::warn!(%record, outcome, "a late outcome of the spill is kept in the audit table");
+    Ok(Drained::FencedOff)
+}

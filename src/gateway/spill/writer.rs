@@ -1,0 +1,300 @@
+//! The thread that writes the spill: what waits together is written together and synced once.
+//!
+//! What must stay true:
+//!
+//! - An outcome is answered for only after the sync that made it durable.
+//! - A place in the file is used again only after the file was cut, which happens when nothing in it is owed.
+//! - A failed write or sync promises nothing, and what was kept before it stays kept.
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+
+use tokio::sync::oneshot;
+
+use super::disk::Disk;
+use super::format::{Check, ENTRY_HEAD, FileHead, HEAD, Kind, Place};
+use super::{Level, NotKept};
+
+/// Most orders that share one sync.
+const BATCH_MAX: usize = 64;
+
+/// Who waits for an outcome's place in the file.
+type Reply = oneshot::Sender<Result<Place, NotKept>>;
+
+/// What the thread is asked to do.
+pub(super) enum Order {
+    /// Make this body durable, and say where it stands.
+    Keep { body: Vec<u8>, reply: Reply },
+    /// This outcome is owed no more.
+    Paid(Place),
+    /// The process ends. `reply` is dropped when that is done.
+    Close { reply: oneshot::Sender<Infallible> },
+}
+
+pub(super) struct Writer {
+    disk: Box<dyn Disk>,
+    head: FileHead,
+    /// Where the next entry goes.
+    end: u64,
+    /// What is owed, by offset.
+    owed: HashMap<u64, Check>,
+    level: Arc<Level>,
+}
+
+impl Writer {
+    /// Begins the file.
+    pub(super) fn begin(
+        mut disk: Box<dyn Disk>,
+        head: FileHead,
+        level: Arc<Level>,
+    ) -> io::Result<Self> {
+        disk.write(&head.encode(), 0)?;
+        disk.sync()?;
+        Ok(Self { disk, head, end: HEAD, owed: HashMap::new(), level })
+    }
+
+    /// Works until the spill is closed or dropped.
+    pub(super) fn run(mut self, orders: &Receiver<Order>) {
+        let mut closed = None;
+        while closed.is_none()
+            && let Ok(order) = orders.recv()
+        {
+            let more = orders.try_iter().take(BATCH_MAX - 1);
+            closed = self.batch(std::iter::once(order).chain(more));
+        }
+        if self.owed.is_empty() {
+            self.disk.remove();
+        }
+        // Its end is the answer.
+        drop(closed);
+    }
+
+    fn batch(
+        &mut self,
+        orders: impl Iterator<Item = Order>,
+    ) -> Option<oneshot::Sender<Infallible>> {
+        let (mut bodies, mut paid, mut close) = (Vec::new(), Vec::new(), None);
+        for order in orders {
+            match order {
+                Order::Keep { body, reply } => bodies.push((body, reply)),
+                Order::Paid(place) => paid.push(place),
+                Order::Close { reply } => close = Some(reply),
+            }
+        }
+        self.forget(&paid);
+        let told = self.keep(bodies);
+        // Before anybody is told: who asks afterwards how full it is sees what he was told of.
+        self.level.set(self.owed.len(), self.end - HEAD);
+        for (reply, result) in told {
+            drop(reply.send(result));
+        }
+        close
+    }
+
+    fn forget(&mut self, paid: &[Place]) {
+        for place in paid {
+            self.owed.remove(&place.offset);
+        }
+        if self.owed.is_empty() && self.end > HEAD && self.disk.cut(HEAD).is_ok() {
+            self.end = HEAD;
+            return;
+        }
+        for place in paid {
+            // Only a help for the next process, which asks the database otherwise: neither synced nor missed.
+            let body = place.paid();
+            if let Ok(note) = self.write(Kind::Paid, &body) {
+                self.end = note.end();
+            }
+        }
+    }
+
+    /// Makes the bodies durable; what each of those who wait is told.
+    fn keep(&mut self, bodies: Vec<(Vec<u8>, Reply)>) -> Vec<(Reply, Result<Place, NotKept>)> {
+        let begun = self.end;
+        let mut told = Vec::with_capacity(bodies.len());
+        for (body, reply) in bodies {
+            let written = self.write(Kind::Outcome, &body);
+            if let Ok(place) = &written {
+                self.end = place.end();
+            }
+            told.push((reply, written));
+        }
+        let synced = if self.end == begun { Ok(()) } else { self.disk.sync() };
+        if let Err(error) = synced {
+            // What of it is durable nobody knows. Where it cannot be cut off, what follows is written behind it.
+            if self.disk.cut(begun).is_ok() {
+                self.end = begun;
+            }
+            let why = error.to_string();
+            let lost = |result: Result<Place, NotKept>| {
+                result.and_then(|_| Err(NotKept::Disk(why.clone())))
+            };
+            return told.into_iter().map(|(reply, result)| (reply, lost(result))).collect();
+        }
+        let kept = told.iter().filter_map(|(_, result)| result.as_ref().ok());
+        self.owed.extend(kept.map(|place| (place.offset, place.check)));
+        told
+    }
+
+    fn write(&mut self, kind: Kind, body: &[u8]) -> Result<Place, NotKept> {
+        let length = u32::try_from(body.len()).map_err(|_| NotKept::NoRoom)?;
+        let place = Place { offset: self.end, length, check: self.head.check(body) };
+        if place.end() - HEAD > self.level.bytes_max {
+            return Err(NotKept::NoRoom);
+        }
+        let head = self.head.entry_head(self.end, kind, length, place.check);
+        let disk = &mut self.disk;
+        let wrote = disk.write(&head, self.end);
+        wrote
+            .and_then(|()| disk.write(body, self.end + ENTRY_HEAD))
+            .map_err(|error| NotKept::Disk(error.to_string()))?;
+        Ok(place)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Mutex, mpsc};
+
+    use uuid::Uuid;
+
+    use super::*;
+    use crate::telemetry::Metrics;
+
+    /// A file in memory that says what was done to it, and fails on demand.
+    #[derive(Clone, Default)]
+    struct Paper(Arc<Mutex<Sheet>>);
+
+    #[derive(Default)]
+    struct Sheet {
+        bytes: Vec<u8>,
+        syncs: usize,
+        full: bool,
+        unsyncable: bool,
+        removed: bool,
+    }
+
+    impl Disk for Paper {
+        fn write(&mut self, bytes: &[u8], offset: u64) -> io::Result<()> {
+            let mut sheet = self.0.lock().unwrap();
+            if sheet.full {
+                return Err(io::ErrorKind::StorageFull.into());
+            }
+            let end = usize::try_from(offset).unwrap() + bytes.len();
+            if sheet.bytes.len() < end {
+                sheet.bytes.resize(end, 0);
+            }
+            sheet.bytes[end - bytes.len()..end].copy_from_slice(bytes);
+            Ok(())
+        }
+
+        fn sync(&mut self) -> io::Result<()> {
+            let mut sheet = self.0.lock().unwrap();
+            sheet.syncs += 1;
+            if sheet.unsyncable { Err(io::Error::other("bad sector")) } else { Ok(()) }
+        }
+
+        fn cut(&mut self, length: u64) -> io::Result<()> {
+            self.0.lock().unwrap().bytes.truncate(usize::try_from(length).unwrap());
+            Ok(())
+        }
+
+        fn remove(self: Box<Self>) {
+            self.0.lock().unwrap().removed = true;
+        }
+    }
+
+    fn writer(bytes_max: u64) -> (Paper, Writer, FileHead) {
+        let (paper, head) = (Paper::default(), FileHead::new(Uuid::from_u128(1)));
+        let level = Arc::new(Level::new(bytes_max, Arc::new(Metrics::default())));
+        let writer = Writer::begin(Box::new(paper.clone()), head.clone(), level).unwrap();
+        (paper, writer, head)
+    }
+
+    /// Has these kept in one batch; what each is told.
+    fn keep(writer: &mut Writer, bodies: &[&[u8]]) -> Vec<Result<Place, NotKept>> {
+        let (orders, replies): (Vec<_>, Vec<_>) = bodies
+            .iter()
+            .map(|body| {
+                let (reply, told) = oneshot::channel();
+                (Order::Keep { body: body.to_vec(), reply }, told)
+            })
+            .unzip();
+        writer.batch(orders.into_iter());
+        replies.into_iter().map(|mut told| told.try_recv().unwrap()).collect()
+    }
+
+    /// What the next process would find.
+    fn found(paper: &Paper, head: &FileHead) -> Vec<Vec<u8>> {
+        let bytes = paper.0.lock().unwrap().bytes.clone();
+        let contents = head.read(&bytes, bytes.len() as u64).unwrap();
+        assert_eq!((contents.damaged, contents.torn), (0, false));
+        contents.owed.into_iter().map(|place| head.body(&bytes, place).unwrap()).collect()
+    }
+
+    #[test]
+    fn what_waits_together_is_synced_once_and_is_found_by_the_next_process() {
+        let (paper, mut writer, head) = writer(1000);
+        let told = keep(&mut writer, &[b"one", b"two", b"three"]);
+        assert!(told.iter().all(Result::is_ok));
+        assert_eq!(paper.0.lock().unwrap().syncs, 2, "the head's, and theirs");
+        assert_eq!(found(&paper, &head), [b"one".to_vec(), b"two".to_vec(), b"three".to_vec()]);
+    }
+
+    #[test]
+    fn what_is_paid_is_not_found_and_the_room_is_free_when_nothing_is_owed() {
+        let (paper, mut writer, head) = writer(1000);
+        let told: Vec<Place> =
+            keep(&mut writer, &[b"one", b"two"]).into_iter().map(Result::unwrap).collect();
+        writer.batch(std::iter::once(Order::Paid(told[0])));
+        assert_eq!(found(&paper, &head), [b"two".to_vec()]);
+        assert_eq!(writer.owed.len(), 1);
+        writer.batch(std::iter::once(Order::Paid(told[1])));
+        assert_eq!(paper.0.lock().unwrap().bytes.len() as u64, HEAD);
+        assert!(keep(&mut writer, &[&[1; 900]])[0].is_ok(), "all of the room is there again");
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_and_what_fits_is_kept() {
+        let (paper, mut writer, head) = writer(100);
+        let told = keep(&mut writer, &[&[1; 60], &[2; 60], &[3; 5]]);
+        assert!(
+            matches!(told[..], [Ok(_), Err(NotKept::NoRoom), Err(NotKept::NoRoom)]),
+            "{told:?}"
+        );
+        assert_eq!(found(&paper, &head), [vec![1; 60]]);
+        assert!(writer.level.is_high());
+    }
+
+    #[test]
+    fn a_disk_that_fails_promises_nothing_and_loses_nothing() {
+        let (paper, mut writer, head) = writer(1000);
+        assert!(keep(&mut writer, &[b"before"])[0].is_ok());
+        paper.0.lock().unwrap().unsyncable = true;
+        assert!(matches!(keep(&mut writer, &[b"lost"])[0], Err(NotKept::Disk(_))));
+        paper.0.lock().unwrap().unsyncable = false;
+        paper.0.lock().unwrap().full = true;
+        assert!(matches!(keep(&mut writer, &[b"full"])[0], Err(NotKept::Disk(_))));
+        paper.0.lock().unwrap().full = false;
+        assert!(keep(&mut writer, &[b"after"])[0].is_ok());
+        assert_eq!(found(&paper, &head), [b"before".to_vec(), b"after".to_vec()]);
+    }
+
+    #[test]
+    fn the_file_goes_with_the_process_only_where_nothing_is_owed() {
+        for owed in [false, true] {
+            let (paper, mut writer, _) = writer(1000);
+            let place = keep(&mut writer, &[b"one"]).remove(0).unwrap();
+            if !owed {
+                writer.batch(std::iter::once(Order::Paid(place)));
+            }
+            let (orders, queue) = mpsc::channel();
+            drop(orders);
+            writer.run(&queue);
+            assert_eq!(paper.0.lock().unwrap().removed, !owed);
+        }
+    }
+}

@@ -1,0 +1,510 @@
+//! Outcomes that the database does not take: they outlive the process, and reach their database and no other.
+
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use http::{Response, StatusCode};
+use http_body_util::Full;
+use oncegate::cli::serve;
+use oncegate::config::Config;
+use oncegate::gateway::accept::{self, Listener};
+use oncegate::gateway::spill::{Disk, Spill};
+use oncegate::gateway::upstream::Upstream;
+use oncegate::gateway::{self, Serve};
+use oncegate::lease;
+use oncegate::scope::DigestKey;
+use oncegate::telemetry::Metrics;
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
+
+use crate::support::client::{Answer, get};
+use crate::support::fault::Fault;
+use crate::support::fleet::{TWO_EVENTS, command, metric, order, sending};
+use crate::support::orders::Orders;
+use crate::support::postgres::Cluster;
+use crate::support::process::{self, Gateway, PATIENCE, eventually};
+use crate::support::rig::{self, Place, Which};
+
+/// A gateway whose Postgres can go away, with a lease of three seconds.
+struct Cut {
+    orders: Orders,
+    place: Place,
+    fault: Fault,
+    gateway: Gateway,
+}
+
+impl Cut {
+    async fn start(store: &str) -> Self {
+        let (orders, place) = (Orders::start().await, Place::new(Which::Postgres).await);
+        let (fault, url) = Fault::before_postgres(&place.url, Cluster::shared().port()).await;
+        let store = format!("lease = \"3s\"\nsweep_every = \"500ms\"\n{store}");
+        let toml = rig::config_at(
+            &place,
+            &orders.url(),
+            "127.0.0.1:0",
+            &store,
+            "wait = \"100ms\"",
+            TWO_EVENTS,
+        );
+        let config = process::config(place.folder.path(), &toml.replace(&place.url, &url));
+        let gateway = tokio::task::block_in_place(|| Gateway::start(&config));
+        Self { orders, place, fault, gateway }
+    }
+
+    /// Has these keys executed, and the database go away before their outcomes are written.
+    async fn outcomes_without_a_database(&self, keys: &[&str]) -> Vec<Answer> {
+        let asked = self.orders.runs();
+        self.orders.hold();
+        let all: Vec<_> = keys.iter().map(|key| sending(order(key), self.gateway.addr)).collect();
+        self.orders.asked(asked + keys.len()).await;
+        self.fault.refuse();
+        self.fault.cut();
+        self.orders.go();
+        let mut answers = Vec::new();
+        for one in all {
+            answers.push(one.await.unwrap());
+        }
+        answers
+    }
+
+    /// Kills the gateway, and starts it again on the same files, with a database.
+    fn killed_and_started(&mut self) {
+        self.gateway.kill9();
+        self.fault.pass();
+        self.gateway = tokio::task::block_in_place(|| self.gateway.restart());
+    }
+
+    fn folder(&self) -> PathBuf {
+        self.place.folder.path().join("oncegate-spill")
+    }
+
+    async fn is_completed(&self, key: &str) -> bool {
+        self.place.status_of(key).await.as_deref() == Some("completed")
+    }
+}
+
+/// What the callers got: the API's answer, which counts as kept, and of which nobody knows yet when it expires.
+fn assert_kept(answer: &Answer) {
+    assert_eq!(answer.status, StatusCode::CREATED, "{answer:?}");
+    assert_eq!(answer.header("oncegate-stored"), None);
+    assert_eq!(answer.header("oncegate-expires"), None);
+}
+
+/// How often an outcome left the spill this way.
+async fn drained(admin: SocketAddr, result: &str) -> usize {
+    let text = get("/metrics").to(admin).await.body;
+    let text = String::from_utf8_lossy(&text).into_owned();
+    let name = format!("oncegate_spill_drained_total{{result=\"{result}\"}} ");
+    text.lines().find_map(|line| line.strip_prefix(&name)).map_or(0, |count| count.parse().unwrap())
+}
+
+/// The files in a folder, by how their names end.
+fn files(folder: &std::path::Path, ending: &str) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).expect("the spill's folder");
+    let paths = entries.map(|entry| entry.expect("an entry").path());
+    paths.filter(|path| path.extension().is_some_and(|end| end == ending)).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a10_an_outcome_is_kept_while_the_database_is_away_and_written_when_it_is_back() {
+    let cut = Cut::start("").await;
+    let first = cut.outcomes_without_a_database(&["k"]).await.remove(0);
+    assert_kept(&first);
+    let admin = cut.gateway.admin;
+    assert_eq!(metric(admin, "oncegate_spill_entries").await, 1);
+    assert!(metric(admin, "oncegate_spill_bytes").await > 0);
+    let duplicate = order("k").to(cut.gateway.addr).await;
+    assert_eq!(duplicate.problem(), "in-progress", "its record is not completed yet");
+    assert!(!cut.is_completed("k").await);
+
+    cut.fault.pass();
+    eventually("it is completed", async || cut.is_completed("k").await).await;
+    assert_eq!(cut.place.events().await, 2, "with its events");
+    eventually("the spill is empty", async || metric(admin, "oncegate_spill_bytes").await == 0)
+        .await;
+    assert_eq!(metric(admin, "oncegate_spill_entries").await, 0);
+    assert_eq!(drained(admin, "completed").await, 1);
+    let replay = order("k").to(cut.gateway.addr).await;
+    assert!(replay.replayed() && replay.header("oncegate-expires").is_some());
+    assert_eq!((replay.record(), &replay.body), (first.record(), &first.body));
+    assert_eq!(cut.orders.runs(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_next_process_completes_what_a_killed_one_kept_before_it_marks_anything() {
+    let mut cut = Cut::start("").await;
+    let first = cut.outcomes_without_a_database(&["a", "b", "c"]).await;
+    first.iter().for_each(assert_kept);
+    let lapsed = "select count(*) from oncegate_owners where lease_until < clock_timestamp()";
+    eventually("its lease runs out", async || cut.place.count(lapsed).await == 1).await;
+    cut.killed_and_started();
+    for (key, first) in ["a", "b", "c"].into_iter().zip(&first) {
+        assert!(cut.is_completed(key).await, "{key}: as soon as it is ready");
+        let replay = order(key).to(cut.gateway.addr).await;
+        assert!(replay.replayed());
+        assert_eq!((replay.record(), &replay.body), (first.record(), &first.body));
+    }
+    assert_eq!(cut.place.events().await, 6);
+    let marked = "select count(*) from oncegate_unknown";
+    assert_eq!(cut.place.count(marked).await, 0, "none was ever marked");
+    assert_eq!(drained(cut.gateway.admin, "completed").await, 3);
+    assert_eq!(files(&cut.folder(), "spill").len(), 1, "the living process's own");
+    assert_eq!(cut.orders.runs(), 3);
+}
+
+/// A database file that nobody else can write to until this is dropped.
+fn locked(place: &Place) -> rusqlite::Connection {
+    let db = rusqlite::Connection::open(place.folder.path().join("oncegate.db")).unwrap();
+    db.busy_timeout(PATIENCE).unwrap();
+    db.execute_batch("BEGIN IMMEDIATE").unwrap();
+    db
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn on_sqlite_the_spill_is_drained_before_the_last_process_s_records_are_marked() {
+    let (orders, place) = (Orders::start().await, Place::new(Which::Sqlite).await);
+    let store = "completion_timeout = \"200ms\"";
+    let toml = rig::config_at(&place, &orders.url(), "127.0.0.1:0", store, "", TWO_EVENTS);
+    let mut gateway = Gateway::start(&process::config(place.folder.path(), &toml));
+    orders.hold();
+    let lost = {
+        let to = gateway.addr;
+        tokio::spawn(async move { order("lost").send(to).await })
+    };
+    orders.asked(1).await;
+    let kept = sending(order("kept"), gateway.addr);
+    orders.asked(2).await;
+    let db = locked(&place);
+    db.execute_batch(
+        "CREATE TABLE seen (key TEXT, status TEXT);
+         CREATE TRIGGER see AFTER UPDATE OF status ON idempotency_records
+         BEGIN INSERT INTO seen VALUES (NEW.key, NEW.status); END;",
+    )
+    .unwrap();
+    orders.answer(|execution| {
+        // The answer to the other one never comes.
+        let status = if execution.key() == Some("kept") { 201 } else { 504 };
+        Response::builder().status(status).body(Full::default()).unwrap()
+    });
+    orders.go();
+    let kept = kept.await.unwrap();
+    assert_kept(&kept);
+    let folder = place.folder.path().join("oncegate.db.spill");
+    let [file] = &files(&folder, "spill")[..] else { panic!("one file") };
+    let mode = |path: &std::path::Path| std::fs::metadata(path).unwrap().permissions().mode();
+    assert_eq!((mode(&folder) & 0o777, mode(file) & 0o777), (0o700, 0o600));
+    gateway.kill9();
+    drop(lost.await);
+    db.execute_batch("COMMIT").unwrap();
+    drop(db);
+
+    let gateway = tokio::task::block_in_place(|| gateway.restart());
+    let seen = place.rows("SELECT key, status FROM seen ORDER BY rowid").await;
+    let seen: Vec<Vec<String>> =
+        seen.into_iter().map(|row| row.into_iter().flatten().collect()).collect();
+    assert_eq!(seen, [["kept", "completed"], ["lost", "unknown"]], "in this order");
+    let replay = order("kept").to(gateway.addr).await;
+    assert!(replay.replayed());
+    assert_eq!(replay.record(), kept.record());
+    assert_eq!(orders.runs(), 2);
+}
+
+/// A disk whose syncs wait, once it is told so.
+struct SlowDisk {
+    waits: Arc<AtomicBool>,
+    reached: mpsc::Sender<()>,
+    gate: mpsc::Receiver<()>,
+}
+
+impl Disk for SlowDisk {
+    fn write(&mut self, _: &[u8], _: u64) -> std::io::Result<()> {
+        Ok(())
+    }
+    fn sync(&mut self) -> std::io::Result<()> {
+        if self.waits.load(Ordering::SeqCst) {
+            self.reached.send(()).unwrap();
+            self.gate.recv_timeout(PATIENCE).unwrap();
+        }
+        Ok(())
+    }
+    fn cut(&mut self, _: u64) -> std::io::Result<()> {
+        Ok(())
+    }
+    fn remove(self: Box<Self>) {}
+}
+
+/// A gateway in this process, with its outcomes on this disk.
+async fn inside(config: Config, disk: SlowDisk) -> SocketAddr {
+    let store = serve::open(&config.store, true).await.unwrap();
+    let metrics = Arc::new(Metrics::default());
+    let database = store.database_id().await.unwrap();
+    let spill = Spill::on(Box::new(disk), 1 << 20, database, Arc::clone(&metrics)).unwrap();
+    let upstream = |settings| Arc::new(Upstream::new(settings).unwrap());
+    let parts = gateway::Parts {
+        routes: config.routes,
+        upstreams: config.upstreams.into_iter().map(|(name, s)| (name, upstream(s))).collect(),
+        lease: lease::start(&store, config.store.lease).await.unwrap(),
+        store,
+        may_judge: Arc::new(|| false),
+        spill,
+        digest: DigestKey::from_bytes(&[1; 32]),
+        metrics,
+        wake: Arc::new(Notify::new()),
+    };
+    let gateway = gateway::Gateway::new(config.gateway, parts).unwrap();
+    let listener = Listener::bind("127.0.0.1:0").await.unwrap();
+    let addr = listener.local_addr().unwrap();
+    let (settings, stop) = (config.server.accept, CancellationToken::new());
+    tokio::spawn(accept::serve(listener, settings, Serve(gateway), stop, PATIENCE));
+    addr
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_caller_is_answered_only_after_the_outcome_is_durable() {
+    let (orders, place) = (Orders::start().await, Place::new(Which::Postgres).await);
+    let (fault, url) = Fault::before_postgres(&place.url, Cluster::shared().port()).await;
+    let toml = rig::config(&place, &orders.url(), "").replace(&place.url, &url);
+    let path = process::config(place.folder.path(), &toml);
+    let (config, _) = Config::load(Some(&path), [], None).unwrap();
+    let waits = Arc::new(AtomicBool::new(false));
+    let ((reached, reaches), (open, gate)) = (mpsc::channel(), mpsc::channel());
+    let disk = SlowDisk { waits: Arc::clone(&waits), reached, gate };
+    let addr = inside(config, disk).await;
+
+    waits.store(true, Ordering::SeqCst);
+    orders.hold();
+    let mut first = sending(order("k"), addr);
+    orders.asked(1).await;
+    fault.refuse();
+    fault.cut();
+    orders.go();
+    tokio::task::block_in_place(|| reaches.recv_timeout(PATIENCE)).expect("the entry is synced");
+    let early = tokio::time::timeout(Duration::from_millis(300), &mut first).await;
+    assert!(early.is_err(), "nothing is said while the disk works: {early:?}");
+    waits.store(false, Ordering::SeqCst);
+    open.send(()).unwrap();
+    assert_kept(&first.await.unwrap());
+}
+
+/// Keeps completions from their end, but no reservations, until it is opened.
+struct Barrier {
+    client: tokio_postgres::Client,
+    driver: tokio::task::JoinHandle<()>,
+}
+
+impl Barrier {
+    async fn close(place: &Place) -> Self {
+        let (client, connection) =
+            tokio_postgres::connect(&place.url, tokio_postgres::NoTls).await.unwrap();
+        let driver = tokio::spawn(async move { drop(connection.await) });
+        client
+            .batch_execute("BEGIN; LOCK TABLE outbox_messages IN ACCESS EXCLUSIVE MODE")
+            .await
+            .unwrap();
+        Self { client, driver }
+    }
+
+    async fn open(self) {
+        self.client.batch_execute("ROLLBACK").await.unwrap();
+        drop(self.client);
+        self.driver.await.unwrap();
+    }
+}
+
+/// Completions that wait at the barrier.
+const WAITING: &str = "from pg_stat_activity where datname = current_database()
+    and query like '-- complete%' and wait_event_type = 'Lock'";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn while_the_spill_is_full_nothing_new_is_reserved_and_what_is_stored_is_replayed() {
+    let (orders, place) = (Orders::start().await, Place::new(Which::Postgres).await);
+    // Without a memory of answers, a replay has to ask the database.
+    let store = "completion_timeout = \"200ms\"\nspill = { max_size = \"64KiB\" }\ncache_bytes = 0";
+    let toml = rig::config_at(&place, &orders.url(), "127.0.0.1:0", store, "", "");
+    let gateway = Gateway::start(&process::config(place.folder.path(), &toml));
+    orders.answer(|_| {
+        Response::builder().status(201).body(Full::new(vec![b'x'; 24_000].into())).unwrap()
+    });
+    let before = order("before").to(gateway.addr).await;
+    assert!(before.header("oncegate-expires").is_some());
+    let barrier = Barrier::close(&place).await;
+    assert_kept(&order("k-0").to(gateway.addr).await);
+    assert_kept(&order("k-1").to(gateway.addr).await);
+    let third = order("k-2").to(gateway.addr).await;
+    assert_eq!(third.status, StatusCode::CREATED);
+    assert_eq!(third.header("oncegate-stored"), Some("false"), "it has no room");
+    assert_eq!(metric(gateway.admin, "oncegate_spill_turned_away_total").await, 1);
+
+    let refused = order("k-3").to(gateway.addr).await;
+    assert_eq!(refused.status, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(refused.problem(), "store-unavailable");
+    assert_eq!(metric(gateway.admin, "oncegate_spill_refused_total").await, 1);
+    assert_eq!(orders.runs_of("k-3"), 0);
+    assert!(gateway.log().contains("no reservation is made while the spill is full"));
+    let replay = order("before").to(gateway.addr).await;
+    assert!(replay.replayed());
+    assert_eq!(replay.body, before.body);
+
+    barrier.open().await;
+    let completed = "select count(*) from idempotency_records where status = 'completed'";
+    eventually("all are written", async || place.count(completed).await == 4).await;
+    eventually("it reserves again", async || {
+        order("k-3").to(gateway.addr).await.status == StatusCode::CREATED
+    })
+    .await;
+    assert_eq!(orders.runs(), 5);
+    assert_eq!(metric(gateway.admin, "oncegate_spill_bytes").await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_outcome_that_waits_for_the_database_at_the_end_of_the_process_goes_to_the_spill() {
+    let (orders, place) = (Orders::start().await, Place::new(Which::Postgres).await);
+    let store = "completion_timeout = \"60s\"\ntimeout = \"60s\"";
+    let toml = rig::config_at(&place, &orders.url(), "127.0.0.1:0", store, "", TWO_EVENTS)
+        .replace("shutdown_grace = \"10s\"", "shutdown_grace = \"500ms\"");
+    let mut gateway = Gateway::start(&process::config(place.folder.path(), &toml));
+    let barrier = Barrier::close(&place).await;
+    let to = gateway.addr;
+    let first = tokio::spawn(async move { order("k").send(to).await });
+    let waiting = format!("select count(*) {WAITING}");
+    eventually("it is being completed", async || place.count(&waiting).await == 1).await;
+    gateway.terminate();
+    assert!(tokio::task::block_in_place(|| gateway.exited()).success());
+    drop(first.await.unwrap());
+    // What the dead process sent must not commit by itself.
+    place.rows(&format!("select pg_terminate_backend(pid) {WAITING}")).await;
+    eventually("its backend is gone", async || place.count(&waiting).await == 0).await;
+    barrier.open().await;
+    assert_eq!(place.status_of("k").await.as_deref(), Some("in_progress"), "it was not written");
+
+    let gateway = tokio::task::block_in_place(|| gateway.restart());
+    assert_eq!(place.status_of("k").await.as_deref(), Some("completed"));
+    assert_eq!(place.events().await, 2);
+    assert!(order("k").to(gateway.addr).await.replayed());
+    assert_eq!(orders.runs(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_spill_is_never_drained_into_another_database() {
+    let mut cut = Cut::start("").await;
+    assert_kept(&cut.outcomes_without_a_database(&["k"]).await[0]);
+    cut.gateway.kill9();
+    let config = cut.gateway.config.clone();
+
+    let other = Place::new(Which::Postgres).await;
+    let toml = rig::config(&other, &cut.orders.url(), "");
+    let beside = process::config(cut.place.folder.path(), &toml);
+    let gateway = tokio::task::block_in_place(|| Gateway::start(&beside));
+    assert!(gateway.log().contains("it owes 1 outcomes to another database"), "{}", gateway.log());
+    assert_eq!(metric(gateway.admin, "oncegate_spill_left_files").await, 1);
+    assert_eq!(order("k").to(gateway.addr).await.status, StatusCode::CREATED, "it serves");
+    assert_eq!(files(&cut.folder(), "spill").len(), 2, "the other's file, and its own");
+    assert_eq!((other.records().await, other.events().await), (1, 1), "its own");
+
+    cut.fault.pass();
+    cut.gateway = tokio::task::block_in_place(|| Gateway::start(&config));
+    assert!(cut.is_completed("k").await);
+    assert_eq!(metric(cut.gateway.admin, "oncegate_spill_left_files").await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_a_place_for_its_spill_nothing_starts() {
+    let (orders, place) = (Orders::start().await, Place::new(Which::Sqlite).await);
+    let file = place.folder.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    let store = format!("spill = {{ dir = \"{}/spill\" }}", file.display());
+    let toml = rig::config_at(&place, &orders.url(), "127.0.0.1:0", &store, "", "");
+    let config = process::config(place.folder.path(), &toml);
+    let (code, out, errors) = process::run(&["check", "--config", config.to_str().unwrap()]);
+    assert_eq!(code, 2, "{out}{errors}");
+    assert!(errors.contains("store.spill.dir: cannot keep outcomes in "), "{errors}");
+    let refused = tokio::task::block_in_place(|| Gateway::try_start(&config)).err().unwrap();
+    assert!(refused.contains("cannot keep outcomes in "), "{refused}");
+    assert!(refused.contains("name another folder in store.spill.dir"), "{refused}");
+
+    std::fs::remove_file(&file).unwrap();
+    let (code, out, errors) = process::run(&["check", "--config", config.to_str().unwrap()]);
+    assert_eq!(code, 0, "{out}{errors}");
+    assert!(!file.exists(), "a check leaves nothing behind");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_outcome_that_was_committed_unseen_is_drained_without_a_second_event() {
+    let mut cut = Cut::start("completion_timeout = \"300ms\"").await;
+    // From here on there is a connection for completions.
+    assert_eq!(order("before").to(cut.gateway.addr).await.status, StatusCode::CREATED);
+    cut.orders.hold();
+    let first = sending(order("k"), cut.gateway.addr);
+    cut.orders.asked(2).await;
+    cut.fault.swallow_the_answer_to("-- complete");
+    cut.fault.refuse();
+    cut.orders.go();
+    let first = first.await.unwrap();
+    assert_kept(&first);
+    eventually("the database has it", async || cut.is_completed("k").await).await;
+    assert_eq!(metric(cut.gateway.admin, "oncegate_spill_entries").await, 1, "and nobody knows");
+    cut.killed_and_started();
+    assert_eq!(drained(cut.gateway.admin, "already").await, 1);
+    assert_eq!(cut.place.events().await, 4);
+    let replay = order("k").to(cut.gateway.addr).await;
+    assert_eq!((replay.record(), &replay.body), (first.record(), &first.body));
+    assert_eq!(cut.orders.runs(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_outcome_whose_record_an_operator_released_changes_nothing_and_is_audited() {
+    let mut cut = Cut::start("").await;
+    let first = cut.outcomes_without_a_database(&["k"]).await.remove(0);
+    cut.gateway.kill9();
+    cut.fault.pass();
+    let record = first.record();
+    eventually("its owner's lease has run out", async || {
+        command(&cut.gateway, &["records", "release", &record]).0 == 0
+    })
+    .await;
+    cut.killed_and_started();
+    assert_eq!(drained(cut.gateway.admin, "fenced_off").await, 1);
+    assert_eq!(metric(cut.gateway.admin, "oncegate_late_outcomes_total").await, 1);
+    let audited = format!(
+        "select count(*) from audit_log where action = 'late_outcome' and record_id = '{record}'"
+    );
+    assert_eq!(cut.place.count(&audited).await, 1);
+    assert_eq!((cut.place.records().await, cut.place.events().await), (0, 0));
+    assert_eq!(files(&cut.folder(), "spill").len(), 1, "its own");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_damaged_entry_loses_itself_only_and_its_file_is_set_aside() {
+    let mut cut = Cut::start("").await;
+    // It lives on, and its file in the same folder is nobody else's.
+    let _neighbour = tokio::task::block_in_place(|| cut.gateway.restart());
+    let keys = ["a", "b", "c"];
+    cut.outcomes_without_a_database(&keys).await.iter().for_each(assert_kept);
+    cut.gateway.kill9();
+    let length = |path: &PathBuf| std::fs::metadata(path).unwrap().len();
+    let path = files(&cut.folder(), "spill").into_iter().max_by_key(length).unwrap();
+    let mut bytes = std::fs::read(&path).unwrap();
+    // In the middle of what the first entry holds.
+    let location = bytes.windows(8).position(|bytes| bytes == b"location").unwrap();
+    bytes[location] ^= 1;
+    std::fs::write(&path, &bytes).unwrap();
+    cut.killed_and_started();
+    let mut completed = BTreeSet::new();
+    for key in keys {
+        if cut.is_completed(key).await {
+            completed.insert(key);
+        }
+    }
+    assert_eq!(completed.len(), 2, "{completed:?}");
+    let aside = files(&cut.folder(), "aside");
+    assert_eq!(std::fs::read(&aside[0]).unwrap(), bytes, "for whoever can read more of it");
+    assert_eq!(files(&cut.folder(), "spill").len(), 2, "the neighbour's, and the new one's");
+    assert_eq!(metric(cut.gateway.admin, "oncegate_spill_left_files").await, 1);
+    assert!(cut.gateway.log().contains("not all of a spill file"), "{}", cut.gateway.log());
+    assert_eq!(cut.orders.runs(), 3);
+}
