@@ -101,6 +101,18 @@ label_enum!(
 );
 
 label_enum!(
+    /// What came of a question about an unknown outcome.
+    Asked {
+        /// It had been executed.
+        Found = "found",
+        /// It had not.
+        NotFound = "not_found",
+        /// The upstream did not say.
+        Failed = "failed",
+    }
+);
+
+label_enum!(
     /// What the sweeper deletes.
     Swept {
         /// Expired records.
@@ -114,6 +126,12 @@ label_enum!(
 struct ByOperation {
     operation: String,
     reply: Reply,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ByAsked {
+    operation: String,
+    result: Asked,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -147,6 +165,7 @@ pub struct Metrics {
     in_flight: Gauge,
     waiting: Gauge,
     settling: Gauge,
+    lookups: Family<ByAsked, Counter>,
     event_errors: Counter,
     deliveries: Family<ByDelivery, Counter>,
     pending: Family<BySink, Gauge>,
@@ -166,6 +185,7 @@ impl Default for Metrics {
             in_flight: Gauge::default(),
             waiting: Gauge::default(),
             settling: Gauge::default(),
+            lookups: Family::default(),
             event_errors: Counter::default(),
             deliveries: Family::default(),
             pending: Family::default(),
@@ -206,6 +226,11 @@ impl Metrics {
             "settling",
             "Outcomes that the database has not taken yet",
             self.settling.clone(),
+        );
+        r.register(
+            "lookups",
+            "Questions about unknown outcomes by operation and result",
+            self.lookups.clone(),
         );
         r.register("event_errors", "Events whose template failed", self.event_errors.clone());
         r.register("deliveries", "Delivery attempts by sink and result", self.deliveries.clone());
@@ -261,6 +286,11 @@ impl Metrics {
     #[must_use]
     pub fn settling(&self) -> GaugeGuard {
         GaugeGuard::raise(&self.settling)
+    }
+
+    /// The upstream was asked what became of an attempt.
+    pub fn asked(&self, operation: &str, result: Asked) {
+        self.lookups.get_or_create(&ByAsked { operation: operation.to_owned(), result }).inc();
     }
 
     /// Templates of events failed.

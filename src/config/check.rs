@@ -40,6 +40,13 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
         );
         warn("policy.forward_key", text);
     }
+    if let Some(names) = on(settles_early) {
+        let text = format!(
+            "{names}: settle is shorter than timeout: the service may still be working when it is asked, and what is not \
+             found then is executed again. Let settle be as long as timeout at least"
+        );
+        warn("policy.lookup", text);
+    }
     if on(|route| route.scope.forward_key).is_some() {
         let text = "a Go proxy (Traefik, Caddy, a mesh) behind Oncegate may send a write without a body twice when it \
                     carries Idempotency-Key; with such a hop set forward_key = false";
@@ -94,6 +101,13 @@ fn tenant_is_a_claim(route: &Route) -> bool {
     match route.scope.tenant {
         Source::Header(_) | Source::Path(_) | Source::BasicUser | Source::Host => true,
         Source::Fixed(_) | Source::Credential => false,
+    }
+}
+
+fn settles_early(route: &Route) -> bool {
+    match &route.policy.on_unknown {
+        OnUnknown::Lookup(lookup) => lookup.settle.lost < route.policy.timeout,
+        OnUnknown::Hold | OnUnknown::Retry => false,
     }
 }
 

@@ -18,7 +18,7 @@ use super::reserve::{
 use super::upstream;
 use crate::record::event::{Event, Origin};
 use crate::record::outcome::{Class, Failure};
-use crate::record::{Answer, Attempt, Fence, KeptBody, RecordId, State};
+use crate::record::{Answer, Attempt, Fence, KeptBody, Record, RecordId, State};
 use crate::route::Route;
 use crate::store::{Changed, Completion, Error, Settled, Store};
 use crate::telemetry::{Metrics, Step, causes};
@@ -46,6 +46,10 @@ pub(super) enum Finish {
     NotStored { first: First },
     /// Somebody else completed the record meanwhile: this is what stands.
     Overtaken(Arc<Replay>),
+    /// The upstream was asked, and it had executed an earlier attempt: this is kept.
+    Found(Arc<Replay>),
+    /// The upstream was asked and did not say, or the store has not taken what it said.
+    StillUnknown { record: RecordId },
     /// Known not to have executed: passed on.
     Released { first: First },
     /// Perhaps executed: passed on.
@@ -136,8 +140,49 @@ impl Closing<'_> {
         }
     }
 
+    /// Keeps what a question found, with the events, under the fence that was held for it.
+    pub(super) async fn adopt(&self, underway: Box<Underway>, answer: Answer) -> Finish {
+        let begun = Instant::now();
+        let (record, fingerprint) = (underway.fence.id, underway.fingerprint);
+        let completion = self.completion_of(&underway, answer);
+        let replay = match self.complete(completion.clone(), begun + self.timeout).await {
+            Ok(Settled::Done { expires_at }) => {
+                let ends = begun + completion.retention;
+                replay_of_completion(&underway, completion.answer, expires_at, ends)
+            }
+            Ok(Settled::Fenced) => match self.store.find(&completion.scope).await {
+                Ok(Some(Record { fence, fingerprint, state: State::Completed(completed) }))
+                    if fence.id == record =>
+                {
+                    replay_of(fence, fingerprint, *completed)
+                }
+                Ok(_) | Err(_) => {
+                    underway.settled(Ending::LookAgain);
+                    return Finish::StillUnknown { record };
+                }
+            },
+            Err(error) => {
+                owed(&error);
+                underway.owe(Debt::Complete { completion: Box::new(completion), fingerprint });
+                return Finish::StillUnknown { record };
+            }
+        };
+        let replay = Arc::new(replay);
+        self.desk.remember(&completion.scope, &replay);
+        underway.settled(Ending::Kept(Arc::clone(&replay)));
+        self.wake.notify_one();
+        Finish::Found(replay)
+    }
+
+    /// Frees an attempt that was not sent, because asking about the one before it failed: unknown again.
+    pub(super) async fn hold_back(&self, underway: Box<Underway>) -> Finish {
+        let record = underway.fence.id;
+        self.release(underway, Ending::Unknown(record)).await;
+        Finish::StillUnknown { record }
+    }
+
     /// Marks the record `unknown`.
-    async fn lose(&self, underway: Box<Underway>) {
+    pub(super) async fn lose(&self, underway: Box<Underway>) {
         let record = underway.fence.id;
         match self.store.mark_unknown(&underway.scope, underway.fence).await {
             Ok(Changed::Yes | Changed::No) => underway.settled(Ending::Unknown(record)),
@@ -234,7 +279,10 @@ impl Closing<'_> {
             FirstBody::Streamed { .. } => KeptBody::NotRetained,
         };
         let kept = headers::kept(&first.head.headers, &self.route.policy.replay_drop);
-        let answer = Answer { status: first.head.status, headers: kept, body };
+        self.completion_of(underway, Answer { status: first.head.status, headers: kept, body })
+    }
+
+    fn completion_of(&self, underway: &Underway, answer: Answer) -> Completion {
         let events = self.events(underway, &answer);
         Completion {
             scope: underway.scope.clone(),

@@ -19,6 +19,7 @@ mod leases;
 mod migrate;
 mod operate;
 mod outbox;
+mod questions;
 mod records;
 mod rows;
 mod show;
@@ -36,9 +37,9 @@ use uuid::Uuid;
 
 use super::batch::{Batcher, RunError};
 use super::{
-    Acknowledgement, Acted, AuditRow, Beat, Changed, Claim, Claimed, Completion, Error,
-    EventFilter, EventRow, Gauges, OpenError, Operator, Proposal, RecordFilter, RecordRow,
-    Redeliver, Reserved, Settled, Store, Takeover,
+    Acknowledgement, Acted, Asking, AuditRow, Beat, Changed, Claim, Claimed, Completion, Doubt,
+    Due, Error, EventFilter, EventRow, Gauges, OpenError, Operator, Proposal, RecordFilter,
+    RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
 };
 use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 use crate::telemetry;
@@ -206,6 +207,14 @@ impl Store for Postgres {
             Some((scope, fence)) => records::mark_one_dead(&self.door, scope, fence).await,
             None => records::mark_dead(&self.door, limit).await,
         }
+    }
+
+    async fn questions(&self, asking: &[Asking], limit: u32) -> Result<Vec<Due>, Error> {
+        questions::due(&self.door, asking, limit).await
+    }
+
+    async fn doubt(&self, id: RecordId) -> Result<Option<Doubt>, Error> {
+        questions::doubt(&self.door, id).await
     }
 
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {

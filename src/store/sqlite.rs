@@ -14,6 +14,7 @@
 
 mod operator;
 mod outbox;
+mod questions;
 mod records;
 mod row;
 mod show;
@@ -33,9 +34,9 @@ use self::records::Completer;
 use self::thread::{Role, Tx, Worker, checkpoints, connect};
 use super::batch::{Batcher, RunError, Work};
 use super::{
-    Acknowledgement, Acted, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion, Error,
-    EventFilter, EventRow, Gauges, OpenError, Operator, Proposal, RecordFilter, RecordRow,
-    Redeliver, Reserved, Settled, Store, Takeover,
+    Acknowledgement, Acted, Asking, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion,
+    Doubt, Due, Error, EventFilter, EventRow, Gauges, OpenError, Operator, Proposal, RecordFilter,
+    RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
 };
 use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 
@@ -300,6 +301,15 @@ impl Store for Sqlite {
     async fn mark_dead(&self, only: Option<(&Scope, Fence)>, limit: u32) -> Result<u64, Error> {
         let only = only.map(|(scope, fence)| (scope.clone(), fence));
         self.writer.write(move |tx| records::mark_dead(tx, only.as_ref(), limit)).await
+    }
+
+    async fn questions(&self, asking: &[Asking], limit: u32) -> Result<Vec<Due>, Error> {
+        let asking = asking.to_vec();
+        self.lists.read(move |tx| questions::due(tx, &asking, limit)).await
+    }
+
+    async fn doubt(&self, id: RecordId) -> Result<Option<Doubt>, Error> {
+        self.reader.read(move |tx| questions::doubt(tx, id)).await
     }
 
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {

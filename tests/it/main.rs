@@ -27,6 +27,7 @@ mod crash;
 mod doubt;
 mod fingerprint;
 mod lease;
+mod lookup;
 mod outage;
 mod postgres;
 mod proxy;

@@ -34,6 +34,9 @@ pub(crate) enum Debt {
     /// A reservation that may still be committed by a backend that was lost: deleted, again and again, until
     /// that backend cannot commit any more.
     Withdraw { scope: Scope, fence: Fence, window: Duration },
+    /// A takeover for a question that may still be committed in the same way: unknown again. The attempt itself may have
+    /// executed, so it is never deleted.
+    Unask { scope: Scope, fence: Fence, window: Duration },
 }
 
 /// Pays debts. Clones are one settler.
@@ -102,16 +105,27 @@ impl Settler {
                 Ok(if released == Changed::Yes { ending.clone() } else { Ending::LookAgain })
             }
             Debt::Withdraw { scope, fence, window } => {
-                let until = Instant::now() + *window;
-                loop {
-                    // Found and deleted: it had been committed, and cannot be once more.
-                    let found = self.store.release(scope, *fence).await? == Changed::Yes;
-                    if found || Instant::now() >= until {
-                        return Ok(Ending::LookAgain);
-                    }
-                    tokio::time::sleep(PAUSE_MAX.min(*window)).await;
-                }
+                self.undo(*window, || self.store.release(scope, *fence)).await
             }
+            Debt::Unask { scope, fence, window } => {
+                self.undo(*window, || self.store.mark_unknown(scope, *fence)).await
+            }
+        }
+    }
+
+    /// Undoes what may still be committed, again and again.
+    async fn undo<F>(&self, window: Duration, undo: impl Fn() -> F) -> Result<Ending, Error>
+    where
+        F: Future<Output = Result<Changed, Error>>,
+    {
+        let until = Instant::now() + window;
+        loop {
+            // Found and undone: it had been committed, and cannot be once more.
+            let found = undo().await? == Changed::Yes;
+            if found || Instant::now() >= until {
+                return Ok(Ending::LookAgain);
+            }
+            tokio::time::sleep(PAUSE_MAX.min(window)).await;
         }
     }
 

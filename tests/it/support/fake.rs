@@ -190,6 +190,12 @@ impl Store for Fake {
         self.judged.fetch_add(1, Ordering::SeqCst);
         Ok(0)
     }
+    async fn questions(&self, _: &[Asking], _: u32) -> Result<Vec<Due>, Error> {
+        no()
+    }
+    async fn doubt(&self, _: RecordId) -> Result<Option<Doubt>, Error> {
+        no()
+    }
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {
         let take = |left: usize| left.checked_sub(1);
         if self.panics.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take).is_ok() {

@@ -13,9 +13,9 @@ use oncegate::record::{
     Scope, Status, Tenant,
 };
 use oncegate::store::{
-    Acknowledgement, Acted, AuditRow, Beat, Changed, Claim, Claimed, Completion, Error,
-    EventFilter, EventRow, EventStatus, Gauges, Objection, Operator, Proposal, RecordFilter,
-    RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
+    Acknowledgement, Acted, Asking, AuditRow, Beat, Changed, Claim, Claimed, Completion, Doubt,
+    Due, Error, EventFilter, EventRow, EventStatus, Gauges, Objection, Operator, Proposal,
+    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
 };
 use uuid::Uuid;
 
@@ -300,6 +300,13 @@ impl Store for Shelf {
     }
     async fn mark_dead(&self, _: Option<(&Scope, Fence)>, _: u32) -> Result<u64, Error> {
         Err(unavailable())
+    }
+    async fn questions(&self, _: &[Asking], _: u32) -> Result<Vec<Due>, Error> {
+        Err(unavailable())
+    }
+    async fn doubt(&self, _: RecordId) -> Result<Option<Doubt>, Error> {
+        self.reach().await?;
+        Ok(None)
     }
     async fn claim(&self, _: &Claim) -> Result<Vec<Claimed>, Error> {
         Err(unavailable())
