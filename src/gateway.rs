@@ -9,10 +9,12 @@
 //! and its retry finds the result. Those who wait for another's execution are not tasks; they hold nothing.
 
 pub mod accept;
+mod bypass;
 pub mod complete;
 pub mod forward;
 pub mod headers;
 mod intake;
+mod late;
 mod lookup;
 pub mod pass;
 mod prefixed;
@@ -26,6 +28,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use http::header::CONNECTION;
 use http::{HeaderValue, Request, Response};
 use hyper::body::Incoming;
@@ -33,13 +36,17 @@ use tokio::sync::{Notify, Semaphore, oneshot};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use self::complete::{Closing, Finish};
+use self::bypass::Alarm;
+use self::complete::{Closing, Finish, Late};
 use self::forward::Bounds;
 use self::headers::Forwarding;
 use self::intake::{Intake, Keyed, Read};
+use self::late::LateReads;
 use self::pass::PassError;
 use self::reply::{Kept, Name, Problem};
-use self::reserve::{Admission, Desk, Followed, Lead, MayJudge, Refusal, Reservation, Seat};
+use self::reserve::{
+    Admission, Desk, Followed, Lead, MayJudge, Refusal, Reservation, Seat, Unreserved,
+};
 use self::upstream::{Body, Upstream};
 use crate::record::lookup::{About, Verdict};
 use crate::record::outcome::Failure;
@@ -76,10 +83,23 @@ pub struct Settings {
     pub cache_bytes: u64,
     /// Keyed requests in flight, waiting ones included.
     pub in_flight_max: usize,
+    /// Answers awaited after their time-out.
+    pub late_answers_max: usize,
+    /// What a keyed request gets while the store is away.
+    pub on_unavailable: OnUnavailable,
     /// Sum of the buffered bodies of keyed requests, in bytes.
     pub buffered_bytes_max: usize,
     /// Under which name unnamed routes find their upstream.
     pub default_upstream: String,
+}
+
+/// What a keyed request gets for which no reservation can be made because the store is away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnUnavailable {
+    /// 503; nothing is forwarded.
+    Refuse,
+    /// It is forwarded unprotected.
+    Bypass,
 }
 
 /// The gateway behind a listener.
@@ -91,6 +111,8 @@ pub struct Gateway {
     store: Arc<dyn Store>,
     desk: Desk,
     intake: Intake,
+    late: LateReads,
+    alarm: Alarm,
     metrics: Arc<Metrics>,
     wake: Arc<Notify>,
     tasks: TaskTracker,
@@ -154,6 +176,7 @@ impl Gateway {
             settings.buffered_bytes_max,
         );
         let tasks = TaskTracker::new();
+        let late = LateReads::new(settings.late_answers_max, Arc::clone(&metrics));
         Some(Arc::new(Self {
             settings,
             routes,
@@ -162,6 +185,8 @@ impl Gateway {
             store,
             desk,
             intake,
+            late,
+            alarm: Alarm::default(),
             metrics,
             wake,
             tasks,
@@ -209,8 +234,16 @@ impl Gateway {
                 Seat::Lead(lead) => return self.detach(keyed, lead, deadline).await,
                 Seat::Follow(follow) => {
                     let followed = self.desk.follow(&keyed.ask, follow, deadline).await;
-                    if let Followed::Admitted(admission) = followed {
-                        return self.reply(&route, admission, Reply::Waited);
+                    match followed {
+                        Followed::Admitted(Admission::Refuse(refusal))
+                            if self.bypasses(refusal) =>
+                        {
+                            return self.bypass(*keyed).await;
+                        }
+                        Followed::Admitted(admission) => {
+                            return self.reply(&route, admission, Reply::Waited);
+                        }
+                        Followed::LookAgain => {}
                     }
                 }
             }
@@ -239,22 +272,31 @@ impl Gateway {
     }
 
     /// A leader's work: reserve, forward, complete.
-    async fn work(&self, mut keyed: Keyed, lead: Lead, deadline: Instant) -> Response<Body> {
+    async fn work(
+        self: Arc<Self>,
+        mut keyed: Keyed,
+        lead: Lead,
+        deadline: Instant,
+    ) -> Response<Body> {
         let route = Arc::clone(&keyed.route);
         let reservation = match self.desk.lead(&keyed.ask, lead, deadline).await {
             Admission::Execute(reservation) => reservation,
+            Admission::Refuse(refusal) if self.bypasses(refusal) => {
+                return self.bypass(keyed).await;
+            }
             other @ (Admission::Replay(_) | Admission::Share(_) | Admission::Refuse(_)) => {
                 return self.reply(&route, other, Reply::Replayed);
             }
         };
         let _in_flight = self.metrics.in_flight();
-        let context = keyed.ask.context.clone();
+        let context = keyed.ask.context.take();
         let reservation = match self.ask_first(&route, context.as_deref(), reservation).await {
             Asked::Send(reservation) => reservation,
             Asked::Over(finish) => return self.finished(&route, *finish),
         };
         let upstream = self.upstream(&route);
-        let request = keyed.outgoing(&self.settings.forwarding, &upstream, reservation.fence());
+        let request =
+            keyed.outgoing(&self.settings.forwarding, &upstream, Some(reservation.fence()));
         let policy = &route.policy;
         let bounds = Bounds { timeout: policy.timeout, body_max: policy.response_body_max };
         let begun = Instant::now();
@@ -262,7 +304,10 @@ impl Gateway {
             forward::forward(reservation, upstream, request, bounds).await;
         self.metrics.took(Step::Forward, begun.elapsed());
         let closing = self.closing(&route, context.as_deref());
-        let finish = closing.close(underway, evidence, given_up).await;
+        let (finish, late) = closing.close(underway, evidence, given_up).await;
+        if let Some(late) = late {
+            self.await_late(late, &route, context);
+        }
         self.finished(&route, finish)
     }
 
@@ -349,8 +394,39 @@ impl Gateway {
         let closing = self.closing(&route, context);
         match verdict {
             Verdict::Found(answer) => drop(closing.adopt(underway, answer).await),
-            Verdict::NotFound | Verdict::Failed(_) => closing.lose(underway).await,
+            Verdict::NotFound | Verdict::Failed(_) => drop(closing.lose(underway).await),
         }
+    }
+
+    /// Goes on reading an answer whose caller was told that it did not come in time.
+    fn await_late(self: &Arc<Self>, late: Late, route: &Arc<Route>, context: Option<Bytes>) {
+        let Late { parted, exchange } = late;
+        let (gateway, route) = (Arc::clone(self), Arc::clone(route));
+        let time = route.policy.late_answer;
+        self.late.start(exchange, time, move |evidence| async move {
+            gateway.closing(&route, context.as_deref()).close_late(parted, evidence).await
+        });
+    }
+
+    /// Whether this is a refusal in whose place the request is forwarded unprotected.
+    fn bypasses(&self, refusal: Refusal) -> bool {
+        self.settings.on_unavailable == OnUnavailable::Bypass
+            && refusal == Refusal::StoreUnavailable(Unreserved::Certainly)
+    }
+
+    /// Forwards a request that nothing protects, once.
+    async fn bypass(&self, mut keyed: Keyed) -> Response<Body> {
+        let route = Arc::clone(&keyed.route);
+        self.alarm.raise();
+        self.metrics.replied(route.operation.as_str(), Reply::Bypassed);
+        let upstream = self.upstream(&route);
+        let request = keyed.outgoing(&self.settings.forwarding, &upstream, None);
+        let mut answer = match bypass::forward(&upstream, request, route.policy.timeout).await {
+            Ok(answer) => answer,
+            Err(failure) => reply::bypass_failed(failure).into_response(Some(&route.operation)),
+        };
+        bypass::mark(&mut answer);
+        answer
     }
 
     async fn pass(&self, upstream: &Upstream, request: Request<Body>) -> Response<Body> {
@@ -399,7 +475,7 @@ impl Gateway {
             Finish::Kept { first, expires_at } => {
                 (Reply::Executed, reply::first(first, Kept::Until(expires_at)))
             }
-            Finish::NotStored { first } => (Reply::Executed, reply::first(first, Kept::NotYet)),
+            Finish::NotStored { first, counted } => (counted, reply::first(first, Kept::NotYet)),
             Finish::Overtaken(replay) => {
                 (Reply::Executed, reply::replay(&replay, &route.operation))
             }
@@ -439,6 +515,8 @@ impl Gateway {
     pub async fn drained(&self) {
         self.tasks.close();
         self.tasks.wait().await;
+        // Their records are unknown already: nobody waits for them.
+        self.late.cut().await;
         self.desk.settler().idle().await;
     }
 }

@@ -49,6 +49,8 @@ pub struct Policy {
     pub wait: Duration,
     /// How long the upstream may take before the outcome is unknown.
     pub timeout: Duration,
+    /// How much longer its answer is awaited after that; zero: not at all.
+    pub late_answer: Duration,
     /// How long an outcome is kept, from its completion.
     pub retention: Duration,
     /// Longest request body, in bytes.
@@ -355,6 +357,7 @@ mod tests {
                 policy: Policy {
                     wait: Duration::ZERO,
                     timeout: Duration::ZERO,
+                    late_answer: Duration::ZERO,
                     retention: Duration::ZERO,
                     request_body_max: 0,
                     response_body_max: 0,

@@ -10,6 +10,7 @@
 //! - An [`Error`] says what may be concluded: nothing happened, or nobody knows.
 
 pub mod batch;
+mod late;
 pub mod postgres;
 pub mod sqlite;
 
@@ -19,6 +20,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use uuid::Uuid;
 
+pub use self::late::{LateEnd, LateOutcome};
 use crate::record::event::Event;
 use crate::record::{
     Answer, Attempt, Fence, Fingerprint, Operation, OwnerId, Record, RecordId, Scope, Settle,
@@ -570,6 +572,9 @@ pub trait Store: Send + Sync + 'static {
     /// What is known of a record that is unknown; `None` where it is not.
     async fn doubt(&self, id: RecordId) -> Result<Option<Doubt>, Error>;
 
+    /// Writes an outcome that changed no row to the audit table. Run again it writes nothing more.
+    async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error>;
+
     /// Claims events that are due; see [`Claim`]. Committed before it returns.
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error>;
 
@@ -621,7 +626,7 @@ pub trait Store: Send + Sync + 'static {
     /// Makes events due again, through the retry lane, under their id and with growing claim numbers. Audited. How many.
     async fn redeliver(&self, which: &Redeliver, by: &Operator) -> Result<u64, Error>;
 
-    /// What was done to a record by hand, oldest first.
+    /// What was done to a record by hand, and its late outcomes, oldest first.
     async fn audit_of(&self, record: RecordId) -> Result<Vec<AuditRow>, Error>;
 
     /// Records that operators acted on within the last `window`.

@@ -69,6 +69,8 @@ label_enum!(
         StoreUnavailable = "store_unavailable",
         /// Passed through unprotected.
         Passed = "passed",
+        /// Forwarded unprotected, because the store was away.
+        Bypassed = "bypassed",
     }
 );
 
@@ -83,6 +85,24 @@ label_enum!(
         Forward = "forward",
         /// The completion's commit.
         Complete = "complete",
+    }
+);
+
+label_enum!(
+    /// What came of an exchange after its time-out.
+    LateAnswer {
+        /// An answer, kept: the record is completed.
+        Completed = "completed",
+        /// An answer that says that it did not execute.
+        Released = "released",
+        /// An answer that leaves the outcome unknown.
+        Unknown = "unknown",
+        /// An answer that the store has not taken yet, or whose record had gone on.
+        NotStored = "not_stored",
+        /// No answer: the time was over, the connection broke, or the process ended.
+        Missed = "missed",
+        /// Not awaited: too many others were.
+        NoRoom = "no_room",
     }
 );
 
@@ -151,6 +171,11 @@ struct ByDelivery {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ByLateAnswer {
+    result: LateAnswer,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct BySwept {
     what: Swept,
 }
@@ -166,6 +191,9 @@ pub struct Metrics {
     waiting: Gauge,
     settling: Gauge,
     lookups: Family<ByAsked, Counter>,
+    late_reads: Gauge,
+    late_answers: Family<ByLateAnswer, Counter>,
+    late_outcomes: Counter,
     event_errors: Counter,
     deliveries: Family<ByDelivery, Counter>,
     pending: Family<BySink, Gauge>,
@@ -186,6 +214,9 @@ impl Default for Metrics {
             waiting: Gauge::default(),
             settling: Gauge::default(),
             lookups: Family::default(),
+            late_reads: Gauge::default(),
+            late_answers: Family::default(),
+            late_outcomes: Counter::default(),
             event_errors: Counter::default(),
             deliveries: Family::default(),
             pending: Family::default(),
@@ -231,6 +262,17 @@ impl Metrics {
             "lookups",
             "Questions about unknown outcomes by operation and result",
             self.lookups.clone(),
+        );
+        r.register("late_reads", "Answers awaited after their time-out", self.late_reads.clone());
+        r.register(
+            "late_answers",
+            "What came of answers awaited after their time-out",
+            self.late_answers.clone(),
+        );
+        r.register(
+            "late_outcomes",
+            "Outcomes whose record had gone on, kept in the audit table",
+            self.late_outcomes.clone(),
         );
         r.register("event_errors", "Events whose template failed", self.event_errors.clone());
         r.register("deliveries", "Delivery attempts by sink and result", self.deliveries.clone());
@@ -291,6 +333,22 @@ impl Metrics {
     /// The upstream was asked what became of an attempt.
     pub fn asked(&self, operation: &str, result: Asked) {
         self.lookups.get_or_create(&ByAsked { operation: operation.to_owned(), result }).inc();
+    }
+
+    /// Counts an answer that is awaited after its time-out until the guard is dropped.
+    #[must_use]
+    pub fn late_read(&self) -> GaugeGuard {
+        GaugeGuard::raise(&self.late_reads)
+    }
+
+    /// What came of an answer that was awaited after its time-out.
+    pub fn late_answer(&self, result: LateAnswer) {
+        self.late_answers.get_or_create(&ByLateAnswer { result }).inc();
+    }
+
+    /// An outcome found its record gone on.
+    pub fn late_outcome(&self) {
+        self.late_outcomes.inc();
     }
 
     /// Templates of events failed.

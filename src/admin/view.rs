@@ -205,7 +205,7 @@ impl EventView {
     }
 }
 
-/// Something that was done by hand.
+/// Something that was done by hand, or that came too late.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct AuditView {
     /// Its id.
@@ -271,7 +271,7 @@ pub struct Life {
     pub events: Vec<EventView>,
     /// Whether there are more events than are shown.
     pub events_cut: bool,
-    /// What was done to it by hand, oldest first.
+    /// What was done to it by hand, and its late outcomes, oldest first.
     pub audit: Vec<AuditView>,
 }
 

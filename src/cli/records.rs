@@ -513,9 +513,9 @@ pub(super) fn events_table(events: &[EventView]) -> Table<8> {
 
 fn print_audit(out: &mut dyn Write, audit: &[AuditView]) -> std::io::Result<()> {
     if audit.is_empty() {
-        return writeln!(out, "Nothing was done by hand");
+        return writeln!(out, "Nothing was done by hand, nothing came too late");
     }
-    writeln!(out, "Done by hand")?;
+    writeln!(out, "Done by hand, or come too late")?;
     let mut table = Table::new(["AT", "WHO", "ACTION", "WHY"]);
     for row in audit {
         let why = row.why.as_deref().unwrap_or("-");

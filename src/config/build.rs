@@ -24,7 +24,7 @@ use crate::config::{RouteFacts, Server, Store, StoreKind};
 use crate::fingerprint;
 use crate::gateway::headers::{Forwarding, HostPolicy, Network};
 use crate::gateway::upstream;
-use crate::gateway::{self, accept};
+use crate::gateway::{self, OnUnavailable, accept};
 use crate::record::event::{Spec, Templates};
 use crate::record::outcome::{Code, Lists};
 use crate::record::{Operation, Tenant};
@@ -155,9 +155,23 @@ impl Builder<'_> {
             doubt_window,
             cache_bytes: u64::try_from(or(&store.cache_bytes, 64 * MIB)).unwrap_or(u64::MAX),
             in_flight_max: count(&raw.in_flight_max, 1000),
+            late_answers_max: count(&raw.late_answers_max, 100),
+            on_unavailable: self.on_unavailable(&store.on_unavailable),
             buffered_bytes_max: or(&raw.buffered_bytes_max, 256 * MIB),
             default_upstream: DEFAULT_UPSTREAM.to_owned(),
         }
+    }
+
+    fn on_unavailable(&self, field: &Maybe<String>) -> OnUnavailable {
+        let read = |text: &str| match text {
+            "refuse" => Ok(OnUnavailable::Refuse),
+            "bypass" => Ok(OnUnavailable::Bypass),
+            _ => Err("must be \"refuse\" (503 while the store is away) or \"bypass\" (forward \
+                      unprotected)"
+                .to_owned()),
+        };
+        let chosen = field.as_ref().and_then(|placed| self.checked(placed, read));
+        chosen.unwrap_or(OnUnavailable::Refuse)
     }
 
     fn networks(&self, field: &Maybe<Vec<Placed<String>>>) -> Vec<Network> {

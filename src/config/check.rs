@@ -5,6 +5,7 @@ use std::time::Duration;
 use http::Method;
 
 use crate::config::{Config, StoreKind, Warning};
+use crate::gateway::OnUnavailable;
 use crate::relay::sink;
 use crate::route::{OnUnknown, Route};
 use crate::scope::Source;
@@ -20,6 +21,11 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
         warn("route", "there is no [[route]]: everything passes through unprotected".to_owned());
     }
     let on = |test: fn(&Route) -> bool| operations(config, test);
+    if config.gateway.on_unavailable == OnUnavailable::Bypass {
+        let text = "while the store is away keyed requests are forwarded unprotected: duplicates execute again, no event \
+                    is written, and a retry after the outage executes once more";
+        warn("store.on_unavailable", text.to_owned());
+    }
     if let Some(names) = on(tenant_is_a_claim) {
         let text = format!(
             "{names}: the tenant is what the caller says, and nobody verifies it. Whoever can name a tenant can read \
@@ -27,26 +33,7 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
         );
         warn("policy.tenant", text);
     }
-    if let Some(names) = on(|route| route.policy.on_unknown == OnUnknown::Retry) {
-        let text = format!(
-            "{names}: after an unknown outcome the next duplicate executes again. Use retry only where the upstream \
-             itself deduplicates by the forwarded key"
-        );
-        warn("policy.on_unknown", text);
-    }
-    if let Some(names) = on(|r| r.policy.on_unknown == OnUnknown::Retry && !r.scope.forward_key) {
-        let text = format!(
-            "{names}: retry without forward_key gives the upstream no key to deduplicate by"
-        );
-        warn("policy.forward_key", text);
-    }
-    if let Some(names) = on(settles_early) {
-        let text = format!(
-            "{names}: settle is shorter than timeout: the service may still be working when it is asked, and what is not \
-             found then is executed again. Let settle be as long as timeout at least"
-        );
-        warn("policy.lookup", text);
-    }
+    about_unknown(config, &mut warn);
     if on(|route| route.scope.forward_key).is_some() {
         let text = "a Go proxy (Traefik, Caddy, a mesh) behind Oncegate may send a write without a body twice when it \
                     carries Idempotency-Key; with such a hop set forward_key = false";
@@ -81,6 +68,30 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
         warn("store.url", text.to_owned());
     }
     found
+}
+
+fn about_unknown(config: &Config, warn: &mut impl FnMut(&str, String)) {
+    let on = |test: fn(&Route) -> bool| operations(config, test);
+    if let Some(names) = on(|route| route.policy.on_unknown == OnUnknown::Retry) {
+        let text = format!(
+            "{names}: after an unknown outcome the next duplicate executes again. Use retry only where the upstream \
+             itself deduplicates by the forwarded key"
+        );
+        warn("policy.on_unknown", text);
+    }
+    if let Some(names) = on(|r| r.policy.on_unknown == OnUnknown::Retry && !r.scope.forward_key) {
+        let text = format!(
+            "{names}: retry without forward_key gives the upstream no key to deduplicate by"
+        );
+        warn("policy.forward_key", text);
+    }
+    if let Some(names) = on(settles_early) {
+        let text = format!(
+            "{names}: settle is shorter than timeout: the service may still be working when it is asked, and what is not \
+             found then is executed again. Let settle be as long as timeout at least"
+        );
+        warn("policy.lookup", text);
+    }
 }
 
 fn about_sink(sink: &sink::Settings, warn: &mut impl FnMut(&str, String)) {

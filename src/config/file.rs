@@ -67,6 +67,8 @@ pub struct Server {
     pub shutdown_grace: Maybe<Duration>,
     /// Reserved requests at a time.
     pub in_flight_max: Maybe<u32>,
+    /// Answers awaited after their time-out.
+    pub late_answers_max: Maybe<u32>,
     /// Sum of the bodies in memory.
     pub buffered_bytes_max: Maybe<usize>,
     /// The file with the key of the digests.
@@ -128,6 +130,8 @@ pub struct Store {
     pub sweep_every: Maybe<Duration>,
     /// Rows of one of its statements.
     pub sweep_batch: Maybe<u32>,
+    /// `refuse` or `bypass`.
+    pub on_unavailable: Maybe<String>,
 }
 
 /// `[policy]`, and the same fields of a route.
@@ -147,6 +151,8 @@ pub struct Policy {
     pub wait: Maybe<Duration>,
     /// How long the upstream may take.
     pub timeout: Maybe<Duration>,
+    /// How much longer its answer is awaited.
+    pub late_answer: Maybe<Duration>,
     /// How long an outcome is kept.
     pub retention: Maybe<Duration>,
     /// Longest request body.
@@ -364,6 +370,7 @@ fn server(mut s: Section<'_>) -> Server {
         trusted_proxies: s.texts("trusted_proxies"),
         shutdown_grace: s.duration("shutdown_grace"),
         in_flight_max: s.number("in_flight_max", 1..=1_000_000),
+        late_answers_max: s.number("late_answers_max", 0..=1_000_000),
         buffered_bytes_max: s.size("buffered_bytes_max"),
         digest_key_file: s.text("digest_key_file"),
     };
@@ -411,8 +418,9 @@ fn store(mut s: Section<'_>) -> Store {
         cache_bytes: s.size("cache_bytes"),
         sweep_every: s.duration("sweep_every"),
         sweep_batch: s.number("sweep_batch", 1..=100_000),
+        on_unavailable: s.text("on_unavailable"),
     };
-    s.not_yet(&["on_unavailable", "spill", "encryption"]);
+    s.not_yet(&["spill", "encryption"]);
     s.finish();
     read
 }
@@ -432,6 +440,7 @@ fn policy(s: &mut Section<'_>) -> Policy {
         derive_key: s.texts("derive_key"),
         wait: s.duration("wait"),
         timeout: s.duration("timeout"),
+        late_answer: s.duration("late_answer"),
         retention: s.duration("retention"),
         max_request_body: s.size("max_request_body"),
         max_response_body: s.size("max_response_body"),
@@ -443,7 +452,7 @@ fn policy(s: &mut Section<'_>) -> Policy {
         unknown_on: s.codes("unknown_on"),
         fingerprint: s.section("fingerprint").map(fingerprint),
     };
-    s.not_yet(&["late_answer", "replay_auth", "mode"]);
+    s.not_yet(&["replay_auth", "mode"]);
     read
 }
 

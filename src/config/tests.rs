@@ -133,6 +133,18 @@ const CASES: &[(&str, &str)] = &[
         "og.toml:6: route[0].lookup: does nothing here: on_unknown is not \"lookup\"",
     ),
     (
+        "policy.late_answer = 60",
+        "og.toml:2: policy.late_answer: this is an integer; write a duration with its unit, such as \"500ms\", \"10s\" or \"24h\"",
+    ),
+    (
+        "store.on_unavailable = \"pass\"",
+        "og.toml:2: store.on_unavailable: must be \"refuse\" (503 while the store is away) or \"bypass\" (forward unprotected)",
+    ),
+    (
+        "server.late_answers_max = -1",
+        "og.toml:2: server.late_answers_max: must be a whole number from 0 to 1000000",
+    ),
+    (
         "policy.tenant = { jwt_claim = \"t\" }",
         "og.toml:2: policy.tenant.jwt_claim: is not supported yet; leave it out",
     ),
@@ -364,8 +376,8 @@ fn without_a_file_every_post_and_patch_with_a_key_is_protected() {
 #[test]
 fn a_route_overrides_the_policy_field_by_field() {
     let text = with(
-        "policy.wait = \"1s\"\npolicy.retention = \"1h\"\npolicy.unknown_on = [429]\n\
-         [[route]]\nmethods = [\"POST\", \"PUT\"]\npath = \"/a\"\nwait = \"2s\"\nmax_request_body = 17\n\
+        "policy.wait = \"1s\"\npolicy.late_answer = \"5s\"\npolicy.retention = \"1h\"\npolicy.unknown_on = [429]\n\
+         [[route]]\nmethods = [\"POST\", \"PUT\"]\npath = \"/a\"\nwait = \"2s\"\nlate_answer = \"0s\"\nmax_request_body = 17\n\
          [[route]]\nmethods = [\"POST\", \"PUT\"]\npath = \"/b\"\noperation = \"b\"\nrelease_on = [\"503+retry-after\", 429]\nunknown_on = [502]",
     );
     let config = good(&text, &[]);
@@ -375,6 +387,7 @@ fn a_route_overrides_the_policy_field_by_field() {
     assert_eq!(a.policy.wait, Duration::from_secs(2));
     assert_eq!(a.policy.retention, Duration::from_secs(3600));
     assert_eq!(a.policy.request_body_max, 17);
+    assert_eq!(a.policy.late_answer, Duration::ZERO);
     // What is written wins over the default of the other list.
     let code = |status: u16| http::StatusCode::from_u16(status).unwrap();
     use crate::record::outcome::Class;
@@ -384,6 +397,7 @@ fn a_route_overrides_the_policy_field_by_field() {
     assert_eq!(b.outcome.class(code(429), &http::HeaderMap::new()), Class::Released);
     assert_eq!(b.outcome.class(code(401), &http::HeaderMap::new()), Class::Stored);
     assert_eq!(b.policy.wait, Duration::from_secs(1));
+    assert_eq!(b.policy.late_answer, Duration::from_secs(5));
 }
 
 #[test]

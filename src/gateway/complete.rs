@@ -2,6 +2,12 @@
 //!
 //! The end is durable before the caller gets a byte of the answer. Where the database does not take it in time, the
 //! settler goes on trying and the caller is told ([`Finish::NotStored`]). Waiters are woken with what the store took.
+//!
+//! An end that changes no row found its record gone on: completed, at another attempt, or gone. What stands is read and
+//! counts for the caller; what the attempt itself came to goes to the audit table, so that it is never dropped.
+//!
+//! After a time-out the record is `unknown` and the caller is told; the exchange goes on as a [`Late`] one, and what it
+//! brings comes back here ([`Closing::close_late`]).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -13,15 +19,16 @@ use tokio::sync::Notify;
 use super::forward::{Evidence, GivenUp};
 use super::headers;
 use super::reserve::{
-    Debt, Desk, Ending, Replay, Shared, SharedAnswer, Underway, replay_of, replay_of_completion,
+    Debt, Desk, Ending, Parted, Replay, Shared, SharedAnswer, Standing, Underway,
+    replay_of_completion,
 };
 use super::upstream;
 use crate::record::event::{Event, Origin};
 use crate::record::outcome::{Class, Failure};
-use crate::record::{Answer, Attempt, Fence, KeptBody, Record, RecordId, State};
+use crate::record::{Answer, Attempt, Fence, KeptBody, RecordId};
 use crate::route::Route;
-use crate::store::{Changed, Completion, Error, Settled, Store};
-use crate::telemetry::{Metrics, Step, causes};
+use crate::store::{Changed, Completion, Error, LateEnd, LateOutcome, Settled, Store};
+use crate::telemetry::{LateAnswer, Metrics, Reply, Step, causes};
 
 /// A body on its way to the first caller.
 pub(super) enum FirstBody {
@@ -42,8 +49,8 @@ pub(super) struct First {
 pub(super) enum Finish {
     /// Kept until then.
     Kept { first: First, expires_at: SystemTime },
-    /// The upstream answered, and the store has not taken it (yet).
-    NotStored { first: First },
+    /// The upstream answered, and the store has not taken it (yet), or the record had gone on.
+    NotStored { first: First, counted: Reply },
     /// Somebody else completed the record meanwhile: this is what stands.
     Overtaken(Arc<Replay>),
     /// The upstream was asked, and it had executed an earlier attempt: this is kept.
@@ -56,6 +63,22 @@ pub(super) enum Finish {
     Unknown { first: First },
     /// No answer.
     Failed { fence: Fence, failure: Failure },
+}
+
+/// An attempt that timed out, whose record says so, and the exchange that goes on. Dropping it closes the connection.
+pub(super) struct Late {
+    pub(super) parted: Parted,
+    pub(super) exchange: GivenUp,
+}
+
+/// What became of an attempt that is to be freed.
+enum Freed {
+    /// It is free, or will be: the settler has it.
+    Done,
+    /// Its record is completed: this stands.
+    Overtaken(Arc<Replay>),
+    /// Its record had gone on, and has no answer.
+    Moved,
 }
 
 /// What completing needs besides the attempt.
@@ -73,48 +96,78 @@ pub(super) struct Closing<'a> {
 }
 
 impl Closing<'_> {
-    /// Brings an attempt to its end.
+    /// Brings an attempt to its end. With it comes the exchange that may still bring an answer.
     pub(super) async fn close(
         &self,
         underway: Box<Underway>,
         evidence: Evidence,
         given_up: Option<GivenUp>,
-    ) -> Finish {
-        let fence = underway.fence;
-        let record = fence.id;
-        let (head, body) = match evidence {
-            Evidence::Answered { head, body } => (head, FirstBody::Whole(body)),
-            Evidence::Large { head, begun, rest } => (head, FirstBody::Streamed { begun, rest }),
-            Evidence::Failed(failure) => {
-                self.fail(underway, failure).await;
-                // Only now: the record says what happened before the connection is cut.
-                drop(given_up);
-                return Finish::Failed { fence, failure };
+    ) -> (Finish, Option<Late>) {
+        match self.classify(underway.fence.id, evidence) {
+            Ok((Class::Stored, first)) => (self.keep(underway, first).await, None),
+            Ok((Class::Released, first)) => (self.free(underway, first).await, None),
+            Ok((Class::Unknown, first)) => {
+                drop(self.lose(underway).await);
+                (Finish::Unknown { first }, None)
             }
-        };
-        let class = self.route.outcome.class(head.status, &head.headers);
-        let first = First { record, head, body };
-        match class {
-            Class::Stored => self.keep(underway, first).await,
-            Class::Released => {
-                let share = shared(&first, &self.route.policy.replay_drop).map(Arc::new);
-                let ending = share.map_or(Ending::LookAgain, Ending::Shared);
-                self.release(underway, ending).await;
-                Finish::Released { first }
-            }
-            Class::Unknown => {
-                self.lose(underway).await;
-                Finish::Unknown { first }
-            }
+            Err(failure) => self.fail(underway, failure, given_up).await,
         }
     }
 
-    async fn fail(&self, underway: Box<Underway>, failure: Failure) {
-        let Fence { id: record, attempt } = underway.fence;
+    /// Brings in what came of an exchange after its time-out. The record is `unknown` by now, or has gone on.
+    pub(super) async fn close_late(&self, parted: Parted, evidence: Evidence) -> LateAnswer {
+        let Fence { id: record, attempt } = parted.fence();
+        let finish = match self.classify(record, evidence) {
+            Ok((Class::Stored, first)) => self.keep(self.desk.resume(parted), first).await,
+            Ok((Class::Released, first)) => self.free(self.desk.resume(parted), first).await,
+            Ok((Class::Unknown, _)) => return LateAnswer::Unknown,
+            Err(failure) if failure.class() == Class::Released => {
+                self.fail(self.desk.resume(parted), failure, None).await.0
+            }
+            Err(_) => return LateAnswer::Missed,
+        };
+        let result = match finish {
+            Finish::Kept { .. } => LateAnswer::Completed,
+            Finish::Released { .. } | Finish::Failed { .. } => LateAnswer::Released,
+            Finish::NotStored { .. } | Finish::Overtaken(_) | Finish::Found(_) => {
+                LateAnswer::NotStored
+            }
+            Finish::Unknown { .. } | Finish::StillUnknown { .. } => LateAnswer::Unknown,
+        };
+        let attempt = attempt.number();
+        tracing::info!(%record, attempt, result = result.as_str(), "a late answer came");
+        result
+    }
+
+    /// An answer with its class, or why there is none.
+    fn classify(&self, record: RecordId, evidence: Evidence) -> Result<(Class, First), Failure> {
+        let (head, body) = match evidence {
+            Evidence::Answered { head, body } => (head, FirstBody::Whole(body)),
+            Evidence::Large { head, begun, rest } => (head, FirstBody::Streamed { begun, rest }),
+            Evidence::Failed(failure) => return Err(failure),
+        };
+        let class = self.route.outcome.class(head.status, &head.headers);
+        Ok((class, First { record, head, body }))
+    }
+
+    async fn fail(
+        &self,
+        underway: Box<Underway>,
+        failure: Failure,
+        given_up: Option<GivenUp>,
+    ) -> (Finish, Option<Late>) {
+        let fence = underway.fence;
+        let Fence { id: record, attempt } = fence;
         let operation = &self.route.operation;
         tracing::warn!(%record, %operation, ?failure, "an attempt ended without an answer");
         let ending = match failure {
-            Failure::Broken | Failure::TimedOut => return self.lose(underway).await,
+            Failure::Broken | Failure::TimedOut => {
+                let parted = self.lose(underway).await;
+                // Only now may the connection be cut: the record says what happened.
+                let awaited = !self.route.policy.late_answer.is_zero();
+                let late = given_up.filter(|_| awaited).map(|exchange| Late { parted, exchange });
+                return (Finish::Failed { fence, failure }, late);
+            }
             // What is freed of a later attempt is unknown again, and no waiter starts the next one.
             Failure::NothingSent | Failure::LeaseEnded if attempt > Attempt::FIRST => {
                 Ending::Unknown(record)
@@ -124,20 +177,48 @@ impl Closing<'_> {
             }
             Failure::LeaseEnded => Ending::LookAgain,
         };
-        self.release(underway, ending).await;
+        let finish = match self.release(underway, ending, LateEnd::NotSent).await {
+            Freed::Overtaken(replay) => Finish::Overtaken(replay),
+            Freed::Done | Freed::Moved => Finish::Failed { fence, failure },
+        };
+        (finish, None)
+    }
+
+    /// The upstream did not execute: passes its answer on.
+    async fn free(&self, underway: Box<Underway>, first: First) -> Finish {
+        let share = shared(&first, &self.route.policy.replay_drop).map(Arc::new);
+        let ending = share.map_or(Ending::LookAgain, Ending::Shared);
+        let answer = self.answer(&first);
+        match self.release(underway, ending, LateEnd::Released { answer }).await {
+            Freed::Done => Finish::Released { first },
+            Freed::Overtaken(replay) => Finish::Overtaken(replay),
+            Freed::Moved => Finish::NotStored { first, counted: Reply::Released },
+        }
     }
 
     /// Frees the attempt; those who waited for it get this ending.
-    async fn release(&self, underway: Box<Underway>, ending: Ending) {
-        match self.store.release(&underway.scope, underway.fence).await {
-            Ok(Changed::Yes) => underway.settled(ending),
-            Ok(Changed::No) => underway.settled(Ending::LookAgain),
-            Err(error) => {
-                owed(&error);
-                let (scope, fence) = (underway.scope.clone(), underway.fence);
-                underway.owe(Debt::Release { scope, fence, ending });
+    async fn release(&self, underway: Box<Underway>, ending: Ending, end: LateEnd) -> Freed {
+        let (scope, fence) = (underway.scope.clone(), underway.fence);
+        let late = LateOutcome { scope: scope.clone(), fence, end };
+        let error = match self.store.release(&scope, fence).await {
+            Ok(Changed::Yes) => {
+                underway.settled(ending);
+                return Freed::Done;
             }
-        }
+            Ok(Changed::No) => match self.desk.standing(&scope, fence.id).await {
+                Ok(standing) => {
+                    return self
+                        .overtaken(underway, standing, late)
+                        .await
+                        .map_or(Freed::Moved, Freed::Overtaken);
+                }
+                Err(error) => error,
+            },
+            Err(error) => error,
+        };
+        owed(&error);
+        underway.owe(Debt::Release { scope, fence, ending, late: Some(Box::new(late)) });
+        Freed::Done
     }
 
     /// Keeps what a question found, with the events, under the fence that was held for it.
@@ -145,30 +226,30 @@ impl Closing<'_> {
         let begun = Instant::now();
         let (record, fingerprint) = (underway.fence.id, underway.fingerprint);
         let completion = self.completion_of(&underway, answer);
-        let replay = match self.complete(completion.clone(), begun + self.timeout).await {
+        let error = match self.complete(completion.clone(), begun + self.timeout).await {
             Ok(Settled::Done { expires_at }) => {
                 let ends = begun + completion.retention;
-                replay_of_completion(&underway, completion.answer, expires_at, ends)
+                let replay = replay_of_completion(&underway, completion.answer, expires_at, ends);
+                return self.found(underway, Arc::new(replay));
             }
-            Ok(Settled::Fenced) => match self.store.find(&completion.scope).await {
-                Ok(Some(Record { fence, fingerprint, state: State::Completed(completed) }))
-                    if fence.id == record =>
-                {
-                    replay_of(fence, fingerprint, *completed)
-                }
-                Ok(_) | Err(_) => {
+            Ok(Settled::Fenced) => match self.desk.standing(&completion.scope, record).await {
+                Ok(Standing::Completed(replay)) => return self.found(underway, replay),
+                // It was somebody's question, not an execution: there is nothing to note.
+                Ok(Standing::Open | Standing::Gone) => {
                     underway.settled(Ending::LookAgain);
                     return Finish::StillUnknown { record };
                 }
+                Err(error) => error,
             },
-            Err(error) => {
-                owed(&error);
-                underway.owe(Debt::Complete { completion: Box::new(completion), fingerprint });
-                return Finish::StillUnknown { record };
-            }
+            Err(error) => error,
         };
-        let replay = Arc::new(replay);
-        self.desk.remember(&completion.scope, &replay);
+        owed(&error);
+        underway.owe(Debt::Complete { completion: Box::new(completion), fingerprint });
+        Finish::StillUnknown { record }
+    }
+
+    fn found(&self, underway: Box<Underway>, replay: Arc<Replay>) -> Finish {
+        self.desk.remember(&underway.scope, &replay);
         underway.settled(Ending::Kept(Arc::clone(&replay)));
         self.wake.notify_one();
         Finish::Found(replay)
@@ -177,19 +258,21 @@ impl Closing<'_> {
     /// Frees an attempt that was not sent, because asking about the one before it failed: unknown again.
     pub(super) async fn hold_back(&self, underway: Box<Underway>) -> Finish {
         let record = underway.fence.id;
-        self.release(underway, Ending::Unknown(record)).await;
-        Finish::StillUnknown { record }
+        match self.release(underway, Ending::Unknown(record), LateEnd::NotSent).await {
+            Freed::Overtaken(replay) => Finish::Found(replay),
+            Freed::Done | Freed::Moved => Finish::StillUnknown { record },
+        }
     }
 
-    /// Marks the record `unknown`.
-    pub(super) async fn lose(&self, underway: Box<Underway>) {
+    /// Marks the record `unknown`: what comes now is late.
+    pub(super) async fn lose(&self, underway: Box<Underway>) -> Parted {
         let record = underway.fence.id;
         match self.store.mark_unknown(&underway.scope, underway.fence).await {
-            Ok(Changed::Yes | Changed::No) => underway.settled(Ending::Unknown(record)),
+            Ok(Changed::Yes | Changed::No) => underway.part(Ending::Unknown(record)),
             Err(error) => {
                 owed(&error);
                 let (scope, fence) = (underway.scope.clone(), underway.fence);
-                underway.owe(Debt::Unknown { scope, fence });
+                underway.part_owing(Debt::Unknown { scope, fence })
             }
         }
     }
@@ -200,7 +283,7 @@ impl Closing<'_> {
         let completion = self.completion(&underway, &first);
         let settled = self.complete(completion.clone(), begun + self.timeout).await;
         self.metrics.took(Step::Complete, begun.elapsed());
-        match settled {
+        let error = match settled {
             Ok(Settled::Done { expires_at }) => {
                 let ends = begun + completion.retention;
                 let replay =
@@ -208,16 +291,22 @@ impl Closing<'_> {
                 self.desk.remember(&completion.scope, &replay);
                 underway.settled(Ending::Kept(replay));
                 self.wake.notify_one();
-                Finish::Kept { first, expires_at }
+                return Finish::Kept { first, expires_at };
             }
-            Ok(Settled::Fenced) => self.overtaken(underway, completion, first).await,
-            Err(error) => {
-                owed(&error);
-                let fingerprint = underway.fingerprint;
-                underway.owe(Debt::Complete { completion: Box::new(completion), fingerprint });
-                Finish::NotStored { first }
+            Ok(Settled::Fenced) => {
+                match self.desk.standing(&completion.scope, completion.fence.id).await {
+                    Ok(standing) => {
+                        return self.stands(underway, standing, completion, first).await;
+                    }
+                    Err(error) => error,
+                }
             }
-        }
+            Err(error) => error,
+        };
+        owed(&error);
+        let fingerprint = underway.fingerprint;
+        underway.owe(Debt::Complete { completion: Box::new(completion), fingerprint });
+        Finish::NotStored { first, counted: Reply::Executed }
     }
 
     /// Writes a completion. Events that the database refuses to hold lose their ordering key, never the outcome.
@@ -235,51 +324,63 @@ impl Closing<'_> {
         }
     }
 
-    /// The record is no longer at this attempt, or is completed already: what stands is what counts.
-    async fn overtaken(
+    /// The completion changed no row: what stands is what counts.
+    async fn stands(
         &self,
         underway: Box<Underway>,
+        standing: Standing,
         completion: Completion,
         first: First,
     ) -> Finish {
-        match self.store.find(&completion.scope).await {
-            Ok(Some(record)) if record.fence.id == completion.fence.id => {
-                let State::Completed(completed) = record.state else {
-                    underway.settled(Ending::LookAgain);
-                    return Finish::NotStored { first };
-                };
-                // What was committed and not confirmed is found as a record of this attempt with this very answer.
-                let own = record.fence == completion.fence && completed.answer == completion.answer;
-                let replay = Arc::new(replay_of(record.fence, record.fingerprint, *completed));
-                self.desk.remember(&completion.scope, &replay);
-                underway.settled(Ending::Kept(Arc::clone(&replay)));
-                self.wake.notify_one();
-                if own {
-                    return Finish::Kept { first, expires_at: replay.expires_at };
-                }
-                Finish::Overtaken(replay)
-            }
-            Ok(Some(_) | None) => {
-                tracing::warn!(record = %completion.fence.id, "a late outcome found its record taken over");
-                underway.settled(Ending::LookAgain);
-                Finish::NotStored { first }
-            }
-            Err(error) => {
-                owed(&error);
-                let fingerprint = underway.fingerprint;
-                underway.owe(Debt::Complete { completion: Box::new(completion), fingerprint });
-                Finish::NotStored { first }
-            }
+        let overtaken = self.overtaken(underway, standing, LateOutcome::from(&completion)).await;
+        let Some(replay) = overtaken else {
+            return Finish::NotStored { first, counted: Reply::Executed };
+        };
+        // What was committed and not confirmed is found as a record of this attempt with this very answer.
+        if replay.fence == completion.fence && replay.answer == completion.answer {
+            self.wake.notify_one();
+            return Finish::Kept { first, expires_at: replay.expires_at };
         }
+        Finish::Overtaken(replay)
     }
 
-    fn completion(&self, underway: &Underway, first: &First) -> Completion {
+    /// The record is no longer at this attempt, or is completed: the answer that stands, where there is one. What the
+    /// attempt itself came to is noted, unless it is what stands.
+    async fn overtaken(
+        &self,
+        underway: Box<Underway>,
+        standing: Standing,
+        late: LateOutcome,
+    ) -> Option<Arc<Replay>> {
+        let replay = match standing {
+            Standing::Completed(replay) => {
+                self.desk.remember(&late.scope, &replay);
+                underway.settled(Ending::Kept(Arc::clone(&replay)));
+                Some(replay)
+            }
+            Standing::Open | Standing::Gone => {
+                underway.settled(Ending::LookAgain);
+                None
+            }
+        };
+        if replay.as_ref().is_none_or(|replay| replay.fence != late.fence) {
+            self.desk.settler().note(late).await;
+        }
+        replay
+    }
+
+    /// The answer as far as the route keeps it.
+    fn answer(&self, first: &First) -> Answer {
         let body = match &first.body {
             FirstBody::Whole(body) => KeptBody::Whole(body.clone()),
             FirstBody::Streamed { .. } => KeptBody::NotRetained,
         };
-        let kept = headers::kept(&first.head.headers, &self.route.policy.replay_drop);
-        self.completion_of(underway, Answer { status: first.head.status, headers: kept, body })
+        let headers = headers::kept(&first.head.headers, &self.route.policy.replay_drop);
+        Answer { status: first.head.status, headers, body }
+    }
+
+    fn completion(&self, underway: &Underway, first: &First) -> Completion {
+        self.completion_of(underway, self.answer(first))
     }
 
     fn completion_of(&self, underway: &Underway, answer: Answer) -> Completion {

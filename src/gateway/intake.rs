@@ -188,12 +188,12 @@ impl Intake {
 }
 
 impl Keyed {
-    /// The request as the upstream gets it: one computed Content-Length, no hop's own headers, our ids.
+    /// The request as the upstream gets it: one computed Content-Length, no hop's own headers, our ids where it is reserved.
     pub(super) fn outgoing(
         &mut self,
         forwarding: &Forwarding,
         upstream: &Upstream,
-        fence: Fence,
+        fence: Option<Fence>,
     ) -> Request<Full<Bytes>> {
         let mut request = Request::new(Full::new(self.body.clone()));
         *request.method_mut() = self.head.method.clone();
@@ -214,7 +214,9 @@ impl Keyed {
             headers.insert(HOST, upstream.authority().clone());
         }
         headers::forward(forwarding, &self.hop, headers);
-        if let Ok(id) = HeaderValue::from_str(&fence.id.to_string()) {
+        if let Some(fence) = fence
+            && let Ok(id) = HeaderValue::from_str(&fence.id.to_string())
+        {
             headers.insert(reply::RECORD, id);
             headers.insert(reply::ATTEMPT, HeaderValue::from(fence.attempt.number()));
         }

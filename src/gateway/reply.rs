@@ -29,7 +29,7 @@ pub(super) const RECORD: HeaderName = HeaderName::from_static("oncegate-record")
 pub(super) const ATTEMPT: HeaderName = HeaderName::from_static("oncegate-attempt");
 /// When a kept answer expires.
 const EXPIRES: HeaderName = HeaderName::from_static("oncegate-expires");
-/// `false`: the upstream answered, and the store has not taken the answer yet.
+/// `false`: the upstream answered, and the store has not taken the answer yet, or not as the record's answer.
 const STORED: HeaderName = HeaderName::from_static("oncegate-stored");
 
 /// When a caller comes again for an outcome that the gateway itself asks about.
@@ -51,7 +51,7 @@ pub(super) fn refusal(refusal: Refusal, policy: &Policy) -> Problem {
                 ),
             }
         }
-        Refusal::StoreUnavailable => Problem::new(Name::StoreUnavailable),
+        Refusal::StoreUnavailable(_) => Problem::new(Name::StoreUnavailable),
     }
 }
 
@@ -70,6 +70,21 @@ pub(super) fn failure(fence: Fence, failure: Failure) -> Problem {
         );
     }
     problem
+}
+
+/// A request that was forwarded unprotected, and failed, as a problem.
+pub(super) fn bypass_failed(failure: Failure) -> Problem {
+    let (name, detail) = match failure {
+        Failure::NothingSent | Failure::LeaseEnded => (
+            Name::UpstreamUnreachable,
+            "Nothing was sent to the service. Send it again with the same key.",
+        ),
+        Failure::Broken | Failure::TimedOut => (
+            if failure == Failure::Broken { Name::UpstreamFailed } else { Name::UpstreamTimeout },
+            "The request was forwarded without protection and no complete answer came back: it may have been executed, and nothing remembers it. Find out from the service itself before you send it again.",
+        ),
+    };
+    Problem::new(name).detail(detail)
 }
 
 /// The upstream's answer for the caller that started it. `expires_at`: where it is kept.
@@ -110,7 +125,7 @@ pub(super) fn first(first: First, kept: Kept) -> Response<Body> {
 pub(super) enum Kept {
     /// Durable, until then.
     Until(SystemTime),
-    /// It should be, and the store has not taken it yet.
+    /// It should be, and the store has not taken it yet; or the record had gone on, and it stands in the audit table.
     NotYet,
     /// It is not to be kept.
     No,
@@ -129,10 +144,10 @@ pub(super) fn replay(replay: &Replay, operation: &Operation) -> Response<Body> {
                 "The first request under this key was executed and answered with status {status}. Its answer was too large to keep. Read the result from the API itself."
             );
             let problem = Problem::new(Name::ResponseNotRetained).detail(detail);
-            problem.record(replay.record).into_response(Some(operation))
+            problem.record(replay.fence.id).into_response(Some(operation))
         }
     };
-    name_record(response.headers_mut(), replay.record);
+    name_record(response.headers_mut(), replay.fence.id);
     name_expiry(response.headers_mut(), replay.expires_at);
     response
 }

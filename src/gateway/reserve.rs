@@ -27,11 +27,11 @@ use tokio::sync::watch;
 use self::cache::Cache;
 pub(super) use self::cache::Replay;
 use self::inquiry::{Held, Inquiry, Step};
-pub(super) use self::settler::{Debt, Settler};
+pub(super) use self::settler::{Debt, Settler, Standing};
 use crate::record::lookup::About;
 use crate::record::{Completed, Fence, Fingerprint, LeaseView, OwnerId, RecordId, Scope, Settle};
 use crate::route::OnUnknown;
-use crate::store::{Due, Store, Takeover};
+use crate::store::{self, Due, Store, Takeover};
 use crate::telemetry::Metrics;
 
 /// First pause between two looks at a record that another replica works on; it doubles up to [`POLL_MAX`].
@@ -104,7 +104,16 @@ pub(super) enum Refusal {
     /// Nobody knows whether it executed. `again`: when more may be known.
     OutcomeUnknown { record: RecordId, again: Option<Duration> },
     /// No reservation could be made; nothing was forwarded.
-    StoreUnavailable,
+    StoreUnavailable(Unreserved),
+}
+
+/// Whether a request for which no reservation could be made has none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Unreserved {
+    /// The store was away: this request has none, and no record was seen under its scope.
+    Certainly,
+    /// There may be one, or another attempt's record stands there.
+    Perhaps,
 }
 
 /// Where the requests of one process meet, by scope.
@@ -147,7 +156,7 @@ pub(super) enum Ending {
     /// Nobody knows how.
     Unknown(RecordId),
     /// No reservation could be made.
-    Unavailable,
+    Unavailable(Unreserved),
     /// Its leader left without an end: look again.
     LookAgain,
 }
@@ -214,6 +223,15 @@ impl Question {
     }
 }
 
+/// An attempt whose record says `unknown`, or will: its entry is gone, and its answer may still come.
+pub(super) struct Parted(Box<Underway>);
+
+impl Parted {
+    pub(super) fn fence(&self) -> Fence {
+        self.0.fence
+    }
+}
+
 /// An attempt whose request has been handed to the network. It must be settled; see [`Settler`].
 pub(super) struct Underway {
     pub(super) scope: Scope,
@@ -222,6 +240,7 @@ pub(super) struct Underway {
     owner: OwnerId,
     lease: LeaseView,
     sending: Arc<AtomicBool>,
+    /// None: it has parted, and somebody else works on its scope.
     lead: Option<Lead>,
     settler: Settler,
 }
@@ -274,9 +293,23 @@ impl Underway {
 
     /// The store did not take the end yet: the settler goes on trying, and keeps the entry until it has.
     pub(super) fn owe(mut self: Box<Self>, debt: Debt) {
+        let lead = self.lead.take();
+        self.settler.owe(debt, lead);
+    }
+
+    /// As [`Underway::settled`]; the attempt lives on without an entry.
+    pub(super) fn part(mut self: Box<Self>, ending: Ending) -> Parted {
         if let Some(lead) = self.lead.take() {
-            self.settler.owe(debt, lead);
+            lead.end(ending);
         }
+        Parted(self)
+    }
+
+    /// As [`Underway::owe`]; the attempt lives on without an entry.
+    pub(super) fn part_owing(mut self: Box<Self>, debt: Debt) -> Parted {
+        let lead = self.lead.take();
+        self.settler.owe(debt, lead);
+        Parted(self)
     }
 }
 
@@ -287,9 +320,9 @@ impl Drop for Underway {
             let debt = if self.sending.load(Ordering::SeqCst) {
                 Debt::Unknown { scope, fence }
             } else {
-                Debt::Release { scope, fence, ending: Ending::LookAgain }
+                Debt::Release { scope, fence, ending: Ending::LookAgain, late: None }
             };
-            self.settler.owe(debt, lead);
+            self.settler.owe(debt, Some(lead));
         }
     }
 }
@@ -325,6 +358,40 @@ impl Desk {
         self.cache.forget(records);
     }
 
+    /// What stands under a scope where the record `id` was.
+    pub(super) async fn standing(
+        &self,
+        scope: &Scope,
+        id: RecordId,
+    ) -> Result<Standing, store::Error> {
+        self.settler.standing(scope, id).await
+    }
+
+    /// A late answer has come. Where nobody here works on the scope by now, the attempt leads again: duplicates on this
+    /// replica wait for what the answer comes to.
+    pub(super) fn resume(&self, parted: Parted) -> Box<Underway> {
+        let Parted(mut underway) = parted;
+        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        if let hash_map::Entry::Vacant(place) = entries.entry(underway.scope.clone()) {
+            let (record, fingerprint) = (underway.fence.id, underway.fingerprint);
+            let news = News::Running { record, fingerprint };
+            underway.lead = Some(self.take_the_lead(place, news));
+        }
+        drop(entries);
+        underway
+    }
+
+    fn take_the_lead(
+        &self,
+        place: hash_map::VacantEntry<'_, Scope, Arc<Entry>>,
+        news: News,
+    ) -> Lead {
+        let scope = place.key().clone();
+        let entry = Arc::new(Entry { news: watch::Sender::new(news) });
+        place.insert(Arc::clone(&entry));
+        Lead { scope, entry, entries: Arc::clone(&self.entries), ending: Ending::LookAgain }
+    }
+
     /// A place for a request: a stored answer in memory, the lead, or behind whoever leads.
     pub(super) fn seat(&self, ask: &Ask) -> Seat {
         let scope = &ask.scope;
@@ -336,14 +403,7 @@ impl Desk {
                 if let Some(replay) = self.cache.get(scope, Instant::now()) {
                     return Seat::Decided(from_record(ask, replay));
                 }
-                let entry = Arc::new(Entry { news: watch::Sender::new(News::Proposed) });
-                place.insert(Arc::clone(&entry));
-                Seat::Lead(Lead {
-                    scope: scope.clone(),
-                    entry,
-                    entries: Arc::clone(&self.entries),
-                    ending: Ending::LookAgain,
-                })
+                Seat::Lead(self.take_the_lead(place, News::Proposed))
             }
         }
     }
@@ -369,7 +429,7 @@ impl Desk {
             }
             Step::Doubt(fence) => {
                 let (scope, window) = (ask.scope, self.settings.doubt_window);
-                self.settler.owe(Debt::Unask { scope, fence, window }, lead);
+                self.settler.owe(Debt::Unask { scope, fence, window }, Some(lead));
                 None
             }
             Step::Replay(_) | Step::Unknown(..) | Step::Refuse(_) | Step::Again | Step::Wait(_) => {
@@ -427,8 +487,8 @@ impl Desk {
                 Step::Doubt(fence) => {
                     let window = self.settings.doubt_window;
                     let scope = ask.scope.clone();
-                    self.settler.owe(Debt::Withdraw { scope, fence, window }, lead);
-                    return Admission::Refuse(Refusal::StoreUnavailable);
+                    self.settler.owe(Debt::Withdraw { scope, fence, window }, Some(lead));
+                    return Admission::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps));
                 }
                 Step::Replay(replay) => {
                     self.remember(&ask.scope, &replay);
@@ -440,8 +500,8 @@ impl Desk {
                     return Admission::Refuse(Refusal::OutcomeUnknown { record, again });
                 }
                 Step::Refuse(refusal) => {
-                    if refusal == Refusal::StoreUnavailable {
-                        lead.end(Ending::Unavailable);
+                    if let Refusal::StoreUnavailable(unreserved) = refusal {
+                        lead.end(Ending::Unavailable(unreserved));
                     }
                     return Admission::Refuse(refusal);
                 }
@@ -449,7 +509,7 @@ impl Desk {
             }
         }
         tracing::warn!("a record kept moving while it was being reserved");
-        Admission::Refuse(Refusal::StoreUnavailable)
+        Admission::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps))
     }
 
     fn reservation(&self, held: Held, ask: &Ask, lead: Lead) -> Reservation {
@@ -472,7 +532,7 @@ fn from_record(ask: &Ask, replay: Arc<Replay>) -> Admission {
     if replay.fingerprint.same_request(&ask.fingerprint) {
         Admission::Replay(replay)
     } else {
-        Admission::Refuse(Refusal::Mismatch { record: replay.record })
+        Admission::Refuse(Refusal::Mismatch { record: replay.fence.id })
     }
 }
 
@@ -483,7 +543,7 @@ fn ended(ask: &Ask, ending: Ending) -> Followed {
         Ending::Unknown(record) => {
             Admission::Refuse(Refusal::OutcomeUnknown { record, again: None })
         }
-        Ending::Unavailable => Admission::Refuse(Refusal::StoreUnavailable),
+        Ending::Unavailable(unreserved) => Admission::Refuse(Refusal::StoreUnavailable(unreserved)),
         Ending::LookAgain => return Followed::LookAgain,
     })
 }
@@ -491,7 +551,7 @@ fn ended(ask: &Ask, ending: Ending) -> Followed {
 /// A completed record as it is replayed, with the end of its life in memory.
 pub(super) fn replay_of(fence: Fence, fingerprint: Fingerprint, completed: Completed) -> Replay {
     let Completed { answer, expires_at, time_left } = completed;
-    Replay::new(fence.id, fingerprint, answer, expires_at, Instant::now() + time_left)
+    Replay::new(fence, fingerprint, answer, expires_at, Instant::now() + time_left)
 }
 
 /// A freshly completed record as it is replayed. `before`: a moment before the completion, `retention` after it.
@@ -501,5 +561,5 @@ pub(super) fn replay_of_completion(
     expires_at: SystemTime,
     ends: Instant,
 ) -> Replay {
-    Replay::new(underway.fence.id, underway.fingerprint, answer, expires_at, ends)
+    Replay::new(underway.fence, underway.fingerprint, answer, expires_at, ends)
 }

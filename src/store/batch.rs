@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use tokio::sync::mpsc::error::TrySendError;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Semaphore, SemaphorePermit, mpsc, oneshot};
 
 use super::Error;
 use crate::record::Scope;
@@ -62,6 +62,28 @@ impl From<Error> for RunError {
     }
 }
 
+/// Batchers that take turns on one database: while one runs its batch the other's queue fills, so that both have larger
+/// batches and the database has less to do. A turn is waited for as long as a batch usually takes and no longer: a
+/// statement that hangs in one never holds the other up. Clones share the turn.
+#[derive(Clone)]
+pub struct Turns(Arc<Semaphore>);
+
+/// How long a turn is waited for.
+const TURN_MAX: Duration = Duration::from_millis(5);
+
+impl Default for Turns {
+    fn default() -> Self {
+        Self(Arc::new(Semaphore::new(1)))
+    }
+}
+
+impl Turns {
+    /// The turn; `None`: the other did not end in time, or nobody takes turns any more.
+    async fn take(&self) -> Option<SemaphorePermit<'_>> {
+        tokio::time::timeout(TURN_MAX, self.0.acquire()).await.ok()?.ok()
+    }
+}
+
 const QUEUED: u8 = 0;
 const BEGUN: u8 = 1;
 const WITHDRAWN: u8 = 2;
@@ -80,9 +102,9 @@ pub struct Batcher<W: Work> {
 
 impl<W: Work> Batcher<W> {
     /// A queue, and its worker as a future for the caller to spawn. The worker ends when the queue is dropped and drained.
-    pub fn new(work: W) -> (Self, impl Future<Output = ()> + Send) {
+    pub fn new(work: W, turns: Turns) -> (Self, impl Future<Output = ()> + Send) {
         let (queue, jobs) = mpsc::channel(QUEUE_MAX);
-        (Self { queue }, work_off(work, jobs))
+        (Self { queue }, work_off(work, jobs, turns))
     }
 
     /// Queues an item and waits for its batch, until `deadline`.
@@ -127,7 +149,7 @@ impl Drop for Withdraw<'_> {
     }
 }
 
-async fn work_off<W: Work>(work: W, mut jobs: mpsc::Receiver<Job<W>>) {
+async fn work_off<W: Work>(work: W, mut jobs: mpsc::Receiver<Job<W>>, turns: Turns) {
     let mut waiting: VecDeque<Job<W>> = VecDeque::new();
     loop {
         if waiting.is_empty() {
@@ -136,6 +158,7 @@ async fn work_off<W: Work>(work: W, mut jobs: mpsc::Receiver<Job<W>>) {
                 None => return,
             }
         }
+        let _turn = turns.take().await;
         gather(&mut jobs, &mut waiting).await;
         let batch = next_batch(&mut waiting);
         if !batch.is_empty() {
@@ -366,7 +389,7 @@ mod tests {
 
     fn start() -> (Arc<Fake>, Arc<Batcher<Work>>) {
         let fake = Arc::new(Fake::default());
-        let (batcher, worker) = Batcher::new(Work(Arc::clone(&fake)));
+        let (batcher, worker) = Batcher::new(Work(Arc::clone(&fake)), Turns::default());
         tokio::spawn(worker);
         (fake, Arc::new(batcher))
     }
@@ -420,6 +443,25 @@ mod tests {
         }
         let sizes: Vec<_> = fake.runs().iter().map(Vec::len).collect();
         assert_eq!(sizes, [1, BATCH_MAX, 1]);
+    }
+
+    #[tokio::test]
+    async fn batchers_take_turns_but_one_that_hangs_holds_nobody_up() {
+        let turns = Turns::default();
+        let (hanging, free) = (Arc::new(Fake::default()), Arc::new(Fake::default()));
+        let (first, worker) = Batcher::new(Work(Arc::clone(&hanging)), turns.clone());
+        tokio::spawn(worker);
+        let (second, worker) = Batcher::new(Work(Arc::clone(&free)), turns.clone());
+        tokio::spawn(worker);
+        let gate = hanging.hold();
+        let hung = submit(&Arc::new(first), item("hung"), soon());
+        hanging.begun.notified().await;
+        assert!(turns.0.try_acquire().is_err(), "whoever runs a batch has the turn");
+        second.submit(item("free"), soon()).await.unwrap();
+        gate.notify_one();
+        hung.await.unwrap().unwrap();
+        settle().await;
+        assert!(turns.0.try_acquire().is_ok(), "and gives it back");
     }
 
     #[tokio::test]

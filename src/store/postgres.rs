@@ -35,11 +35,11 @@ use tokio_postgres::Config;
 use tokio_postgres::config::Host;
 use uuid::Uuid;
 
-use super::batch::{Batcher, RunError};
+use super::batch::{Batcher, RunError, Turns};
 use super::{
-    Acknowledgement, Acted, Asking, AuditRow, Beat, Changed, Claim, Claimed, Completion, Doubt,
-    Due, Error, EventFilter, EventRow, Gauges, OpenError, Operator, Proposal, RecordFilter,
-    RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
+    Acknowledgement, Acted, Asking, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion,
+    Doubt, Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal,
+    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
 };
 use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 use crate::telemetry;
@@ -89,10 +89,13 @@ impl Postgres {
         migrate::warn_of_lost_commits(&mut first).await;
         drop(first);
         let door = Door::new(dial.clone(), settings.connections.saturating_sub(2));
-        let (reservations, worker) = Batcher::new(records::Reservations(Lane::new(dial.clone())));
-        tokio::spawn(worker);
-        let (completions, worker) = Batcher::new(complete::Completions(Lane::new(dial.clone())));
-        tokio::spawn(worker);
+        let turns = Turns::default();
+        let (reservations, reserving) =
+            Batcher::new(records::Reservations(Lane::new(dial.clone())), turns.clone());
+        let (completions, completing) =
+            Batcher::new(complete::Completions(Lane::new(dial.clone())), turns);
+        on_a_thread_of_their_own(reserving, completing)
+            .map_err(|cause| OpenError::Connect { place: place(&dial.config), cause })?;
         Ok(Self {
             door,
             heart: Lane::new(dial.clone()),
@@ -116,6 +119,21 @@ impl Postgres {
             .map_err(|cause| OpenError::Connect { place: place(&self.dial.config), cause })?;
         migrate::migrate(&mut connection, allowed).await
     }
+}
+
+/// Runs the workers of both lanes, and what drives their connections, on one thread beside the runtime: an answer of the
+/// database never queues behind the requests that the last one woke. The thread ends with its workers.
+fn on_a_thread_of_their_own(
+    reserving: impl Future<Output = ()> + Send + 'static,
+    completing: impl Future<Output = ()> + Send + 'static,
+) -> Result<(), Cause> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    std::thread::Builder::new().name("store-lanes".to_owned()).spawn(move || {
+        let (reserving, completing) = (runtime.spawn(reserving), runtime.spawn(completing));
+        // One that panicked ends alone; its callers are told that the worker ended.
+        let _ended = runtime.block_on(async { (reserving.await, completing.await) });
+    })?;
+    Ok(())
 }
 
 fn dial(settings: &Settings) -> Result<Dial, OpenError> {
@@ -215,6 +233,10 @@ impl Store for Postgres {
 
     async fn doubt(&self, id: RecordId) -> Result<Option<Doubt>, Error> {
         questions::doubt(&self.door, id).await
+    }
+
+    async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error> {
+        complete::note_late(&self.door, late).await
     }
 
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {

@@ -32,11 +32,11 @@ use uuid::Uuid;
 
 use self::records::Completer;
 use self::thread::{Role, Tx, Worker, checkpoints, connect};
-use super::batch::{Batcher, RunError, Work};
+use super::batch::{Batcher, RunError, Turns, Work};
 use super::{
     Acknowledgement, Acted, Asking, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion,
-    Doubt, Due, Error, EventFilter, EventRow, Gauges, OpenError, Operator, Proposal, RecordFilter,
-    RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
+    Doubt, Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal,
+    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
 };
 use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 
@@ -79,8 +79,10 @@ impl Sqlite {
             Ok(Err(cause)) => return Err(OpenError::Connect { place, cause }),
             Err(cause) => return Err(OpenError::Connect { place, cause: cause.into() }),
         };
-        let (reservations, reserving) = Batcher::new(Reservations(writer.clone(), stand.clone()));
-        let (completions, completing) = Batcher::new(Completions(writer.clone()));
+        let turns = Turns::default();
+        let (reservations, reserving) =
+            Batcher::new(Reservations(writer.clone(), stand.clone()), turns.clone());
+        let (completions, completing) = Batcher::new(Completions(writer.clone()), turns);
         tokio::spawn(reserving);
         tokio::spawn(completing);
         let store = Self { writer, reader, lists, reservations, completions, place, stand };
@@ -310,6 +312,11 @@ impl Store for Sqlite {
 
     async fn doubt(&self, id: RecordId) -> Result<Option<Doubt>, Error> {
         self.reader.read(move |tx| questions::doubt(tx, id)).await
+    }
+
+    async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error> {
+        let late = late.clone();
+        self.writer.write(move |tx| operator::note_late(tx, &late)).await
     }
 
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {

@@ -137,7 +137,7 @@ Events
   00000000-0000-0000-0000-00000000e001  order.created  main   sent     1         2031-01-01T00:00:01Z  2031-01-01T00:01:30Z  -
   00000000-0000-0000-0000-00000000e002  order.created  other  dead     1         2031-01-01T00:00:02Z  -                     500 from the sink
   00000000-0000-0000-0000-00000000e003  order.created  main   pending  1         2031-01-01T00:00:03Z  -                     -
-Nothing was done by hand
+Nothing was done by hand, nothing came too late
 "
     );
     assert_eq!(text, wanted);

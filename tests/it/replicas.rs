@@ -4,6 +4,8 @@
 use std::collections::HashSet;
 use std::net::SocketAddr;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use futures_util::future::join_all;
 use http::StatusCode;
 
@@ -188,6 +190,22 @@ async fn asleep_and_released(
     first
 }
 
+/// The outcome of the attempt that slept stands in the audit table, with what its API said.
+async fn assert_late(place: &Place, first: &Answer, outcome: &str, events: usize) {
+    let record = first.record();
+    let sql = format!(
+        "select detail from audit_log where action = 'late_outcome' and record_id = '{record}'"
+    );
+    let rows = place.rows(&sql).await;
+    assert_eq!(rows.len(), 1, "once");
+    let detail: serde_json::Value =
+        serde_json::from_str(rows[0][0].as_ref().expect("a detail")).expect("JSON");
+    assert_eq!(detail["outcome"], outcome, "{detail}");
+    assert_eq!(detail["status"], first.status.as_u16());
+    assert_eq!(detail["body_base64"], STANDARD.encode(&first.body));
+    assert_eq!(detail["events"].as_array().map(Vec::len), Some(events));
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a07_a_replica_that_wakes_up_does_not_write_over_its_successor() {
     let (orders, place) = parts().await;
@@ -199,11 +217,9 @@ async fn a07_a_replica_that_wakes_up_does_not_write_over_its_successor() {
     gateways[0].signal("CONT");
     let first = first.await.unwrap();
     assert_eq!(first.status, StatusCode::CREATED);
-    if first.header("oncegate-stored") == Some("false") {
-        assert_eq!(first.json()["id"], "order-1", "what its API said, and that it is not kept");
-    } else {
-        assert_eq!(first.body, second.body, "what stands");
-    }
+    assert_eq!(first.header("oncegate-stored"), Some("false"));
+    assert_eq!(first.json()["id"], "order-1", "what its API said, and that it is not kept");
+    assert_late(&place, &first, "completed", 2).await;
     for gateway in &gateways {
         let replay = order("k").to(gateway.addr).await;
         assert!(replay.replayed());
@@ -229,7 +245,10 @@ async fn a08_a_late_release_does_not_free_the_successors_claim() {
     let claim = record_of(&place, "k").await;
 
     gateways[0].signal("CONT");
-    assert_eq!(first.await.unwrap().status, StatusCode::TOO_MANY_REQUESTS);
+    let first = first.await.unwrap();
+    assert_eq!(first.status, StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(first.header("oncegate-stored"), Some("false"));
+    assert_late(&place, &first, "released", 0).await;
     assert_eq!(record_of(&place, "k").await, claim, "the second attempt's claim stands");
     assert_eq!(place.status_of("k").await.as_deref(), Some("in_progress"));
     let addrs: [SocketAddr; 2] = [gateways[0].addr, gateways[1].addr];

@@ -10,7 +10,8 @@ fn order() -> Ask {
     post("/orders", r#"{"customer":"c-1","amount":"129.90"}"#).tenant("acme").key("k")
 }
 
-const RETRY: &str = "on_unknown = \"retry\"\ntimeout = \"2s\"";
+// The first answer is cut off, so that it does not come before the next attempt.
+const RETRY: &str = "on_unknown = \"retry\"\ntimeout = \"2s\"\nlate_answer = \"0s\"";
 
 /// The attempts that the API saw.
 fn attempts(rig: &Rig) -> Vec<String> {

@@ -16,8 +16,8 @@ use oncegate::record::{
 };
 use oncegate::store::{
     Acknowledgement, Asking, Beat, Changed, Claim, Claimed, Completion, EventFilter, EventStatus,
-    Lane, Objection, Operator, Proposal, RecordFilter, Redeliver, Reserved, Settled, Store,
-    Takeover, Verdict,
+    Lane, LateEnd, LateOutcome, Objection, Operator, Proposal, RecordFilter, Redeliver, Reserved,
+    Settled, Store, Takeover, Verdict,
 };
 use uuid::Uuid;
 
@@ -59,6 +59,7 @@ on_every_store![
     retention_ends_by_the_databases_clock,
     a_completion_writes_answer_and_events_once,
     an_unknown_attempt_may_still_complete,
+    a_late_outcome_is_noted_once_with_all_of_it,
     only_a_dead_owners_records_are_marked,
     an_unknown_record_is_asked_about_by_one_at_a_time,
     a_doubt_begins_when_the_outcome_is_lost_and_goes_on_through_questions,
@@ -616,7 +617,7 @@ async fn an_unknown_record_is_asked_about_by_one_at_a_time(store: Tested) {
     let scope = scope();
     let fence = brought_to(&store, &scope, Status::Unknown, Attempt::FIRST.next()).await;
     let asking = Asking { operation: scope.operation.clone(), settle: NOW };
-    let found = store.questions(&[asking.clone()], 9).await.unwrap();
+    let found = store.questions(std::slice::from_ref(&asking), 9).await.unwrap();
     assert_eq!(found.len(), 1);
     assert_eq!((&found[0].scope, found[0].fence), (&scope, fence));
     assert_eq!(found[0].fingerprint, fingerprint(1));
@@ -1058,6 +1059,35 @@ async fn operators_resolve_only_what_nobody_works_on(store: Tested) {
     let acted_on = store.acted_on(MINUTE).await.unwrap();
     assert_eq!(acted_on.iter().filter(|id| **id == fence.id).count(), 1);
     assert_eq!(store.ping().await.map_err(|error| error.to_string()), Ok(()));
+}
+
+async fn a_late_outcome_is_noted_once_with_all_of_it(store: Tested) {
+    let scope = scope();
+    let (fence, _) = held(&store, &scope).await;
+    let second = Fence { attempt: fence.attempt.next(), ..fence };
+    let completed = LateOutcome::from(&completion(&scope, fence, vec![event(fence, "made", &[])]));
+    let not_sent = LateOutcome { scope: scope.clone(), fence: second, end: LateEnd::NotSent };
+    for late in [&completed, &completed, &not_sent, &completed] {
+        store.note_late_outcome(late).await.unwrap();
+    }
+    let audit = store.audit_of(fence.id).await.unwrap();
+    assert_eq!(audit.len(), 2, "each attempt's once");
+    for late in [completed, not_sent] {
+        let row = audit.iter().find(|row| row.id == late.id()).unwrap();
+        assert_eq!((row.who.as_str(), row.action.as_str()), ("gateway", "late_outcome"));
+        assert_eq!((row.record, row.event), (Some(fence.id), None));
+        assert_eq!(row.why.as_deref(), Some(late.summary().as_str()));
+        let detail: serde_json::Value =
+            serde_json::from_str(row.detail.as_deref().unwrap()).unwrap();
+        assert_eq!(detail, late.detail());
+    }
+    assert_eq!(store.acted_on(MINUTE).await.unwrap(), [], "no operator acted");
+    let row = store.show_record(fence.id).await.unwrap().unwrap();
+    assert_eq!(
+        (row.status, row.attempt),
+        (Status::InProgress, fence.attempt),
+        "it changes nothing"
+    );
 }
 
 async fn lists_filter_and_go_on_where_they_stopped(store: Tested) {

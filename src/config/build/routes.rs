@@ -259,6 +259,7 @@ impl Builder<'_> {
         Policy {
             wait: pick_or(&route.wait, &policy.wait, 10 * SECOND),
             timeout: pick_or(&route.timeout, &policy.timeout, TIMEOUT),
+            late_answer: pick_or(&route.late_answer, &policy.late_answer, 60 * SECOND),
             retention: pick_or(&route.retention, &policy.retention, DAY),
             request_body_max: pick_or(&route.max_request_body, &policy.max_request_body, MIB),
             response_body_max: pick_or(&route.max_response_body, &policy.max_response_body, MIB),

@@ -12,7 +12,7 @@ use http::{HeaderMap, HeaderValue};
 use quick_cache::Weighter;
 use quick_cache::sync::Cache as Lru;
 
-use crate::record::{Answer, Fingerprint, KeptBody, RecordId, Scope};
+use crate::record::{Answer, Fence, Fingerprint, KeptBody, RecordId, Scope};
 
 /// How much earlier than the retention an entry ends: more than the clocks' rates differ over a look.
 const EARLY: Duration = Duration::from_secs(1);
@@ -32,7 +32,8 @@ const ENTRY_BYTES: u64 = 2048;
 /// A stored answer, ready to be sent again.
 #[derive(Debug)]
 pub(crate) struct Replay {
-    pub(crate) record: RecordId,
+    /// The record, and the attempt that completed it.
+    pub(crate) fence: Fence,
     pub(crate) fingerprint: Fingerprint,
     pub(crate) answer: Answer,
     /// Told to callers.
@@ -44,7 +45,7 @@ pub(crate) struct Replay {
 impl Replay {
     /// `ends`: when the retention ends, by the process's monotonic clock.
     pub(super) fn new(
-        record: RecordId,
+        fence: Fence,
         fingerprint: Fingerprint,
         answer: Answer,
         expires_at: SystemTime,
@@ -52,7 +53,7 @@ impl Replay {
     ) -> Self {
         let until = ends.checked_sub(EARLY).unwrap_or(ends);
         let answer = compact(answer);
-        Self { record, fingerprint, answer, expires_at, until }
+        Self { fence, fingerprint, answer, expires_at, until }
     }
 
     fn bytes(&self) -> u64 {
@@ -124,7 +125,7 @@ impl Cache {
     }
 
     pub(super) fn forget(&self, records: &[RecordId]) {
-        self.0.retain(|_, replay| !records.contains(&replay.record));
+        self.0.retain(|_, replay| !records.contains(&replay.fence.id));
     }
 
     pub(super) fn bytes(&self) -> u64 {
@@ -137,7 +138,7 @@ mod tests {
     use http::StatusCode;
 
     use super::*;
-    use crate::record::{Key, Operation, Tenant};
+    use crate::record::{Attempt, Key, Operation, Tenant};
 
     fn scope(key: &str) -> Scope {
         Scope {
@@ -151,7 +152,8 @@ mod tests {
         let body = KeptBody::Whole(Bytes::from(vec![0; size]));
         let answer = Answer { status: StatusCode::OK, headers: HeaderMap::new(), body };
         let fingerprint = Fingerprint { canonical: [0; 32], raw: [0; 32], recipe: [0; 8] };
-        Arc::new(Replay::new(RecordId::fresh(), fingerprint, answer, SystemTime::UNIX_EPOCH, ends))
+        let fence = Fence { id: RecordId::fresh(), attempt: Attempt::FIRST };
+        Arc::new(Replay::new(fence, fingerprint, answer, SystemTime::UNIX_EPOCH, ends))
     }
 
     #[test]
@@ -179,7 +181,7 @@ mod tests {
             (replay(1, now + Duration::from_secs(60)), replay(1, now + Duration::from_secs(60)));
         cache.put(&scope("1"), &one);
         cache.put(&scope("2"), &two);
-        cache.forget(&[one.record]);
+        cache.forget(&[one.fence.id]);
         assert!(cache.get(&scope("1"), now).is_none());
         assert!(cache.get(&scope("2"), now).is_some());
     }

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Ask, Desk, Lead, News, POLL_FIRST, Refusal, Replay, replay_of};
+use super::{Ask, Desk, Lead, News, POLL_FIRST, Refusal, Replay, Unreserved, replay_of};
 use crate::record::{Attempt, Fence, Fingerprint, OwnerId, Record, RecordId, Settle, State};
 use crate::route::OnUnknown;
 use crate::store::{Changed, Error, Proposal, Reserved, Takeover};
@@ -46,11 +46,13 @@ pub(super) struct Inquiry<'a> {
     lead: &'a Lead,
     /// Whether this request has seen the record in progress: then it does not start the next attempt itself.
     saw_running: bool,
+    /// Whether a record was seen under the scope: then the request is not one that nobody has sent before.
+    saw_record: bool,
 }
 
 impl<'a> Inquiry<'a> {
     pub(super) fn new(desk: &'a Desk, ask: &'a Ask, lead: &'a Lead) -> Self {
-        Self { desk, ask, lead, saw_running: false }
+        Self { desk, ask, lead, saw_running: false, saw_record: false }
     }
 
     /// Proposes a reservation, and decides on what stands in its place.
@@ -71,8 +73,16 @@ impl<'a> Inquiry<'a> {
                 tracing::warn!(%cause, "a reservation is in doubt");
                 Step::Doubt(fence)
             }
-            Err(error) => unavailable(&error),
+            Err(error) => self.not_reserved(&error),
         }
+    }
+
+    /// The store did not take the proposal, and never will.
+    fn not_reserved(&self, error: &Error) -> Step {
+        let away = matches!(error, Error::Unavailable(_) | Error::Late);
+        let unreserved =
+            if away && !self.saw_record { Unreserved::Certainly } else { Unreserved::Perhaps };
+        unavailable(error, unreserved)
     }
 
     /// Looks at the record that another replica works on.
@@ -114,7 +124,7 @@ impl<'a> Inquiry<'a> {
                 tracing::warn!(
                     "this replica has no lease: the database does not see its heartbeat"
                 );
-                return Step::Refuse(Refusal::StoreUnavailable);
+                return Step::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps));
             }
             tokio::time::sleep(POLL_FIRST).await;
         }
@@ -123,6 +133,7 @@ impl<'a> Inquiry<'a> {
 
     /// Decides on a record that stands under the scope.
     async fn meet(&mut self, record: Record) -> Step {
+        self.saw_record = true;
         let fence = record.fence;
         if let State::Completed(completed) = &record.state
             && completed.time_left.is_zero()
@@ -153,7 +164,7 @@ impl<'a> Inquiry<'a> {
             OnUnknown::Lookup(lookup) => match self.unsettled(fence.id, lookup.settle).await {
                 Ok(Duration::ZERO) => self.take_over(Takeover::Unknown(fence), fingerprint).await,
                 Ok(left) => Step::Unknown(fence.id, Some(left)),
-                Err(error) => unavailable(&error),
+                Err(error) => unavailable(&error, Unreserved::Perhaps),
             },
         }
     }
@@ -189,7 +200,7 @@ impl<'a> Inquiry<'a> {
         match marked {
             Ok(true) => self.meet_unknown(fence, fingerprint).await,
             Ok(false) => Step::Again,
-            Err(error) => unavailable(&error),
+            Err(error) => unavailable(&error, Unreserved::Perhaps),
         }
     }
 
@@ -215,7 +226,7 @@ impl<'a> Inquiry<'a> {
                 doubt = true;
             }
             if !doubt {
-                return unavailable(&error);
+                return unavailable(&error, Unreserved::Perhaps);
             }
             if Instant::now() >= deadline {
                 return Step::Doubt(taken);
@@ -239,7 +250,7 @@ impl<'a> Inquiry<'a> {
     }
 }
 
-fn unavailable(error: &Error) -> Step {
+fn unavailable(error: &Error, unreserved: Unreserved) -> Step {
     tracing::warn!(error = %causes(error), "no reservation could be made");
-    Step::Refuse(Refusal::StoreUnavailable)
+    Step::Refuse(Refusal::StoreUnavailable(unreserved))
 }

@@ -2,8 +2,10 @@
 //!
 //! A debt is repeated with backoff until the store answers. Meanwhile the scope's entry stays at the desk, so that
 //! duplicates on this replica meet it before the database. Debts live in memory: what is left when the process ends
-//! is found as `unknown` once the owner's lease has run out. Their number is bounded by the requests in flight,
-//! since nothing new can be reserved while the database takes nothing.
+//! is found as `unknown` once the owner's lease has run out. Their number is bounded by the requests in flight and
+//! the late answers awaited, since nothing new can be reserved while the database takes nothing.
+//!
+//! An outcome whose record has gone on is a debt as well, until it stands in the audit table.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,8 +14,8 @@ use tokio_util::task::TaskTracker;
 
 use super::cache::Cache;
 use super::{Ending, Lead, Replay};
-use crate::record::{Fence, Fingerprint, Record, Scope, State};
-use crate::store::{Changed, Completion, Error, Settled, Store};
+use crate::record::{Fence, Fingerprint, Record, RecordId, Scope, State};
+use crate::store::{Changed, Completion, Error, LateOutcome, Settled, Store};
 use crate::telemetry::{Metrics, causes};
 
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
@@ -29,14 +31,27 @@ pub(crate) enum Debt {
     Complete { completion: Box<Completion>, fingerprint: Fingerprint },
     /// Nobody knows what the upstream did.
     Unknown { scope: Scope, fence: Fence },
-    /// It is known not to have executed; those who waited get this ending.
-    Release { scope: Scope, fence: Fence, ending: Ending },
+    /// It is known not to have executed; those who waited get this ending. `late`: what is noted where another attempt
+    /// is found in its place.
+    Release { scope: Scope, fence: Fence, ending: Ending, late: Option<Box<LateOutcome>> },
     /// A reservation that may still be committed by a backend that was lost: deleted, again and again, until
     /// that backend cannot commit any more.
     Withdraw { scope: Scope, fence: Fence, window: Duration },
     /// A takeover for a question that may still be committed in the same way: unknown again. The attempt itself may have
     /// executed, so it is never deleted.
     Unask { scope: Scope, fence: Fence, window: Duration },
+    /// An outcome whose record has gone on.
+    Late(Box<LateOutcome>),
+}
+
+/// What stands in the place of an attempt whose end changed no row.
+pub(crate) enum Standing {
+    /// Its record is completed.
+    Completed(Arc<Replay>),
+    /// Its record is at another attempt.
+    Open,
+    /// Its record is gone, or another one stands under the scope.
+    Gone,
 }
 
 /// Pays debts. Clones are one settler.
@@ -53,8 +68,8 @@ impl Settler {
         Self { store, cache, metrics, tasks: TaskTracker::new() }
     }
 
-    /// Takes a debt over, with the entry of its scope.
-    pub(super) fn owe(&self, debt: Debt, lead: Lead) {
+    /// Takes a debt over, with the entry of its scope where the debt has one.
+    pub(super) fn owe(&self, debt: Debt, lead: Option<Lead>) {
         // Outside a runtime there is nobody to pay: the process is ending, and the lease will tell.
         if tokio::runtime::Handle::try_current().is_err() {
             return;
@@ -62,7 +77,9 @@ impl Settler {
         let (settler, guard) = (self.clone(), self.metrics.settling());
         self.tasks.spawn(async move {
             let ending = settler.pay(debt).await;
-            lead.end(ending);
+            if let Some(lead) = lead {
+                lead.end(ending);
+            }
             drop(guard);
         });
     }
@@ -72,6 +89,30 @@ impl Settler {
         self.tasks.close();
         self.tasks.wait().await;
         self.tasks.reopen();
+    }
+
+    /// What stands under a scope where the record `id` was.
+    pub(super) async fn standing(&self, scope: &Scope, id: RecordId) -> Result<Standing, Error> {
+        Ok(match self.store.find(scope).await? {
+            Some(Record { fence, fingerprint, state }) if fence.id == id => match state {
+                State::Completed(completed) => {
+                    Standing::Completed(Arc::new(super::replay_of(fence, fingerprint, *completed)))
+                }
+                State::InProgress { .. } | State::Unknown => Standing::Open,
+            },
+            Some(_) | None => Standing::Gone,
+        })
+    }
+
+    /// Writes an outcome down that found its record gone on; what the database does not take at once stays owed.
+    pub(crate) async fn note(&self, late: LateOutcome) {
+        let (record, outcome) = (late.fence.id, late.summary());
+        tracing::warn!(%record, outcome, "a late outcome is kept in the audit table");
+        self.metrics.late_outcome();
+        if let Err(error) = self.store.note_late_outcome(&late).await {
+            tracing::warn!(error = %causes(&error), "the database did not take a late outcome; the settler goes on");
+            self.owe(Debt::Late(Box::new(late)), None);
+        }
     }
 
     async fn pay(&self, debt: Debt) -> Ending {
@@ -100,9 +141,20 @@ impl Settler {
                 self.store.mark_unknown(scope, *fence).await?;
                 Ok(Ending::Unknown(fence.id))
             }
-            Debt::Release { scope, fence, ending } => {
-                let released = self.store.release(scope, *fence).await?;
-                Ok(if released == Changed::Yes { ending.clone() } else { Ending::LookAgain })
+            Debt::Release { scope, fence, ending, late } => {
+                if self.store.release(scope, *fence).await? == Changed::Yes {
+                    return Ok(ending.clone());
+                }
+                let standing = self.standing(scope, fence.id).await?;
+                // Gone by the first try of this very release, most likely, of which no word came.
+                if matches!(standing, Standing::Gone) {
+                    return Ok(ending.clone());
+                }
+                Ok(self.stands(standing, scope, *fence, late.as_deref().cloned()).await)
+            }
+            Debt::Late(late) => {
+                self.store.note_late_outcome(late).await?;
+                Ok(Ending::LookAgain)
             }
             Debt::Withdraw { scope, fence, window } => {
                 self.undo(*window, || self.store.release(scope, *fence)).await
@@ -135,27 +187,44 @@ impl Settler {
         fingerprint: Fingerprint,
     ) -> Result<Ending, Error> {
         let begun = Instant::now();
-        let settled = self.store.complete(completion.clone(), begun + TRY).await?;
-        let replay = match settled {
+        match self.store.complete(completion.clone(), begun + TRY).await? {
             Settled::Done { expires_at } => {
                 let ends = begun + completion.retention;
                 let answer = completion.answer.clone();
-                Replay::new(completion.fence.id, fingerprint, answer, expires_at, ends)
+                let replay = Replay::new(completion.fence, fingerprint, answer, expires_at, ends);
+                Ok(self.kept(&completion.scope, Arc::new(replay)))
             }
-            Settled::Fenced => match self.store.find(&completion.scope).await? {
-                Some(Record { fence, fingerprint, state: State::Completed(completed) })
-                    if fence.id == completion.fence.id =>
-                {
-                    super::replay_of(fence, fingerprint, *completed)
-                }
-                Some(_) | None => {
-                    tracing::warn!(record = %completion.fence.id, "a late outcome found its record taken over");
-                    return Ok(Ending::LookAgain);
-                }
-            },
+            Settled::Fenced => {
+                let Completion { scope, fence, .. } = completion;
+                let standing = self.standing(scope, fence.id).await?;
+                Ok(self.stands(standing, scope, *fence, Some(completion.into())).await)
+            }
+        }
+    }
+
+    fn kept(&self, scope: &Scope, replay: Arc<Replay>) -> Ending {
+        self.cache.put(scope, &replay);
+        Ending::Kept(replay)
+    }
+
+    /// How an entry ends whose attempt was overtaken; what the attempt came to is noted, unless it is what stands.
+    async fn stands(
+        &self,
+        standing: Standing,
+        scope: &Scope,
+        fence: Fence,
+        late: Option<LateOutcome>,
+    ) -> Ending {
+        let (ending, own) = match standing {
+            Standing::Completed(replay) => {
+                let own = replay.fence == fence;
+                (self.kept(scope, replay), own)
+            }
+            Standing::Open | Standing::Gone => (Ending::LookAgain, false),
         };
-        let replay = Arc::new(replay);
-        self.cache.put(&completion.scope, &replay);
-        Ok(Ending::Kept(replay))
+        if let Some(late) = late.filter(|_| !own) {
+            self.note(late).await;
+        }
+        ending
     }
 }

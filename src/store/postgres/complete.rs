@@ -11,49 +11,55 @@ use tokio_postgres::Row;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::door::{Effect, Lane, Param};
+use super::door::{Door, Effect, Lane, Param, Params};
 use super::rows::{attempt, get};
 use super::seconds;
 use crate::record::{KeptBody, RecordId, Scope, encode_headers};
 use crate::store::batch::{RunError, Work};
-use crate::store::{Completion, Error, Settled};
+use crate::store::{Completion, Error, LateOutcome, Settled};
 
-/// Writes the events of completed records: of `done(id, at)` with the flattened arrays `$10` to `$19`.
+/// Writes the events of completed records: of `done(id, at)` with the flattened arrays `$10` to `$17`.
 ///
-/// `at` is the completion's time, `$10` the record of each event, `$18` and `$19` the pairs of event and sink.
-macro_rules! write_events {
+/// `at` is the completion's time, `$10` the record of each event. An event's id is made from its key, so one of the two
+/// unique constraints speaks for both.
+macro_rules! write_messages {
     () => {
         ",
 message AS (
     INSERT INTO outbox_messages (id, event_key, seq, event_type, tenant_id, operation,
-                                 idempotency_key, record_id, ordering_key, payload, created_at)
+                                 idempotency_key, record_id, ordering_key, payload, wanted,
+                                 created_at)
     SELECT e.id, e.event_key, e.seq, e.event_type, done.tenant_id, done.operation,
-           done.key, done.id, e.ordering_key, e.payload, done.at
+           done.key, done.id, e.ordering_key, e.payload, e.wanted, done.at
     FROM unnest($10::uuid[], $11::uuid[], $12::text[], $13::int[], $14::text[], $15::text[],
                 $16::bytea[], $17::bool[])
       AS e(record_id, id, event_key, seq, event_type, ordering_key, payload, wanted)
     JOIN done ON done.id = e.record_id
     ORDER BY e.event_key
-    ON CONFLICT DO NOTHING
-    RETURNING id, seq, ordering_key, created_at),
+    ON CONFLICT (id) DO NOTHING
+    RETURNING id, seq, ordering_key, created_at)"
+    };
+}
+pub(super) use write_messages;
+
+/// Queues the messages for their sinks: `$18` and `$19` are the pairs of event and sink.
+macro_rules! queue_messages {
+    () => {
+        ",
 queued AS (
     INSERT INTO outbox_queue (event_id, sink, next_attempt_at, ordering_key, seq, created_at)
     SELECT m.id, s.sink, m.created_at, m.ordering_key, m.seq, m.created_at
     FROM unnest($18::uuid[], $19::text[]) AS s(event_id, sink) JOIN message m ON m.id = s.event_id
     ORDER BY m.id, s.sink
-    ON CONFLICT DO NOTHING),
-unwanted AS (
-    INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts, finished_at)
-    SELECT m.id, '', 'discarded', 0, 0, m.created_at
-    FROM unnest($11::uuid[], $17::bool[]) AS e(id, wanted) JOIN message m ON m.id = e.id
-    WHERE NOT e.wanted
-    ON CONFLICT DO NOTHING)"
+    ON CONFLICT (event_id, sink) DO NOTHING)"
     };
 }
-pub(super) use write_events;
+pub(super) use queue_messages;
 
-const COMPLETE: &str = concat!(
-    "-- complete
+macro_rules! complete {
+    ($($queue:tt)*) => {
+        concat!(
+            "-- complete
 WITH c AS MATERIALIZED (
     SELECT x.*, clock_timestamp() AS at
     FROM unnest($1::uuid[], $2::int[], $3::text[], $4::text[], $5::text[],
@@ -70,10 +76,17 @@ done AS (
     WHERE r.tenant_id = c.tenant_id AND r.operation = c.operation AND r.key = c.key
       AND r.id = c.id AND r.attempt = c.attempt AND r.status IN ('in_progress', 'unknown')
     RETURNING r.id, r.tenant_id, r.operation, r.key, r.expires_at, c.at)",
-    write_events!(),
-    "
+            write_messages!(),
+            $($queue)*,
+            "
 SELECT id, expires_at FROM done"
-);
+        )
+    };
+}
+
+const COMPLETE: &str = complete!(queue_messages!());
+/// Where no event of the batch has a sink: each statement is planned anew, so what it cannot need is left out.
+const COMPLETE_UNWANTED: &str = complete!("");
 
 /// Completions as parallel arrays: parameters 1 to 19.
 #[derive(Default)]
@@ -130,6 +143,20 @@ impl<'a> Columns<'a> {
         }
     }
 
+    /// The statement for these completions.
+    fn statement(&self) -> &'static str {
+        if self.sinks.is_empty() { COMPLETE_UNWANTED } else { COMPLETE }
+    }
+
+    /// As many of the parameters as [`Columns::statement`] has.
+    fn statement_params(&self) -> Vec<Param<'_>> {
+        let mut params = self.params();
+        if self.sinks.is_empty() {
+            params.truncate(17);
+        }
+        params
+    }
+
     pub(super) fn params(&self) -> Vec<Param<'_>> {
         vec![
             (&self.ids, Type::UUID_ARRAY),
@@ -155,6 +182,22 @@ impl<'a> Columns<'a> {
     }
 }
 
+const NOTE_LATE: &str = "-- note_late
+INSERT INTO audit_log (id, who, action, record_id, why, detail) VALUES ($1, $2, $3, $4, $5, $6)
+ON CONFLICT (id) DO NOTHING";
+
+pub(super) async fn note_late(door: &Door, late: &LateOutcome) -> Result<(), Error> {
+    let params: Params<'_> = &[
+        (&late.id(), Type::UUID),
+        (&LateOutcome::WHO, Type::TEXT),
+        (&LateOutcome::ACTION, Type::TEXT),
+        (&Uuid::from(late.fence.id), Type::UUID),
+        (&late.summary(), Type::TEXT),
+        (&late.detail().to_string(), Type::TEXT),
+    ];
+    door.write(NOTE_LATE, params).await.map(drop)
+}
+
 /// How completions are run.
 pub(super) struct Completions(pub(super) Lane);
 
@@ -171,7 +214,7 @@ impl Work for Completions {
         let rows = {
             let mut columns = Columns::default();
             items.iter().for_each(|item| columns.add(item));
-            self.0.run(Effect::Write, COMPLETE, &columns.params()).await?
+            self.0.run(Effect::Write, columns.statement(), &columns.statement_params()).await?
         };
         let done = |row: &Row| Ok((get::<Uuid>(row, "id")?.into(), get(row, "expires_at")?));
         let done: HashMap<RecordId, _> =

@@ -34,6 +34,11 @@ const MIGRATIONS: &[Migration] = &[
         name: "unknown",
         sql: include_str!("../../../migrations/postgres/0003_unknown.sql"),
     },
+    Migration {
+        version: 6,
+        name: "unwanted",
+        sql: include_str!("../../../migrations/postgres/0006_unwanted.sql"),
+    },
 ];
 
 /// The version that this program knows.

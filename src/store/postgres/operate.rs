@@ -8,7 +8,7 @@ use tokio_postgres::Row;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::complete::{Columns, write_events};
+use super::complete::{Columns, queue_messages, write_messages};
 use super::door::{Connection, Door, Params, Task};
 use super::rows::{self, attempt, get};
 use crate::record::{Attempt, Fence, OwnerId, Status};
@@ -75,7 +75,8 @@ done AS (
       AND d.id = c.id AND d.attempt = c.attempt AND d.status = c.was
       AND (c.was = 'unknown' OR (c.was = 'in_progress' AND NOT c.owner_lives))
     RETURNING d.id, d.tenant_id, d.operation, d.key, d.attempt, c.at, c.was)",
-    write_events!(),
+    write_messages!(),
+    queue_messages!(),
     ",
 logged AS (
     INSERT INTO audit_log (who, action, record_id, why, detail)
@@ -147,7 +148,7 @@ SELECT count(*) AS count FROM queued"
     };
 }
 
-// An event that no sink wanted stands under the sink ''; it can be sent to one that is named.
+// An event that no sink wanted may stand under the sink ''; it can be sent to one that is named.
 const REDELIVER_ONE: &str = concat!(
     "-- redeliver_one
 WITH found AS MATERIALIZED (
@@ -161,6 +162,24 @@ WITH found AS MATERIALIZED (
       AND coalesce($2, d.sink) <> '')",
     requeue!()
 );
+
+// The mark on the message goes: from now on rows beside it tell how it stands.
+const REDELIVER_UNWANTED: &str = "-- redeliver_unwanted
+WITH message AS (
+    UPDATE outbox_messages m SET wanted = true
+    WHERE m.id = $1 AND NOT m.wanted AND $2 <> ''
+    RETURNING m.id, m.record_id, m.ordering_key, m.seq, m.created_at),
+queued AS (
+    INSERT INTO outbox_queue (event_id, sink, lane, next_attempt_at, claim_no, ordering_key, seq,
+                              created_at)
+    SELECT id, $2, 1, clock_timestamp(), 1, ordering_key, seq, created_at FROM message
+    RETURNING event_id, sink),
+logged AS (
+    INSERT INTO audit_log (who, action, record_id, event_id, why, detail)
+    SELECT $3, 'event.redeliver', m.record_id, m.id, $4,
+           json_build_object('sink', $2, 'status', 'discarded')::text
+    FROM message m)
+SELECT count(*) AS count FROM queued";
 
 const REDELIVER_DEAD: &str = concat!(
     "-- redeliver_dead
@@ -222,8 +241,9 @@ impl Task for One<'_> {
         // First what is pending: what comes back from the done rows is due already.
         let hastened = rows::count(&transaction.run(HASTEN, params).await?)?;
         let requeued = rows::count(&transaction.run(REDELIVER_ONE, params).await?)?;
+        let wanted = rows::count(&transaction.run(REDELIVER_UNWANTED, params).await?)?;
         transaction.commit().await?;
-        Ok(hastened + requeued)
+        Ok(hastened + requeued + wanted)
     }
 }
 

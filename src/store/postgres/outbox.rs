@@ -272,14 +272,19 @@ const LOCK_OLD: &str = concat!(
     "-- lock_old_events
 SELECT m.id FROM outbox_messages m
 WHERE m.id IN (
-    SELECT d.event_id FROM outbox_done d
+    (SELECT d.event_id FROM outbox_done d
     WHERE d.outcome <> 'dead'
       AND d.finished_at < (SELECT clock_timestamp() - make_interval(secs => $1))
       AND ",
     old_enough!("d.event_id"),
     "
     ORDER BY d.finished_at LIMIT $2)
-ORDER BY m.id FOR UPDATE SKIP LOCKED"
+    UNION ALL
+    (SELECT u.id FROM outbox_messages u
+    WHERE NOT u.wanted
+      AND u.created_at < (SELECT clock_timestamp() - make_interval(secs => $1))
+    ORDER BY u.created_at LIMIT $2))
+ORDER BY m.id LIMIT $2 FOR UPDATE SKIP LOCKED"
 );
 
 // A statement of its own, hence a new snapshot: a redelivery that committed before the lock was taken is seen.

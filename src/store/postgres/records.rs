@@ -36,7 +36,7 @@ made AS (
            'in_progress', 1, owner, caller, context, clock_timestamp()
     FROM p WHERE owner IN (SELECT owner FROM live)
     ORDER BY tenant_id, operation, key
-    ON CONFLICT DO NOTHING
+    ON CONFLICT (tenant_id, operation, key) DO NOTHING
     RETURNING id)
 SELECT p.id, p.id IN (SELECT id FROM made) AS held, p.owner IN (SELECT owner FROM live) AS live
 FROM p";

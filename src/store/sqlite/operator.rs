@@ -8,7 +8,7 @@ use std::time::Duration;
 use rusqlite::params;
 use uuid::Uuid;
 
-use super::super::{Acted, AuditRow, Completion, Objection, Operator, Settled};
+use super::super::{Acted, AuditRow, Completion, LateOutcome, Objection, Operator, Settled};
 use super::records::{self, Completer};
 use super::row;
 use super::thread::Tx;
@@ -36,6 +36,22 @@ pub(super) fn audit(tx: &Tx<'_>, by: &Operator, action: &Action) -> rusqlite::Re
         action.event.map(|id| id.to_string()),
         by.why,
         action.detail.to_string(),
+    ];
+    tx.execute(SQL, params).map(drop)
+}
+
+/// An outcome that changed no row, under an id of its own, so that it is written once.
+pub(super) fn note_late(tx: &Tx<'_>, late: &LateOutcome) -> rusqlite::Result<()> {
+    const SQL: &str = "INSERT INTO audit_log (id, at, who, action, record_id, why, detail)
+        VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7) ON CONFLICT (id) DO NOTHING";
+    let params = params![
+        late.id().to_string(),
+        tx.now,
+        LateOutcome::WHO,
+        LateOutcome::ACTION,
+        late.fence.id.to_string(),
+        late.summary(),
+        late.detail().to_string(),
     ];
     tx.execute(SQL, params).map(drop)
 }

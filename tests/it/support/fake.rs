@@ -196,6 +196,9 @@ impl Store for Fake {
     async fn doubt(&self, _: RecordId) -> Result<Option<Doubt>, Error> {
         no()
     }
+    async fn note_late_outcome(&self, _: &LateOutcome) -> Result<(), Error> {
+        no()
+    }
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {
         let take = |left: usize| left.checked_sub(1);
         if self.panics.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take).is_ok() {

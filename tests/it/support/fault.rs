@@ -1,4 +1,4 @@
-//! A TCP proxy with a stable port before anything, Postgres say, that can refuse, cut, and swallow what the server answers.
+//! A TCP proxy with a stable port before anything, Postgres say, that can refuse, hang, cut, and swallow what the server answers.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,6 +22,8 @@ pub struct Fault {
 struct Switches {
     /// New connections are reset.
     refuses: AtomicBool,
+    /// New connections are taken, and nothing comes of them.
+    hangs: AtomicBool,
     /// What is sent next with these bytes in it arrives, and is never answered.
     unanswered: Mutex<Option<Vec<u8>>>,
     /// Each change resets what is open.
@@ -61,8 +63,14 @@ impl Fault {
         self.switches.refuses.store(true, Ordering::SeqCst);
     }
 
+    /// From now on a new connection is taken and leads nowhere. What is open stays open.
+    pub fn hang(&self) {
+        self.switches.hangs.store(true, Ordering::SeqCst);
+    }
+
     /// From now on everything goes through.
     pub fn pass(&self) {
+        self.switches.hangs.store(false, Ordering::SeqCst);
         self.switches.refuses.store(false, Ordering::SeqCst);
     }
 
@@ -97,6 +105,10 @@ async fn carry(client: TcpStream, server: SocketAddr, switches: Arc<Switches>) {
     let mut cuts = switches.cuts.subscribe();
     drop(client.set_zero_linger());
     if switches.refuses.load(Ordering::SeqCst) {
+        return;
+    }
+    if switches.hangs.load(Ordering::SeqCst) {
+        drop(cuts.changed().await);
         return;
     }
     let Ok(server) = TcpStream::connect(server).await else { return };

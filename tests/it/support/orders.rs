@@ -36,6 +36,25 @@ impl Execution {
     }
 }
 
+/// Which executions are answered.
+#[derive(Clone, Copy, Debug)]
+enum Gate {
+    Open,
+    Closed,
+    /// All but this one.
+    Without(usize),
+}
+
+impl Gate {
+    fn lets(self, execution: usize) -> bool {
+        match self {
+            Self::Open => true,
+            Self::Closed => false,
+            Self::Without(held) => held != execution,
+        }
+    }
+}
+
 type Answerer = dyn Fn(&Execution) -> Response<Full<Bytes>> + Send + Sync;
 
 /// The API.
@@ -43,7 +62,7 @@ pub struct Orders {
     pub addr: SocketAddr,
     ledger: Arc<Mutex<Vec<Execution>>>,
     arrived: watch::Receiver<usize>,
-    gate: watch::Sender<bool>,
+    gate: watch::Sender<Gate>,
     answerer: Arc<Mutex<Arc<Answerer>>>,
     pace: watch::Sender<Duration>,
     server: tokio::task::JoinHandle<()>,
@@ -71,7 +90,7 @@ impl Orders {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let addr = listener.local_addr().expect("its address");
         let (ledger, (count, arrived)) = (Arc::new(Mutex::new(Vec::new())), watch::channel(0));
-        let gate = watch::Sender::new(true);
+        let gate = watch::Sender::new(Gate::Open);
         let answerer: Arc<Mutex<Arc<Answerer>>> = Arc::new(Mutex::new(Arc::new(created)));
         let pace = watch::Sender::new(Duration::ZERO);
         let paced = pace.clone();
@@ -103,7 +122,7 @@ impl Orders {
                             execution
                         };
                         tokio::time::sleep(pace).await;
-                        let _ = gate.wait_for(|open| *open).await;
+                        let _ = gate.wait_for(|gate| gate.lets(execution.id)).await;
                         let answer = Arc::clone(&answerer.lock().expect("the answerer"));
                         Ok::<_, Infallible>(answer(&execution))
                     }
@@ -143,12 +162,17 @@ impl Orders {
 
     /// Executes from now on, but answers only after [`Orders::go`].
     pub fn hold(&self) {
-        self.gate.send_replace(false);
+        self.gate.send_replace(Gate::Closed);
+    }
+
+    /// As [`Orders::hold`], the execution of this number only; all others are answered.
+    pub fn hold_only(&self, execution: usize) {
+        self.gate.send_replace(Gate::Without(execution));
     }
 
     /// Answers what was held, and everything after it.
     pub fn go(&self) {
-        self.gate.send_replace(true);
+        self.gate.send_replace(Gate::Open);
     }
 
     /// Waits until it has been asked `count` times in all.

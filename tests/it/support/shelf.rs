@@ -14,8 +14,8 @@ use oncegate::record::{
 };
 use oncegate::store::{
     Acknowledgement, Acted, Asking, AuditRow, Beat, Changed, Claim, Claimed, Completion, Doubt,
-    Due, Error, EventFilter, EventRow, EventStatus, Gauges, Objection, Operator, Proposal,
-    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
+    Due, Error, EventFilter, EventRow, EventStatus, Gauges, LateOutcome, Objection, Operator,
+    Proposal, RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
 };
 use uuid::Uuid;
 
@@ -307,6 +307,9 @@ impl Store for Shelf {
     async fn doubt(&self, _: RecordId) -> Result<Option<Doubt>, Error> {
         self.reach().await?;
         Ok(None)
+    }
+    async fn note_late_outcome(&self, _: &LateOutcome) -> Result<(), Error> {
+        Err(unavailable())
     }
     async fn claim(&self, _: &Claim) -> Result<Vec<Claimed>, Error> {
         Err(unavailable())
