@@ -281,6 +281,10 @@ impl Config {
         let folder = path.and_then(Path::parent).unwrap_or(Path::new("")).to_owned();
         let variables: BTreeMap<String, String> = variables.into_iter().collect();
         let mut tree = tree::parse(&text, &notes);
+        // Half a file is no file: what it lacks says nothing.
+        if notes.has_mistake_under(&Place::default()) {
+            return Err(Mistakes { file: path.map(Path::to_owned), notes: notes.into_parts().0 });
+        }
         lay_variables(&mut tree, &variables, &notes);
         if let Some(url) = upstream_override {
             tree.overlay("upstream", "url", "--upstream", url, &notes);

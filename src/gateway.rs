@@ -20,6 +20,8 @@ pub mod pass;
 mod prefixed;
 pub mod reply;
 pub mod reserve;
+mod room;
+mod spelling;
 pub mod upstream;
 
 use std::collections::HashMap;
@@ -47,6 +49,7 @@ use self::reply::{Kept, Name, Problem};
 use self::reserve::{
     Admission, Desk, Followed, Lead, MayJudge, Refusal, Reservation, Seat, Unreserved,
 };
+use self::room::{Limits, NoRoom, Room};
 use self::upstream::{Body, Upstream};
 use crate::record::lookup::{About, Verdict};
 use crate::record::outcome::Failure;
@@ -81,16 +84,26 @@ pub struct Settings {
     pub doubt_window: Duration,
     /// Bytes of answers kept in memory for replay.
     pub cache_bytes: u64,
-    /// Keyed requests in flight, waiting ones included.
+    /// Keyed requests that are read, executed or answered at a time.
     pub in_flight_max: usize,
+    /// Duplicates that wait for an execution on this replica at a time.
+    pub waiting_max: usize,
     /// Answers awaited after their time-out.
     pub late_answers_max: usize,
     /// What a keyed request gets while the store is away.
     pub on_unavailable: OnUnavailable,
-    /// Sum of the buffered bodies of keyed requests, in bytes.
+    /// Sum of the bodies of keyed requests and of their answers in memory, in bytes; see [`Settings::fits`].
     pub buffered_bytes_max: usize,
     /// Under which name unnamed routes find their upstream.
     pub default_upstream: String,
+}
+
+impl Settings {
+    /// Whether one request with bodies of these lengths can be admitted at all.
+    #[must_use]
+    pub fn fits(&self, request_body_max: usize, response_body_max: usize) -> bool {
+        room::fits(self.buffered_bytes_max, request_body_max, response_body_max)
+    }
 }
 
 /// What a keyed request gets for which no reservation can be made because the store is away.
@@ -169,12 +182,9 @@ impl Gateway {
         };
         let desk =
             Desk::new(desk_settings, Arc::clone(&store), lease, may_judge, Arc::clone(&metrics));
-        let intake = Intake::new(
-            digest,
-            Arc::clone(&metrics),
-            settings.in_flight_max,
-            settings.buffered_bytes_max,
-        );
+        let limits =
+            Limits::new(settings.in_flight_max, settings.waiting_max, settings.buffered_bytes_max);
+        let intake = Intake::new(digest, Arc::clone(&metrics), limits);
         let tasks = TaskTracker::new();
         let late = LateReads::new(settings.late_answers_max, Arc::clone(&metrics));
         Some(Arc::new(Self {
@@ -218,7 +228,7 @@ impl Gateway {
         params: &Params,
         request: Request<Body>,
     ) -> Response<Body> {
-        let keyed = match self.intake.read(&route, params, request).await {
+        let mut keyed = match self.intake.read(&route, params, request).await {
             Read::Keyed(keyed) => keyed,
             Read::Unkeyed(request) => {
                 self.metrics.replied(route.operation.as_str(), Reply::Passed);
@@ -230,9 +240,18 @@ impl Gateway {
         let deadline = Instant::now() + route.policy.wait;
         loop {
             match self.desk.seat(&keyed.ask) {
-                Seat::Decided(admission) => return self.reply(&route, admission, Reply::Replayed),
-                Seat::Lead(lead) => return self.detach(keyed, lead, deadline).await,
+                Seat::Decided(admission) => {
+                    return self.reply(&route, &mut keyed.room, admission, Reply::Replayed);
+                }
+                // Dropping the lead lets the others look again.
+                Seat::Lead(lead) => match keyed.room.work() {
+                    Ok(()) => return self.detach(keyed, lead, deadline).await,
+                    Err(NoRoom) => return self.overloaded(&route),
+                },
                 Seat::Follow(follow) => {
+                    if keyed.room.wait() == Err(NoRoom) {
+                        return self.overloaded(&route);
+                    }
                     let followed = self.desk.follow(&keyed.ask, follow, deadline).await;
                     match followed {
                         Followed::Admitted(Admission::Refuse(refusal))
@@ -241,7 +260,7 @@ impl Gateway {
                             return self.bypass(*keyed).await;
                         }
                         Followed::Admitted(admission) => {
-                            return self.reply(&route, admission, Reply::Waited);
+                            return self.reply(&route, &mut keyed.room, admission, Reply::Waited);
                         }
                         Followed::LookAgain => {}
                     }
@@ -285,7 +304,7 @@ impl Gateway {
                 return self.bypass(keyed).await;
             }
             other @ (Admission::Replay(_) | Admission::Share(_) | Admission::Refuse(_)) => {
-                return self.reply(&route, other, Reply::Replayed);
+                return self.reply(&route, &mut keyed.room, other, Reply::Replayed);
             }
         };
         let _in_flight = self.metrics.in_flight();
@@ -300,15 +319,23 @@ impl Gateway {
         let policy = &route.policy;
         let bounds = Bounds { timeout: policy.timeout, body_max: policy.response_body_max };
         let begun = Instant::now();
-        let (underway, evidence, given_up) =
+        let (mut underway, evidence, given_up) =
             forward::forward(reservation, upstream, request, bounds).await;
         self.metrics.took(Step::Forward, begun.elapsed());
+        // What was taken for the answer, cut down to it, stays taken until store and caller have it.
+        let bytes = evidence.bytes();
+        let held = keyed.room.answer(bytes).ok();
+        underway.hold(held.clone());
         let closing = self.closing(&route, context.as_deref());
         let (finish, late) = closing.close(underway, evidence, given_up).await;
         if let Some(late) = late {
             self.await_late(late, &route, context);
         }
-        self.finished(&route, finish)
+        let response = self.finished(&route, finish);
+        match held {
+            Some(held) => response.map(|body| held.carry(body, bytes)),
+            None => response,
+        }
     }
 
     fn closing<'a>(&'a self, route: &'a Route, context: Option<&'a [u8]>) -> Closing<'a> {
@@ -449,10 +476,29 @@ impl Gateway {
         problem.into_response(Some(&route.operation))
     }
 
+    fn overloaded(&self, route: &Route) -> Response<Body> {
+        self.refuse(route, Problem::new(Name::Overloaded))
+    }
+
     /// Answers a request that is not executed by itself. `replayed`: how a stored answer counts.
-    fn reply(&self, route: &Route, admission: Admission, replayed: Reply) -> Response<Body> {
+    fn reply(
+        &self,
+        route: &Route,
+        room: &mut Room,
+        admission: Admission,
+        replayed: Reply,
+    ) -> Response<Body> {
+        let bytes = admission.bytes();
+        // A stored answer that finds no room is still stored: the caller comes again for it.
+        let held = match bytes {
+            0 => None,
+            bytes => match room.answer(bytes) {
+                Ok(held) => Some(held),
+                Err(NoRoom) => return self.overloaded(route),
+            },
+        };
         let operation = &route.operation;
-        match admission {
+        let response = match admission {
             Admission::Replay(replay) => {
                 self.metrics.replied(operation.as_str(), replayed);
                 reply::replay(&replay, operation)
@@ -466,6 +512,10 @@ impl Gateway {
             }
             // Only a leader executes, in `work`. Dropping the reservation releases it.
             Admission::Execute(_) => self.refuse(route, Problem::new(Name::StoreUnavailable)),
+        };
+        match held {
+            Some(held) => response.map(|body| held.carry(body, bytes)),
+            None => response,
         }
     }
 

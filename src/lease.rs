@@ -20,6 +20,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::record::{Lease, LeaseView, OwnerId};
 use crate::store::{Beat, Error, Store};
+use crate::telemetry::causes;
 
 const MARGIN_MIN: Duration = Duration::from_millis(100);
 
@@ -96,8 +97,7 @@ pub async fn keep(store: Arc<dyn Store>, view: LeaseView, ttl: Duration, stop: C
             }
             Err(error) => {
                 if !failing {
-                    let cause = std::error::Error::source(&error).map(ToString::to_string);
-                    tracing::warn!(%error, cause, "the lease was not renewed");
+                    tracing::warn!(error = %causes(&error), "the lease was not renewed");
                 }
                 failing = true;
                 wait = retry.mul_f64(0.5 + fastrand::f64() / 2.0);

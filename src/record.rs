@@ -370,8 +370,42 @@ pub struct Answer {
     pub status: StatusCode,
     /// The headers that are kept.
     pub headers: HeaderMap,
+    /// How their names were spelled.
+    pub spelling: Spelling,
     /// The body, byte for byte.
     pub body: KeptBody,
+}
+
+/// How the names of headers were spelled by their sender, line by line in the order of the map; HTTP/1.1 callers that read
+/// names by their letters get them so again. Empty where all of them are lower-case.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Spelling(Vec<Box<str>>);
+
+impl Spelling {
+    /// The spelling of these headers, out of the names of all lines that were sent, in their order.
+    #[must_use]
+    pub fn of(headers: &HeaderMap, sent: &[Box<str>]) -> Self {
+        let mut sent: Vec<&str> = sent.iter().map(|name| &**name).collect();
+        let mut spell = |name: &HeaderName| {
+            let own = sent.iter().position(|sent| sent.eq_ignore_ascii_case(name.as_str()));
+            own.map_or(name.as_str(), |at| sent.remove(at)).into()
+        };
+        let names: Vec<Box<str>> = headers.iter().map(|(name, _)| spell(name)).collect();
+        let spelled = names.iter().any(|name| name.bytes().any(|byte| byte.is_ascii_uppercase()));
+        Self(if spelled { names } else { Vec::new() })
+    }
+
+    /// Whether all names are lower-case.
+    #[must_use]
+    pub fn is_plain(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The name of the header in this place of the map.
+    fn name<'n>(&'n self, place: usize, name: &'n HeaderName) -> &'n str {
+        let spelled = self.0.get(place).filter(|own| own.eq_ignore_ascii_case(name.as_str()));
+        spelled.map_or(name.as_str(), |own| own)
+    }
 }
 
 /// The column `response_headers` holds something that is not a header block.
@@ -379,12 +413,12 @@ pub struct Answer {
 #[error("the stored response headers are not a header block")]
 pub struct NotHeaders;
 
-/// Headers as the column `response_headers` holds them: `name: value` lines ended by CRLF, values as raw bytes.
+/// Headers as the column `response_headers` holds them: `Name: value` lines ended by CRLF, values as raw bytes.
 #[must_use]
-pub fn encode_headers(headers: &HeaderMap) -> Vec<u8> {
+pub fn encode_headers(headers: &HeaderMap, spelling: &Spelling) -> Vec<u8> {
     let mut block = Vec::with_capacity(headers.len() * 32);
-    for (name, value) in headers {
-        block.extend_from_slice(name.as_str().as_bytes());
+    for (place, (name, value)) in headers.iter().enumerate() {
+        block.extend_from_slice(spelling.name(place, name).as_bytes());
         block.extend_from_slice(b": ");
         block.extend_from_slice(value.as_bytes());
         block.extend_from_slice(b"\r\n");
@@ -396,17 +430,20 @@ pub fn encode_headers(headers: &HeaderMap) -> Vec<u8> {
 ///
 /// # Errors
 /// [`NotHeaders`] where a line has no colon, or a name or value that no header can have.
-pub fn decode_headers(block: &[u8]) -> Result<HeaderMap, NotHeaders> {
+pub fn decode_headers(block: &[u8]) -> Result<(HeaderMap, Spelling), NotHeaders> {
     let mut headers = HeaderMap::new();
+    let mut names = Vec::new();
     for line in block.split(|b| *b == b'\n').filter(|line| !line.is_empty()) {
         let line = line.strip_suffix(b"\r").ok_or(NotHeaders)?;
         let colon = line.iter().position(|b| *b == b':').ok_or(NotHeaders)?;
         let (name, value) = line.split_at(colon);
+        names.push(String::from_utf8_lossy(name).into());
         let name = HeaderName::from_bytes(name).map_err(|_| NotHeaders)?;
         let value = value.strip_prefix(b": ").ok_or(NotHeaders)?;
         headers.append(name, HeaderValue::from_bytes(value).map_err(|_| NotHeaders)?);
     }
-    Ok(headers)
+    let spelling = Spelling::of(&headers, &names);
+    Ok((headers, spelling))
 }
 
 /// A completed record's answer with the end of its retention.
@@ -501,7 +538,33 @@ mod tests {
         headers.append("x-empty", HeaderValue::from_static(""));
         headers.append("set-cookie", HeaderValue::from_static("b=2"));
         headers.append("x-raw", HeaderValue::from_bytes(b"caf\xe9: x").unwrap());
-        assert_eq!(decode_headers(&encode_headers(&headers)).unwrap(), headers);
+        let plain = Spelling::default();
+        assert_eq!(decode_headers(&encode_headers(&headers, &plain)).unwrap(), (headers, plain));
+    }
+
+    #[test]
+    fn header_blocks_round_trip_with_the_spelling_of_each_line() {
+        let sent = ["X-A", "ETag", "Set-Cookie", "x-a", "X-a", "x-plain"].map(Into::into);
+        let mut headers = HeaderMap::new();
+        for (name, value) in [
+            ("etag", "1"),
+            ("x-a", "1"),
+            ("set-cookie", "1"),
+            ("x-a", "2"),
+            ("x-plain", "1"),
+            ("x-a", "3"),
+        ] {
+            headers.append(name, HeaderValue::from_static(value));
+        }
+        headers.remove("set-cookie");
+        let spelling = Spelling::of(&headers, &sent);
+        let block = encode_headers(&headers, &spelling);
+        let text = String::from_utf8(block.clone()).unwrap();
+        for line in ["ETag: 1\r\n", "X-A: 1\r\n", "x-a: 2\r\n", "X-a: 3\r\n", "x-plain: 1\r\n"] {
+            assert!(text.contains(line), "{text}");
+        }
+        assert_eq!(decode_headers(&block).unwrap(), (headers.clone(), spelling));
+        assert!(Spelling::of(&headers, &[]).is_plain());
     }
 
     #[test]

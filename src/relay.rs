@@ -15,7 +15,7 @@
 //! - The table says what is owed; a nudge only makes the look come sooner.
 //! - Sinks share nothing: one that is slow or down, or a loop that panics, does not hold up another.
 //!
-//! A process that dies here leaves claims that run out. Fresh events that were claimed often and never ended are set
+//! A process that dies here leaves claims that run out, and that others may take as soon as its lease has ended. Fresh events that were claimed often and never ended are set
 //! apart as dead, since they may be what it dies of.
 
 pub mod address;
@@ -33,8 +33,9 @@ use tokio_util::sync::CancellationToken;
 
 use self::sink::{Delivered, Sink};
 use self::verdict::{Evidence, verdict};
-use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Store, Verdict};
-use crate::telemetry::{Delivery, Metrics};
+use crate::record::LeaseView;
+use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Over, Store, Verdict};
+use crate::telemetry::{Delivery, Metrics, causes};
 
 /// How often a look also takes what has been due for long; at once again while it finds something.
 const SWEEP_EVERY: Duration = Duration::from_secs(5);
@@ -76,6 +77,15 @@ pub struct Settings {
     pub poll: Duration,
 }
 
+/// Whose claims these are.
+#[derive(Clone)]
+pub struct Claimant {
+    /// This process's lease. To be ended after the relay: from its end on, others take what this relay had claimed.
+    pub lease: LeaseView,
+    /// Whether other owners may be judged by their leases; see `lease`.
+    pub may_judge: Arc<dyn Fn() -> bool + Send + Sync>,
+}
+
 /// Delivers until `stop`, then gives back what is not sent, waits for what is in flight (each bounded by its sink's
 /// time-out), writes the verdicts and ends. Dropping the future cuts that short: claims run out by themselves.
 ///
@@ -84,6 +94,7 @@ pub struct Settings {
 pub async fn run(
     store: Arc<dyn Store>,
     settings: Settings,
+    claimant: Claimant,
     metrics: Arc<Metrics>,
     wake: Arc<Notify>,
     stop: CancellationToken,
@@ -103,6 +114,7 @@ pub async fn run(
         nudges.push(Arc::clone(&nudge));
         let desk = Desk {
             store: Arc::clone(&store),
+            claimant: claimant.clone(),
             slots: Arc::new(Semaphore::new(sink.concurrency())),
             sink: Arc::new(sink),
             metrics: Arc::clone(&metrics),
@@ -160,6 +172,7 @@ async fn supervise(mut desk: Desk) {
 /// What the loop of one sink works with.
 struct Desk {
     store: Arc<dyn Store>,
+    claimant: Claimant,
     sink: Arc<Sink>,
     slots: Arc<Semaphore>,
     metrics: Arc<Metrics>,
@@ -192,6 +205,7 @@ impl Desk {
     fn share(&self) -> Self {
         Self {
             store: Arc::clone(&self.store),
+            claimant: self.claimant.clone(),
             sink: Arc::clone(&self.sink),
             slots: Arc::clone(&self.slots),
             metrics: Arc::clone(&self.metrics),
@@ -307,7 +321,9 @@ impl Desk {
             sink: self.sink.name().to_owned(),
             lane,
             limit: u32::try_from(limit).unwrap_or(u32::MAX),
+            owner: self.claimant.lease.current().owner,
             lease,
+            over: if (self.claimant.may_judge)() { Over::EndedOrDead } else { Over::Ended },
             sweep,
         };
         let until = Instant::now() + lease;
@@ -458,8 +474,8 @@ impl Desk {
 
     fn note_failure(&self, verb: &str, error: &Error) {
         if !self.failing.swap(true, Ordering::Relaxed) {
-            let cause = std::error::Error::source(error).map(ToString::to_string);
-            tracing::warn!(sink = self.sink.name(), verb, %error, cause, "deliveries wait for the database");
+            let (sink, error) = (self.sink.name(), causes(error));
+            tracing::warn!(sink, verb, error, "deliveries wait for the database");
         }
     }
 

@@ -22,6 +22,7 @@ use uuid::Uuid;
 
 pub use self::late::{LateEnd, LateOutcome};
 use crate::record::event::Event;
+use crate::record::event::doubt::Doubt;
 use crate::record::{
     Answer, Attempt, Fence, Fingerprint, Operation, OwnerId, Record, RecordId, Scope, Settle,
     Status,
@@ -166,7 +167,7 @@ pub struct Due {
 
 /// What is known of an unknown record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Doubt {
+pub struct Unresolved {
     /// When its attempt became unknown; of a dead owner: its lease's end.
     pub since: SystemTime,
     /// How long ago that was, by the database's clock.
@@ -233,10 +234,23 @@ pub struct Claim {
     pub lane: Lane,
     /// At most as many as the sink has free slots.
     pub limit: u32,
+    /// The process that claims; the claim is worth nothing once its lease has ended.
+    pub owner: OwnerId,
     /// For how long they belong to this claim.
     pub lease: Duration,
+    /// Which claims of others are over.
+    pub over: Over,
     /// Also look at events that have been due for long (the slow, complete look).
     pub sweep: bool,
+}
+
+/// Which claims are over, so that what they hold may be claimed anew.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Over {
+    /// Those whose own time has passed.
+    Ended,
+    /// These, and all whose owner has no live lease. For whoever may judge other owners.
+    EndedOrDead,
 }
 
 /// The two queues of a sink, so that a backlog of retries never starves fresh events.
@@ -521,6 +535,15 @@ pub struct AuditRow {
     pub detail: Option<String>,
 }
 
+/// Of which doubts it is asked what has not been told yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Untold {
+    /// Those that began, and those that were told of and are over.
+    All,
+    /// The latter only.
+    Resolved,
+}
+
 /// How much stands in the store, for metrics and pages.
 #[derive(Clone, Debug, Default)]
 pub struct Gauges {
@@ -570,12 +593,12 @@ pub trait Store: Send + Sync + 'static {
     async fn questions(&self, asking: &[Asking], limit: u32) -> Result<Vec<Due>, Error>;
 
     /// What is known of a record that is unknown; `None` where it is not.
-    async fn doubt(&self, id: RecordId) -> Result<Option<Doubt>, Error>;
+    async fn unresolved(&self, id: RecordId) -> Result<Option<Unresolved>, Error>;
 
     /// Writes an outcome that changed no row to the audit table. Run again it writes nothing more.
     async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error>;
 
-    /// Claims events that are due; see [`Claim`]. Committed before it returns.
+    /// Claims events that are due; see [`Claim`]. Committed before it returns. Whether `owner` itself lives is not asked.
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error>;
 
     /// Writes verdicts, each under its claim number. The ids of those that found their claim still current.
@@ -587,6 +610,13 @@ pub trait Store: Send + Sync + 'static {
 
     /// How long until the next event of this sink that is not claimable now could be (a retry's time or a claim's end); `None`: nothing waits.
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error>;
+
+    /// Records that became unknown, or are no longer, of which that has not been told yet; up to `limit`.
+    async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Doubt>, Error>;
+
+    /// Writes the event that tells of a doubt, in one transaction with the mark that it was told. `Changed::No`: somebody else
+    /// has told of it. Without an event only the mark is set, or the note removed.
+    async fn tell(&self, doubt: &Doubt, event: Option<&Event>) -> Result<Changed, Error>;
 
     /// Deletes expired completed records, up to `limit`. How many.
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error>;

@@ -1,5 +1,6 @@
 //! Clears away what is over: expired records, delivered events past their retention, leases of the long dead; marks
-//! what dead owners left as `unknown`; and counts what stands in the store.
+//! what dead owners left as `unknown`; tells of records that became unknown or no longer are; and counts what stands in the
+//! store.
 //!
 //! It takes no input: a timer, then a look at the tables. Each job is a statement over a small batch that repeats
 //! its conditions, so it is idempotent and several replicas may run it at once. What must stay true:
@@ -19,7 +20,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::lease::Contact;
-use crate::store::{Error, Gauges, Store};
+use crate::record::event::doubt::News;
+use crate::store::{Error, Gauges, Store, Untold};
 use crate::telemetry::{Metrics, Swept};
 
 /// Longest time for one job of a round, so that a backlog of one kind does not hold up the others.
@@ -36,6 +38,8 @@ const PAUSE_MAX: Duration = Duration::from_secs(24 * 3600);
 pub struct Settings {
     /// How long delivered events are kept, counted from their delivery.
     pub outbox_retention: Duration,
+    /// To which sinks it is announced that a record is unknown, and that it no longer is; `None`: that is not announced.
+    pub unknown_events: Option<Vec<String>>,
     /// Pause between two rounds.
     pub every: Duration,
     /// Most rows in one statement.
@@ -73,6 +77,7 @@ enum Job {
     Records,
     Events,
     DeadOwners,
+    Doubts,
     Leases,
 }
 
@@ -92,7 +97,7 @@ impl Sweeper {
     async fn round(&mut self) -> bool {
         let mut more = false;
         let mut well = true;
-        for job in [Job::DeadOwners, Job::Records, Job::Events, Job::Leases] {
+        for job in [Job::DeadOwners, Job::Doubts, Job::Records, Job::Events, Job::Leases] {
             match self.work_off(job).await {
                 Ok(left) => more |= left,
                 Err(error) => {
@@ -160,9 +165,25 @@ impl Sweeper {
                 Ok(rows)
             }
             Job::DeadOwners => self.store.ping().await.map(|()| 0),
+            Job::Doubts => self.tell(limit).await,
             // Not in batches: old leases are few.
             Job::Leases => self.store.sweep_leases().await.map(|_| 0),
         }
+    }
+
+    /// Tells of doubts that began or ended. Where nothing is announced, only the notes of those that once were go.
+    async fn tell(&self, limit: u32) -> Result<u64, Error> {
+        let sinks = self.settings.unknown_events.as_deref();
+        let which = if sinks.is_some() { Untold::All } else { Untold::Resolved };
+        let doubts = self.store.untold(which, limit).await?;
+        for doubt in &doubts {
+            let event = sinks.and_then(|sinks| doubt.event(sinks));
+            if let (News::Resolved(_), None, Some(_)) = (doubt.news, &event, sinks) {
+                tracing::warn!(record = %doubt.record, "a record is resolved, and nothing tells any more whose it was");
+            }
+            self.store.tell(doubt, event.as_ref()).await?;
+        }
+        Ok(doubts.len() as u64)
     }
 
     fn publish(&mut self, gauges: Gauges) {

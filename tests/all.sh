@@ -1,6 +1,7 @@
 #!/bin/sh
 # Everything that a change must pass, in one command: format, lints, and all tests on both stores.
-# The tests start PostgreSQL servers of their own; it is installed where it is missing.
+# The tests start PostgreSQL servers and poolers of their own, and gateways with wrong clocks; what they need of that is
+# installed where it is missing.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -9,6 +10,15 @@ say() { printf '\n== %s\n' "$*"; }
 # Debian keeps initdb out of the PATH.
 have_postgres() {
     command -v initdb >/dev/null 2>&1 || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1
+}
+
+# Nor may users find what administrators start.
+have_pgbouncer() {
+    command -v pgbouncer >/dev/null 2>&1 || [ -x /usr/sbin/pgbouncer ]
+}
+
+have_faketime() {
+    ls /usr/lib/*/faketime/libfaketimeMT.so.1 >/dev/null 2>&1
 }
 
 as_root() {
@@ -22,15 +32,20 @@ as_root() {
     fi
 }
 
-if ! have_postgres; then
-    say "installing PostgreSQL"
+missing=""
+have_postgres || missing="$missing postgresql"
+have_pgbouncer || missing="$missing pgbouncer"
+have_faketime || missing="$missing faketime"
+if [ -n "$missing" ]; then
+    say "installing$missing"
     if ! command -v apt-get >/dev/null 2>&1; then
-        echo "initdb is missing and there is no apt-get: install PostgreSQL (the server) and run this again" >&2
+        echo "there is no apt-get: install$missing (PostgreSQL with its server) and run this again" >&2
         exit 1
     fi
     as_root apt-get update -qq
+    # shellcheck disable=SC2086 # one word for each package
     as_root env DEBIAN_FRONTEND=noninteractive \
-        apt-get install -y -qq --no-install-recommends postgresql >/dev/null
+        apt-get install -y -qq --no-install-recommends $missing >/dev/null
 fi
 
 say "cargo fmt --check"

@@ -236,6 +236,25 @@ fn a_test_that_cannot_fail_and_an_unfinished_place_are_refused() {
 }
 
 #[test]
+fn each_test_that_the_guarantees_name_exists() {
+    let text = std::fs::read_to_string(root().join("docs/guarantees.md")).unwrap();
+    let named: Vec<(&str, &str)> = text
+        .split('`')
+        .filter_map(|word| word.split_once("::"))
+        .filter(|(module, test)| *module != "module" && !test.is_empty())
+        .collect();
+    assert!(named.len() > 30, "{named:?}");
+    for (module, test) in named {
+        let path = root().join(format!("tests/it/{module}.rs"));
+        let tests = std::fs::read_to_string(&path).unwrap_or_default();
+        assert!(
+            tests.contains(&format!("fn {test}(")),
+            "docs/guarantees.md names {module}::{test}"
+        );
+    }
+}
+
+#[test]
 fn the_project_speaks_of_itself_only() {
     // Places that mean something on one machine, and how the work was organised.
     let banned = [

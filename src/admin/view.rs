@@ -18,7 +18,7 @@ use http::HeaderMap;
 use serde::Serialize;
 
 use crate::record::{Answer, KeptBody, RecordId, Status};
-use crate::store::{self, AuditRow, Doubt, EventFilter, EventRow, RecordRow, Store};
+use crate::store::{self, AuditRow, EventFilter, EventRow, RecordRow, Store, Unresolved};
 
 /// How many events the life of one record shows at most.
 pub const LIFE_EVENTS_MAX: u32 = 500;
@@ -287,9 +287,9 @@ pub struct DoubtView {
     pub next_ask_at: Option<String>,
 }
 
-impl From<Doubt> for DoubtView {
-    fn from(doubt: Doubt) -> Self {
-        let Doubt { since, asked, next_ask_at, .. } = doubt;
+impl From<Unresolved> for DoubtView {
+    fn from(doubt: Unresolved) -> Self {
+        let Unresolved { since, asked, next_ask_at, .. } = doubt;
         Self { since: time(since), asked, next_ask_at: (asked > 0).then(|| time(next_ask_at)) }
     }
 }
@@ -301,7 +301,9 @@ impl From<Doubt> for DoubtView {
 pub async fn life(store: &dyn Store, id: RecordId) -> Result<Option<Life>, store::Error> {
     let row = store.show_record(id).await?;
     let doubt = match &row {
-        Some(row) if row.status == Status::Unknown => store.doubt(id).await?.map(DoubtView::from),
+        Some(row) if row.status == Status::Unknown => {
+            store.unresolved(id).await?.map(DoubtView::from)
+        }
         Some(_) | None => None,
     };
     let (events, events_cut) = events_of(store, id).await?;
@@ -405,7 +407,7 @@ mod tests {
     use uuid::Uuid;
 
     use super::*;
-    use crate::record::{Attempt, Fingerprint, Key, Operation, Scope, Tenant};
+    use crate::record::{Attempt, Fingerprint, Key, Operation, Scope, Spelling, Tenant};
     use crate::store::EventStatus;
 
     fn at(seconds: u64) -> SystemTime {
@@ -442,7 +444,7 @@ mod tests {
         let mut headers = HeaderMap::new();
         headers.append("content-type", HeaderValue::from_static("text/plain"));
         headers.append("x-raw", HeaderValue::from_bytes(b"caf\xe9").unwrap());
-        Answer { status: StatusCode::CREATED, headers, body }
+        Answer { status: StatusCode::CREATED, headers, spelling: Spelling::default(), body }
     }
 
     fn brief_json() -> serde_json::Value {

@@ -20,7 +20,7 @@ use super::print::{self, Exit, Failure, Table, block, escape, objection, refuse}
 use crate::admin::query;
 use crate::admin::view::{self, AuditView, EventView, Life, RecordView, standing, time};
 use crate::record::event::Event;
-use crate::record::{Answer, Fence, KeptBody, RecordId, Status};
+use crate::record::{Answer, Fence, KeptBody, RecordId, Spelling, Status};
 use crate::store::{Completion, Objection, Operator, RecordFilter, RecordRow, Store};
 
 /// Largest body that `complete` takes, in bytes.
@@ -337,18 +337,21 @@ fn answer_of(args: &CompleteArgs) -> Result<Answer, Failure> {
             usage(format!("--status {}: a final status is from 200 to 599", args.status))
         })?;
     let mut headers = HeaderMap::new();
+    let mut names = Vec::new();
     for line in &args.headers {
         let (name, value) = header_of(line)
             .map_err(|wrong| usage(format!("--header '{}': {wrong}", escape(line))))?;
         headers.append(name, value);
+        names.push(line.split(':').next().unwrap_or_default().trim().into());
     }
+    let spelling = Spelling::of(&headers, &names);
     let body = body_of(&args.body)?;
     if !body.is_empty() && matches!(status.as_u16(), 204 | 205 | 304) {
         return Err(usage(format!(
             "--body: an answer of status {status} has none; give --body ''"
         )));
     }
-    Ok(Answer { status, headers, body: KeptBody::Whole(body) })
+    Ok(Answer { status, headers, spelling, body: KeptBody::Whole(body) })
 }
 
 fn usage(text: String) -> Failure {

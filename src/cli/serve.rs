@@ -19,6 +19,8 @@ use crate::gateway::accept::{self, Listener};
 use crate::gateway::upstream::Upstream;
 use crate::gateway::{Gateway, Parts, Serve};
 use crate::lease::{self, Contact};
+use crate::record::LeaseView;
+use crate::relay::Claimant;
 use crate::store::postgres::Postgres;
 use crate::store::sqlite::{self, FileLock, Sqlite};
 use crate::store::{self, OpenError, Store};
@@ -90,6 +92,9 @@ async fn open_to_serve(settings: &config::Store) -> Result<Opened, StartError> {
         StoreKind::Sqlite(path) => {
             let lock = sqlite::lock(path)?;
             let store = Sqlite::open(path).await?;
+            if lock.found_it_cut() {
+                store.check_whole().await?;
+            }
             store.migrate(migrate).await?;
             // The lock says that no other process lives: every lease in the file is a dead one's.
             store.end_all_leases().await?;
@@ -110,18 +115,47 @@ pub struct Running {
     pub admin: SocketAddr,
     stop: Stop,
     tasks: TaskTracker,
+    lease: TaskTracker,
     gateway: Arc<Gateway>,
     grace: Duration,
     _opened: Opened,
 }
 
-/// The two steps of stopping.
+/// The steps of stopping.
 struct Stop {
     ready: Readiness,
     /// No new connections and requests.
     accept: CancellationToken,
-    /// Everything else: relay, sweeper, lease, admin.
+    /// Everything else: relay, sweeper, admin.
     rest: CancellationToken,
+    /// The lease: once it has ended, others take over whatever this process still had.
+    lease: CancellationToken,
+}
+
+impl Stop {
+    fn new(ready: &Readiness) -> Self {
+        Self {
+            ready: ready.clone(),
+            accept: CancellationToken::new(),
+            rest: CancellationToken::new(),
+            lease: CancellationToken::new(),
+        }
+    }
+}
+
+/// Whether other owners may be judged by their leases now.
+type MayJudge = Arc<dyn Fn() -> bool + Send + Sync>;
+
+fn may_judge(contact: &Contact) -> MayJudge {
+    let contact = contact.clone();
+    Arc::new(move || contact.may_judge(Instant::now()))
+}
+
+/// Whose the relay's claims are. Alone, what a dead process had claimed was freed at the start, and a lapse of the own
+/// lease frees nothing.
+fn claimant(lease: &LeaseView, may_judge: &MayJudge, alone: bool) -> Claimant {
+    let may_judge = if alone { Arc::new(|| false) } else { Arc::clone(may_judge) };
+    Claimant { lease: lease.clone(), may_judge }
 }
 
 /// Builds everything, then spawns it.
@@ -138,13 +172,14 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     let view = lease::start(&store, ttl).await?;
     let operations: Arc<[String]> =
         config.routes.iter().map(|route| route.operation.as_str().to_owned()).collect();
-    let judge = contact.clone();
+    let may_judge = may_judge(&contact);
+    let claimant = claimant(&view, &may_judge, opened.alone);
     let parts = Parts {
         upstreams: upstreams(&config)?,
         routes: config.routes,
         store: Arc::clone(&store),
         lease: view.clone(),
-        may_judge: Arc::new(move || judge.may_judge(Instant::now())),
+        may_judge,
         digest: config.digest_key_file.open().map_err(StartError::DigestKey)?,
         metrics: Arc::clone(&metrics),
         wake: Arc::clone(&wake),
@@ -166,14 +201,12 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         metrics.outbox(&sink.name, 0, Duration::ZERO, 0);
     }
     let (tasks, ready) = (TaskTracker::new(), Readiness::default());
-    let stop = Stop {
-        ready: ready.clone(),
-        accept: CancellationToken::new(),
-        rest: CancellationToken::new(),
-    };
+    let stop = Stop::new(&ready);
     let rest = || stop.rest.clone();
-    tasks.spawn(lease::keep(Arc::clone(&store), view, ttl, rest()));
-    tasks.spawn(relay::run(Arc::clone(&store), config.relay, Arc::clone(&metrics), wake, rest()));
+    let lease = TaskTracker::new();
+    lease.spawn(lease::keep(Arc::clone(&store), view, ttl, stop.lease.clone()));
+    let relay = Arc::clone(&store);
+    tasks.spawn(relay::run(relay, config.relay, claimant, Arc::clone(&metrics), wake, rest()));
     tasks.spawn(sweep::run(
         Arc::clone(&store),
         config.sweep,
@@ -196,7 +229,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     let grace = server.shutdown_grace;
     tasks.spawn(accept::serve(listener, server.accept, service, stop.accept.clone(), grace));
     ready.serving();
-    Ok(Running { addr, admin, stop, tasks, gateway, grace, _opened: opened })
+    Ok(Running { addr, admin, stop, tasks, lease, gateway, grace, _opened: opened })
 }
 
 fn cannot_listen(address: &str, cause: std::io::Error) -> StartError {
@@ -226,5 +259,9 @@ impl Running {
         if tokio::time::timeout(self.grace, self.tasks.wait()).await.is_err() {
             tracing::warn!("some connections or deliveries did not end within the grace");
         }
+        // Last: others judge this process by it. It bounds itself.
+        self.stop.lease.cancel();
+        self.lease.close();
+        self.lease.wait().await;
     }
 }

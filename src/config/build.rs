@@ -79,17 +79,34 @@ impl Builder<'_> {
             relay: relay::Settings { sinks, poll: self.poll(&file.outbox) },
             sweep: sweep::Settings {
                 outbox_retention: or(&file.outbox.retention, 7 * DAY),
+                unknown_events: or(&file.outbox.unknown_events, false).then_some(names),
                 every: or(&file.store.sweep_every, 10 * SECOND),
                 batch: or(&file.store.sweep_batch, 500),
             },
             log: self.log(&file.log),
         };
+        self.room(file, &config);
         let (ours, theirs) = (&config.server.listen, &config.admin.listen);
         if ours == theirs && !ours.ends_with(":0") {
             let place = place_of(&file.admin.listen, "admin.listen");
             self.notes.mistake(&place, "is the same as server.listen; they need an address each");
         }
         config
+    }
+
+    /// A route whose requests never fit would answer 503 to all of them.
+    fn room(&self, file: &File, config: &Config) {
+        let (request, response) =
+            config.routes.iter().fold((0, 0), |(request, response), route| {
+                let policy = &route.policy;
+                (request.max(policy.request_body_max), response.max(policy.response_body_max))
+            });
+        if !config.gateway.fits(request, response) {
+            let place = place_of(&file.server.buffered_bytes_max, "server.buffered_bytes_max");
+            let wrong = "is less than the largest max_request_body and max_response_body together: a request takes \
+                         room for both";
+            self.notes.mistake(&place, wrong);
+        }
     }
 
     fn above_zero(&self, field: &Maybe<Duration>) {
@@ -155,9 +172,10 @@ impl Builder<'_> {
             doubt_window,
             cache_bytes: u64::try_from(or(&store.cache_bytes, 64 * MIB)).unwrap_or(u64::MAX),
             in_flight_max: count(&raw.in_flight_max, 1000),
+            waiting_max: count(&raw.waiting_max, 1000),
             late_answers_max: count(&raw.late_answers_max, 100),
             on_unavailable: self.on_unavailable(&store.on_unavailable),
-            buffered_bytes_max: or(&raw.buffered_bytes_max, 256 * MIB),
+            buffered_bytes_max: or(&raw.buffered_bytes_max, 1024 * MIB),
             default_upstream: DEFAULT_UPSTREAM.to_owned(),
         }
     }
@@ -274,6 +292,8 @@ impl Builder<'_> {
             connect_timeout: or(&raw.connect_timeout, 2 * SECOND),
             idle_timeout: or(&raw.idle_timeout, 4 * SECOND),
             answer_timeout: or(&raw.answer_timeout, 60 * SECOND),
+            answer_idle_timeout: Some(or(&raw.answer_idle_timeout, 600 * SECOND))
+                .filter(|limit| !limit.is_zero()),
             ca_file: raw.ca_file.as_ref().map(|placed| self.readable(placed)),
         })
     }
@@ -479,6 +499,12 @@ fn read_upstream_url(text: &str) -> Result<Uri, String> {
     let scheme = url.scheme_str().unwrap_or_default();
     let authority = url.authority().map(http::uri::Authority::as_str).unwrap_or_default();
     let bare = matches!(url.path(), "" | "/") && url.query().is_none();
+    let port = authority.rsplit_once(':').map(|(_, port)| port).filter(|port| !port.ends_with(']'));
+    if port.is_some_and(|port| port.parse::<u16>().is_err() || port == "0") {
+        return Err(format!(
+            "{text:?} has a port that is none; a port is a number from 1 to 65535"
+        ));
+    }
     if !matches!(scheme, "http" | "https") || authority.is_empty() {
         return Err(format!("{text:?} names no http or https server; {HOW}"));
     }
@@ -572,13 +598,17 @@ fn read_method(text: &str) -> Result<Method, String> {
     }
 }
 
-/// `429`, `"503+retry-after"` (only with that header) or `"503-retry-after"` (only without it).
+/// `429`, `"503+retry-after"` (only with that header), `"503-retry-after"` (only without it) or `"5xx"` (all of them).
 fn read_code(text: &str) -> Result<Code, String> {
     let how = || {
         format!(
-            "{text:?} is not a status; write 429, \"503+retry-after\" (with that header) or \"503-retry-after\" (without it)"
+            "{text:?} is not a status; write 429, \"503+retry-after\" (with that header), \"503-retry-after\" (without it) or \"5xx\""
         )
     };
+    if let Some(digit) = text.strip_suffix("xx") {
+        let hundred = digit.parse().ok().filter(|digit| (2..=5).contains(digit));
+        return hundred.map(Code::Hundred).ok_or_else(how);
+    }
     let digits = text.get(..3).ok_or_else(how)?;
     let status: u16 = digits.parse().map_err(|_| how())?;
     let status = StatusCode::from_u16(status).map_err(|_| how())?;
@@ -593,12 +623,34 @@ fn read_code(text: &str) -> Result<Code, String> {
     }
 }
 
-fn same_answer(one: Code, other: Code) -> bool {
-    let parts = |code| match code {
-        Code::Always(status) => (status, true, true),
-        Code::WithRetryAfter(status) => (status, true, false),
-        Code::WithoutRetryAfter(status) => (status, false, true),
+/// Whether a written entry takes an entry's answers away from a default list.
+fn covers(written: Code, default: Code) -> bool {
+    let (Code::Hundred(digit), Some(status)) = (written, status_of(default)) else {
+        return same_answer(written, default);
     };
-    let ((status, with, without), (status2, with2, without2)) = (parts(one), parts(other));
-    status == status2 && (with && with2 || without && without2)
+    status.as_u16() / 100 == digit
+}
+
+/// Whether two entries name an answer in the same way. One by its first digit gives way to one by itself.
+fn same_answer(one: Code, other: Code) -> bool {
+    if let (Code::Hundred(digit), Code::Hundred(other)) = (one, other) {
+        return digit == other;
+    }
+    let retry_after = |code| match code {
+        Code::Always(_) | Code::Hundred(_) => (true, true),
+        Code::WithRetryAfter(_) => (true, false),
+        Code::WithoutRetryAfter(_) => (false, true),
+    };
+    let ((with, without), (with2, without2)) = (retry_after(one), retry_after(other));
+    let same = status_of(one).is_some() && status_of(one) == status_of(other);
+    same && (with && with2 || without && without2)
+}
+
+fn status_of(code: Code) -> Option<StatusCode> {
+    match code {
+        Code::Always(status) | Code::WithRetryAfter(status) | Code::WithoutRetryAfter(status) => {
+            Some(status)
+        }
+        Code::Hundred(_) => None,
+    }
 }

@@ -65,11 +65,13 @@ pub struct Server {
     pub trusted_proxies: Maybe<Vec<Placed<String>>>,
     /// How long a shutdown waits.
     pub shutdown_grace: Maybe<Duration>,
-    /// Reserved requests at a time.
+    /// Keyed requests at a time, without those that wait.
     pub in_flight_max: Maybe<u32>,
+    /// Waiting duplicates at a time.
+    pub waiting_max: Maybe<u32>,
     /// Answers awaited after their time-out.
     pub late_answers_max: Maybe<u32>,
-    /// Sum of the bodies in memory.
+    /// Sum of the bodies of keyed requests and of their answers in memory.
     pub buffered_bytes_max: Maybe<usize>,
     /// The file with the key of the digests.
     pub digest_key_file: Maybe<String>,
@@ -97,8 +99,10 @@ pub struct Upstream {
     pub connect_timeout: Maybe<Duration>,
     /// How long a pooled connection may have been idle.
     pub idle_timeout: Maybe<Duration>,
-    /// Pass-through: how long the upstream may be silent.
+    /// Pass-through: how long the upstream may be silent before its answer.
     pub answer_timeout: Maybe<Duration>,
+    /// How long the upstream may be silent within the body of an answer that is streamed.
+    pub answer_idle_timeout: Maybe<Duration>,
     /// The only certificates to trust.
     pub ca_file: Maybe<String>,
     /// `keep` or `set`; `[upstream]` only.
@@ -316,6 +320,8 @@ pub struct Outbox {
     pub retention: Maybe<Duration>,
     /// Longest message.
     pub max_payload: Maybe<usize>,
+    /// Whether it is announced that a record is unknown.
+    pub unknown_events: Maybe<bool>,
     /// How often the relay looks when nobody wakes it.
     pub poll: Maybe<Duration>,
 }
@@ -370,6 +376,7 @@ fn server(mut s: Section<'_>) -> Server {
         trusted_proxies: s.texts("trusted_proxies"),
         shutdown_grace: s.duration("shutdown_grace"),
         in_flight_max: s.number("in_flight_max", 1..=1_000_000),
+        waiting_max: s.number("waiting_max", 0..=1_000_000),
         late_answers_max: s.number("late_answers_max", 0..=1_000_000),
         buffered_bytes_max: s.size("buffered_bytes_max"),
         digest_key_file: s.text("digest_key_file"),
@@ -396,6 +403,7 @@ fn upstream(mut s: Section<'_>, main: bool) -> Upstream {
         connect_timeout: s.duration("connect_timeout"),
         idle_timeout: s.duration("idle_timeout"),
         answer_timeout: s.duration("answer_timeout"),
+        answer_idle_timeout: s.duration("answer_idle_timeout"),
         ca_file: s.text("ca_file"),
         host: if main { s.text("host") } else { None },
     };
@@ -565,6 +573,7 @@ fn outbox(mut s: Section<'_>) -> Outbox {
     let read = Outbox {
         retention: s.duration("retention"),
         max_payload: s.size("max_payload"),
+        unknown_events: s.flag("unknown_events"),
         poll: s.duration("poll"),
     };
     s.finish();

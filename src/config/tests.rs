@@ -158,11 +158,27 @@ const CASES: &[(&str, &str)] = &[
     ),
     (
         "policy.unknown_on = [\"503 with Retry-After\"]",
-        "og.toml:2: policy.unknown_on[0]: \"503 with Retry-After\" is not a status; write 429, \"503+retry-after\" (with that header) or \"503-retry-after\" (without it)",
+        "og.toml:2: policy.unknown_on[0]: \"503 with Retry-After\" is not a status; write 429, \"503+retry-after\" (with that header), \"503-retry-after\" (without it) or \"5xx\"",
     ),
     (
         "policy.unknown_on = [429]\npolicy.release_on = [400, 429]",
         "og.toml:2: policy.unknown_on: names an answer that release_on names too; keep it in one of them",
+    ),
+    (
+        "policy.unknown_on = [\"1xx\"]",
+        "og.toml:2: policy.unknown_on[0]: \"1xx\" is not a status; write 429, \"503+retry-after\" (with that header), \"503-retry-after\" (without it) or \"5xx\"",
+    ),
+    (
+        "policy.unknown_on = [\"5xx\", 400]\npolicy.release_on = [503, \"5xx\"]",
+        "og.toml:2: policy.unknown_on: names an answer that release_on names too; keep it in one of them",
+    ),
+    (
+        "[upstreams.x]\nurl = \"http://a:65536\"",
+        "og.toml:3: upstreams.x.url: \"http://a:65536\" has a port that is none; a port is a number from 1 to 65535",
+    ),
+    (
+        "server.buffered_bytes_max = \"2MiB\"\n[[route]]\nmethod = \"POST\"\npath = \"/a\"\nmax_response_body = \"1025KiB\"",
+        "og.toml:2: server.buffered_bytes_max: is less than the largest max_request_body and max_response_body together: a request takes room for both",
     ),
     (
         "admin.listen = \"0.0.0.0:9090\"",
@@ -261,8 +277,12 @@ fn every_mistake_has_its_place_its_cause_and_its_remedy() {
 
 #[test]
 fn a_file_that_is_not_toml_says_where() {
-    let found = mistakes("[upstream]\nurl = \"http://127.0.0.1:1\"\n[policy]\nwait = = 3\n");
-    assert!(found[0].starts_with("og.toml:4: not TOML: "), "{found:?}");
+    for wrong in ["wait = = 3", "wait = ", "wait", "[policy"] {
+        let text = format!("[upstream]\nurl = \"http://127.0.0.1:1\"\n[policy]\n{wrong}\nx = [\n");
+        let found = mistakes(&text);
+        assert!(found[0].starts_with("og.toml:4: not TOML: "), "{found:?}");
+        assert_eq!(found.len(), 1, "one mistake is one line: {found:?}");
+    }
 }
 
 #[test]

@@ -153,11 +153,13 @@ impl Value {
     }
 }
 
-/// The tree of a TOML text; syntax errors are noted, and what can be read is read.
+/// The tree of a TOML text; the first error of its syntax is noted.
 #[must_use]
 pub fn parse(text: &str, notes: &Notes) -> Node {
     let (document, errors) = DeTable::parse_recoverable(text);
-    for error in errors {
+    // The first only: what the parser meets after it is mostly the same mistake again.
+    let start = |error: &&toml::de::Error| error.span().map_or(0, |span| span.start);
+    if let Some(error) = errors.iter().min_by_key(start) {
         let line = error.span().map(|span| line_of(text, span.start));
         notes
             .mistake(&Place { line, ..Place::default() }, format!("not TOML: {}", error.message()));

@@ -29,7 +29,7 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpListener, UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, Sleep, sleep, timeout};
@@ -45,6 +45,10 @@ const LINGER_TIME: Duration = Duration::from_secs(2);
 const LINGER_BYTES: usize = 256 * 1024;
 /// A caller that sends its body more slowly than this, in bytes per second, uses up its patience.
 const BODY_RATE_MIN: u32 = 256;
+
+/// To a caller whose head did not come in time.
+const TOO_LATE: &[u8] =
+    b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n";
 
 /// Limits of a listener.
 #[derive(Clone, Debug)]
@@ -248,7 +252,7 @@ async fn connection<S>(
         service.call(request)
     });
     let io = TokioIo::new(Paced::new(stream, settings.write_timeout, unread));
-    let connection = http1::Builder::new()
+    let mut connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(settings.header_timeout)
         .max_headers(settings.headers_max)
@@ -257,17 +261,21 @@ async fn connection<S>(
         .half_close(settings.half_close)
         .preserve_header_case(true)
         .serve_connection(io, service);
-    let mut connection = std::pin::pin!(connection);
     let ended = tokio::select! {
         biased;
-        ended = connection.as_mut() => ended,
+        ended = &mut connection => ended,
         () = stop.cancelled() => {
-            connection.as_mut().graceful_shutdown();
-            connection.await
+            Pin::new(&mut connection).graceful_shutdown();
+            (&mut connection).await
         }
     };
-    if let Err(error) = ended {
-        tracing::debug!(error = &error as &dyn std::error::Error, ?peer, "connection ended");
+    let Err(error) = ended else { return };
+    tracing::debug!(error = &error as &dyn std::error::Error, ?peer, "connection ended");
+    if error.is_timeout() {
+        let parts = connection.into_parts();
+        if !parts.read_buf.trim_ascii().is_empty() {
+            parts.io.into_inner().too_late().await;
+        }
     }
 }
 
@@ -345,6 +353,8 @@ struct Paced {
     stream: Box<dyn Stream>,
     write_timeout: Duration,
     stalled: Option<Pin<Box<Sleep>>>,
+    /// Whether all that was to be written has been.
+    flushed: bool,
     unread: Unread,
     linger: Option<Linger>,
 }
@@ -356,7 +366,22 @@ struct Linger {
 
 impl Paced {
     fn new(stream: Box<dyn Stream>, write_timeout: Duration, unread: Unread) -> Self {
-        Self { stream, write_timeout, stalled: None, unread, linger: None }
+        Self { stream, write_timeout, stalled: None, flushed: true, unread, linger: None }
+    }
+
+    /// Tells a caller whose head did not come in time, and closes (RFC 9110, 15.5.9). A part of an answer that is still
+    /// on its way must not be taken to go on with this one.
+    async fn too_late(mut self) {
+        if !self.flushed {
+            return;
+        }
+        let told = async {
+            self.write_all(TOO_LATE).await?;
+            self.shutdown().await
+        };
+        if let Err(error) = told.await {
+            tracing::debug!(%error, "a caller that was too late is gone");
+        }
     }
 
     /// Passes a result of writing on, unless the caller has taken nothing for too long.
@@ -397,6 +422,7 @@ impl AsyncWrite for Paced {
         cx: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
+        self.flushed = false;
         let written = Pin::new(&mut self.stream).poll_write(cx, buf);
         self.pace(cx, written)
     }
@@ -406,6 +432,7 @@ impl AsyncWrite for Paced {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
+        self.flushed = false;
         let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
         self.pace(cx, written)
     }
@@ -415,7 +442,9 @@ impl AsyncWrite for Paced {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        // hyper flushes the stream only once it has nothing more to write.
         let flushed = Pin::new(&mut self.stream).poll_flush(cx);
+        self.flushed = matches!(flushed, Poll::Ready(Ok(())));
         self.pace(cx, flushed)
     }
 

@@ -42,7 +42,7 @@ pub(super) async fn forward(
         })
     };
     let answer = tokio::time::timeout(timeout, exchange).await.unwrap_or(Err(Failure::TimedOut))?;
-    let mut answer = answer.map(|body| pass::without_hop_trailers(body.boxed_unsync()));
+    let mut answer = answer.map(|body| pass::without_hop_trailers(body.streamed().boxed_unsync()));
     pass::clean_answer(answer.headers_mut());
     Ok(answer)
 }

@@ -25,7 +25,7 @@ use super::reserve::{
 use super::upstream;
 use crate::record::event::{Event, Origin};
 use crate::record::outcome::{Class, Failure};
-use crate::record::{Answer, Attempt, Fence, KeptBody, RecordId};
+use crate::record::{Answer, Attempt, Fence, KeptBody, RecordId, Spelling};
 use crate::route::Route;
 use crate::store::{Changed, Completion, Error, LateEnd, LateOutcome, Settled, Store};
 use crate::telemetry::{LateAnswer, Metrics, Reply, Step, causes};
@@ -376,7 +376,8 @@ impl Closing<'_> {
             FirstBody::Streamed { .. } => KeptBody::NotRetained,
         };
         let headers = headers::kept(&first.head.headers, &self.route.policy.replay_drop);
-        Answer { status: first.head.status, headers, body }
+        let spelling = spelling_of(&headers, &first.head);
+        Answer { status: first.head.status, headers, spelling, body }
     }
 
     fn completion(&self, underway: &Underway, first: &First) -> Completion {
@@ -429,8 +430,15 @@ fn shared(first: &First, drop: &[HeaderName]) -> Option<Shared> {
     for name in drop {
         headers.remove(name);
     }
-    let answer = Answer { status: first.head.status, headers, body: KeptBody::Whole(body.clone()) };
+    let (status, spelling) = (first.head.status, spelling_of(&headers, &first.head));
+    let answer = Answer { status, headers, spelling, body: KeptBody::Whole(body.clone()) };
     Some(Shared { record: first.record, answer: SharedAnswer::Released(answer) })
+}
+
+/// How the upstream spelled these headers of its answer.
+fn spelling_of(headers: &HeaderMap, head: &response::Parts) -> Spelling {
+    let sent = head.extensions.get::<upstream::SentNames>();
+    sent.map_or_else(Spelling::default, |sent| Spelling::of(headers, &sent.0))
 }
 
 /// The headers that go on to a caller.

@@ -26,6 +26,17 @@ pub(super) enum Evidence {
     Failed(Failure),
 }
 
+impl Evidence {
+    /// The bytes of the answer's body that are in memory.
+    pub(super) fn bytes(&self) -> usize {
+        match self {
+            Self::Answered { body, .. } => body.len(),
+            Self::Large { begun, .. } => begun.iter().map(Bytes::len).sum(),
+            Self::Failed(_) => 0,
+        }
+    }
+}
+
 /// How an exchange is bounded.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Bounds {
@@ -99,7 +110,7 @@ pub(super) async fn receive(answer: Response<upstream::Answer>, body_max: usize)
     }
     let bound = u64::try_from(body_max).unwrap_or(u64::MAX);
     if body.size_hint().lower() > bound || is_stream(&head.headers) {
-        return Evidence::Large { head, begun: Vec::new(), rest: body };
+        return Evidence::Large { head, begun: Vec::new(), rest: body.streamed() };
     }
     let mut read: Vec<Bytes> = Vec::new();
     let mut total = 0_usize;
@@ -116,7 +127,7 @@ pub(super) async fn receive(answer: Response<upstream::Answer>, body_max: usize)
         total = total.saturating_add(data.len());
         read.push(data);
         if total > body_max {
-            return Evidence::Large { head, begun: read, rest: body };
+            return Evidence::Large { head, begun: read, rest: body.streamed() };
         }
     }
     Evidence::Answered { head, body: join(read, total) }

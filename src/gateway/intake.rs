@@ -11,13 +11,13 @@ use bytes::{Bytes, BytesMut};
 use http::header::{CONTENT_LENGTH, EXPECT, HOST};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri};
 use http_body_util::{BodyExt, Full};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::accept;
 use super::headers::{self, Forwarding, Hop};
 use super::prefixed::Prefixed;
 use super::reply::{self, Name, Problem};
 use super::reserve::Ask;
+use super::room::{Limits, NoRoom, Room};
 use super::upstream::{Body, Upstream};
 use crate::fingerprint::{self, fingerprint};
 use crate::record::event::RequestParts;
@@ -30,8 +30,7 @@ use crate::telemetry::{Metrics, Step};
 pub(super) struct Intake {
     digest: DigestKey,
     metrics: Arc<Metrics>,
-    in_flight: Arc<Semaphore>,
-    buffered: Arc<Semaphore>,
+    limits: Limits,
 }
 
 /// A keyed request, read as far as its scope needs.
@@ -42,13 +41,7 @@ pub(super) struct Keyed {
     body: Bytes,
     pub(super) ask: Ask,
     /// Held until the request is answered.
-    _room: Room,
-}
-
-/// A keyed request's share of the limits.
-struct Room {
-    _in_flight: OwnedSemaphorePermit,
-    _buffered: OwnedSemaphorePermit,
+    pub(super) room: Room,
 }
 
 /// What becomes of a request on a keyed route.
@@ -60,15 +53,8 @@ pub(super) enum Read {
 }
 
 impl Intake {
-    pub(super) fn new(
-        digest: DigestKey,
-        metrics: Arc<Metrics>,
-        in_flight_max: usize,
-        buffered_bytes_max: usize,
-    ) -> Self {
-        let in_flight = Arc::new(Semaphore::new(in_flight_max.min(Semaphore::MAX_PERMITS)));
-        let buffered = Arc::new(Semaphore::new(kibibytes(buffered_bytes_max)));
-        Self { digest, metrics, in_flight, buffered }
+    pub(super) fn new(digest: DigestKey, metrics: Arc<Metrics>, limits: Limits) -> Self {
+        Self { digest, metrics, limits }
     }
 
     /// Reads key, body, tenant and fingerprint. Nothing is reserved before the whole body has arrived.
@@ -102,7 +88,7 @@ impl Intake {
         {
             return Read::Refused(too_large(body_max));
         }
-        let Some(room) = self.room(&head.headers, body_max) else {
+        let Ok(mut room) = self.room(route, &head.headers) else {
             return Read::Refused(Problem::new(Name::Overloaded));
         };
         let body = match collect(body, body_max).await {
@@ -116,6 +102,7 @@ impl Intake {
             }
             Collected::Cut => return Read::Refused(Problem::new(Name::BodyIncomplete)),
         };
+        room.received(body.len());
         let host = head.headers.get(HOST).and_then(|host| host.to_str().ok()).map(str::to_owned);
         let asked = Asked {
             method: &head.method,
@@ -136,7 +123,7 @@ impl Intake {
             Err(refusal) => return refused(refusal, route),
         };
         let route = Arc::clone(route);
-        Read::Keyed(Box::new(Keyed { route, head, hop, body, ask, _room: room }))
+        Read::Keyed(Box::new(Keyed { route, head, hop, body, ask, room }))
     }
 
     /// Scope, fingerprint and what is kept of the request.
@@ -176,14 +163,12 @@ impl Intake {
         })
     }
 
-    /// A share of the limits for a keyed request; `None`: a limit is reached.
-    fn room(&self, headers: &HeaderMap, body_max: usize) -> Option<Room> {
+    /// A share of the limits: before the body is read, so that who gets none is told at once.
+    fn room(&self, route: &Route, headers: &HeaderMap) -> Result<Room, NoRoom> {
+        let policy = &route.policy;
         let length = declared_length(headers).and_then(|length| usize::try_from(length).ok());
-        let bytes = length.unwrap_or(body_max).min(body_max);
-        let permits = u32::try_from(kibibytes(bytes)).unwrap_or(u32::MAX);
-        let in_flight = Arc::clone(&self.in_flight).try_acquire_owned().ok()?;
-        let buffered = Arc::clone(&self.buffered).try_acquire_many_owned(permits).ok()?;
-        Some(Room { _in_flight: in_flight, _buffered: buffered })
+        let body = length.map_or(policy.request_body_max, |n| n.min(policy.request_body_max));
+        self.limits.admit(body, policy.response_body_max)
     }
 }
 
@@ -265,7 +250,7 @@ fn too_large(max: usize) -> Problem {
 }
 
 fn refused(refusal: scope::Refusal, route: &Route) -> Read {
-    Read::Refused(Problem::of_scope(refusal, &route.scope.key_header))
+    Read::Refused(Problem::of_scope(refusal, &route.scope))
 }
 
 /// The headers that say where a request belongs: nothing else may look like them to the upstream.
@@ -297,10 +282,6 @@ fn declared_length(headers: &HeaderMap) -> Option<u64> {
 /// Methods whose requests say nothing by having no body (RFC 9110, 8.6).
 fn bodyless(method: &Method) -> bool {
     matches!(*method, Method::GET | Method::HEAD | Method::DELETE | Method::OPTIONS)
-}
-
-fn kibibytes(bytes: usize) -> usize {
-    bytes.div_ceil(1024).clamp(1, Semaphore::MAX_PERMITS)
 }
 
 fn whole(body: Bytes) -> Body {

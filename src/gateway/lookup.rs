@@ -15,7 +15,7 @@ use super::forward::{self, Evidence};
 use super::headers;
 use super::upstream::Upstream;
 use crate::record::lookup::{About, Verdict};
-use crate::record::{Answer, KeptBody};
+use crate::record::{Answer, KeptBody, Spelling};
 use crate::route::{Lookup, Route};
 use crate::telemetry::{Asked, Metrics, causes};
 
@@ -74,7 +74,8 @@ async fn exchange(
                 return Err("the answer is encoded, which was not asked for".to_owned());
             }
             let headers = headers::kept(&head.headers, &[]);
-            Ok(Answer { status: head.status, headers, body: KeptBody::Whole(body) })
+            let spelling = Spelling::default();
+            Ok(Answer { status: head.status, headers, spelling, body: KeptBody::Whole(body) })
         }
         Evidence::Large { .. } => Err("the answer is larger than max_response_body".to_owned()),
         Evidence::Failed(_) => Err("the answer broke off".to_owned()),

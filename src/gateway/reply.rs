@@ -16,6 +16,7 @@ use super::headers;
 use super::pass;
 use super::prefixed::Prefixed;
 use super::reserve::{Refusal, Replay, Shared, SharedAnswer};
+use super::spelling;
 use super::upstream::Body;
 use crate::record::outcome::Failure;
 use crate::record::{Answer, Attempt, Fence, KeptBody, Operation, RecordId};
@@ -135,6 +136,7 @@ pub(super) enum Kept {
 pub(super) fn replay(replay: &Replay, operation: &Operation) -> Response<Body> {
     let mut response = match kept_answer(&replay.answer) {
         Some(mut response) => {
+            *response.extensions_mut() = replay.spelled();
             response.headers_mut().insert(REPLAYED, HeaderValue::from_static("true"));
             response
         }
@@ -159,7 +161,13 @@ pub(super) fn shared(shared: &Shared, operation: &Operation) -> Response<Body> {
         problem.into_response(Some(operation))
     };
     let mut response = match &shared.answer {
-        SharedAnswer::Released(answer) => kept_answer(answer).unwrap_or_else(unreachable),
+        SharedAnswer::Released(answer) => match kept_answer(answer) {
+            Some(mut response) => {
+                *response.extensions_mut() = spelling::extensions(answer);
+                response
+            }
+            None => unreachable(),
+        },
         SharedAnswer::Unreachable => unreachable(),
     };
     name_record(response.headers_mut(), shared.record);

@@ -28,8 +28,11 @@ use self::cache::Cache;
 pub(super) use self::cache::Replay;
 use self::inquiry::{Held, Inquiry, Step};
 pub(super) use self::settler::{Debt, Settler, Standing};
+use super::room::AnswerRoom;
 use crate::record::lookup::About;
-use crate::record::{Completed, Fence, Fingerprint, LeaseView, OwnerId, RecordId, Scope, Settle};
+use crate::record::{
+    Completed, Fence, Fingerprint, KeptBody, LeaseView, OwnerId, RecordId, Scope, Settle,
+};
 use crate::route::OnUnknown;
 use crate::store::{self, Due, Store, Takeover};
 use crate::telemetry::Metrics;
@@ -76,6 +79,24 @@ pub(super) enum Admission {
     Share(Arc<Shared>),
     /// Neither.
     Refuse(Refusal),
+}
+
+impl Admission {
+    /// The bytes of the body that it is answered with, if that is a stored or shared answer.
+    pub(super) fn bytes(&self) -> usize {
+        let answer = match self {
+            Self::Replay(replay) => &replay.answer,
+            Self::Share(shared) => match &shared.answer {
+                SharedAnswer::Released(answer) => answer,
+                SharedAnswer::Unreachable => return 0,
+            },
+            Self::Execute(_) | Self::Refuse(_) => return 0,
+        };
+        match &answer.body {
+            KeptBody::Whole(body) => body.len(),
+            KeptBody::NotRetained => 0,
+        }
+    }
 }
 
 /// The answer of an attempt that is not kept, for those that waited for it.
@@ -167,6 +188,8 @@ pub(super) struct Lead {
     entry: Arc<Entry>,
     entries: Arc<Entries>,
     ending: Ending,
+    /// Of the answer, which stays in memory as long as it is owed to the store.
+    room: Option<AnswerRoom>,
 }
 
 impl Lead {
@@ -276,6 +299,13 @@ impl Underway {
                 sending.store(true, Ordering::SeqCst);
             }
             held
+        }
+    }
+
+    /// Keeps the answer's room until the store has taken the end.
+    pub(super) fn hold(&mut self, room: Option<AnswerRoom>) {
+        if let Some(lead) = &mut self.lead {
+            lead.room = room;
         }
     }
 
@@ -389,7 +419,13 @@ impl Desk {
         let scope = place.key().clone();
         let entry = Arc::new(Entry { news: watch::Sender::new(news) });
         place.insert(Arc::clone(&entry));
-        Lead { scope, entry, entries: Arc::clone(&self.entries), ending: Ending::LookAgain }
+        Lead {
+            scope,
+            entry,
+            entries: Arc::clone(&self.entries),
+            ending: Ending::LookAgain,
+            room: None,
+        }
     }
 
     /// A place for a request: a stored answer in memory, the lead, or behind whoever leads.

@@ -28,7 +28,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::header::{self, HeaderMap, HeaderValue};
 use http::uri::Scheme;
-use http::{Method, Request, Response, StatusCode, Uri, Version};
+use http::{HeaderName, Method, Request, Response, StatusCode, Uri, Version};
 use http_body::{Body as _, Frame, SizeHint};
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full};
@@ -39,7 +39,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, Sleep, timeout, timeout_at};
 use tokio_rustls::TlsConnector;
 
 use crate::gateway::upstream::counted::{Counted, Meter, Stream};
@@ -72,6 +72,8 @@ pub struct Settings {
     pub idle_timeout: Duration,
     /// Pass-through: how long the upstream may neither take more of the request nor begin its answer.
     pub answer_timeout: Duration,
+    /// How long the upstream may be silent within the body of an answer that is streamed; none: for ever.
+    pub answer_idle_timeout: Option<Duration>,
     /// For https: PEM file with the only certificates to trust. None: the system's.
     pub ca_file: Option<PathBuf>,
 }
@@ -85,6 +87,7 @@ impl Settings {
             connect_timeout: Duration::from_secs(2),
             idle_timeout: Duration::from_secs(4),
             answer_timeout: Duration::from_secs(60),
+            answer_idle_timeout: Some(Duration::from_secs(600)),
             ca_file: None,
         }
     }
@@ -176,7 +179,17 @@ impl Upstream {
         let host = authority.host().trim_start_matches('[').trim_end_matches(']').to_owned();
         let ca_file = settings.ca_file.as_deref();
         let tls = if secure { Some(tls(&host, ca_file).map_err(|e| wrong(&e))?) } else { None };
-        let port = authority.port_u16().unwrap_or(if secure { 443 } else { 80 });
+        let port = match (authority.port(), authority.port_u16()) {
+            (None, _) => {
+                if secure {
+                    443
+                } else {
+                    80
+                }
+            }
+            (Some(_), Some(port)) => port,
+            (Some(_), None) => return Err(wrong("has a port that is none")),
+        };
         let authority = HeaderValue::from_str(authority.as_str()).map_err(|e| e.to_string())?;
         let pool = Mutex::default();
         Ok(Self(Arc::new(Inner { host, port, authority, tls, settings, pool })))
@@ -198,7 +211,8 @@ impl Upstream {
         let stream = timeout_at(deadline, self.connect(deadline, purpose));
         let (stream, probe) = stream.await.map_err(|_| DialError::TimedOut)??;
         let connection = Connection::open(stream, probe).await?;
-        Ok(Dialed { connection, authority: self.0.authority.clone() })
+        let idle_limit = self.0.settings.answer_idle_timeout;
+        Ok(Dialed { connection, authority: self.0.authority.clone(), idle_limit })
     }
 
     async fn connect(
@@ -300,7 +314,9 @@ impl Upstream {
             tracing::debug!(fault, "malformed answer from the upstream");
             return Err(PassError::Failed);
         }
-        let mut body = Answer { body, connection: Some(connection), pool: Some(self.clone()) };
+        let idle_limit = self.0.settings.answer_idle_timeout;
+        let (connection, pool) = (Some(connection), Some(self.clone()));
+        let mut body = Answer { body, connection, pool, idle: Idle::new(idle_limit), idle_limit };
         body.park_if_over();
         Ok(Response::from_parts(head, body.boxed_unsync()))
     }
@@ -425,6 +441,7 @@ async fn connect_any(addresses: Vec<SocketAddr>, deadline: Instant) -> io::Resul
 pub struct Dialed {
     connection: Connection,
     authority: HeaderValue,
+    idle_limit: Option<Duration>,
 }
 
 impl Dialed {
@@ -438,8 +455,9 @@ impl Dialed {
         request: Request<Full<Bytes>>,
         may_write: impl Fn() -> bool + Send + Sync + 'static,
     ) -> Result<Response<Answer>, SendError> {
-        let Self { mut connection, authority } = self;
+        let Self { mut connection, authority, idle_limit } = self;
         connection.meter.ask(may_write);
+        connection.meter.listen();
         if let Err(error) = connection.sender.ready().await {
             return Err(connection.end().await.judge(error.into()));
         }
@@ -450,10 +468,41 @@ impl Dialed {
             }
         };
         let (mut head, body) = answer.into_parts();
+        head.extensions.insert(SentNames(sent_names(&connection.meter.heard()).into()));
         reframe(&mut head).map_err(|fault| SendError::Broken(fault.into()))?;
-        let body = Answer { body, connection: Some(connection), pool: None };
+        let body = Answer {
+            body,
+            connection: Some(connection),
+            pool: None,
+            idle: Idle::new(None),
+            idle_limit,
+        };
         Ok(Response::from_parts(head, body))
     }
+}
+
+/// The names of an answer's header lines as they were spelled, in their order: an extension of it.
+#[derive(Clone, Debug)]
+pub(super) struct SentNames(pub(super) Arc<[Box<str>]>);
+
+/// Reads the names out of the bytes of an answer, behind any interim ones. What is no header line is left out.
+fn sent_names(bytes: &[u8]) -> Vec<Box<str>> {
+    let mut lines = bytes.split_inclusive(|byte| *byte == b'\n').map(<[u8]>::trim_ascii_end);
+    let mut names = Vec::new();
+    while let Some(status) = lines.next() {
+        let interim = status.get(8..).is_some_and(|code| code.trim_ascii_start().starts_with(b"1"));
+        for line in lines.by_ref().take_while(|line| !line.is_empty()).filter(|_| !interim) {
+            let colon = line.iter().position(|byte| *byte == b':');
+            let name = colon.and_then(|at| line.get(..at)).unwrap_or_default().trim_ascii_end();
+            if HeaderName::from_bytes(name).is_ok() {
+                names.push(String::from_utf8_lossy(name).into());
+            }
+        }
+        if !interim {
+            break;
+        }
+    }
+    names
 }
 
 /// One computed length, and nothing else that says where the request ends; a Host in any case.
@@ -517,9 +566,47 @@ pub struct Answer {
     body: Incoming,
     connection: Option<Connection>,
     pool: Option<Upstream>,
+    idle: Idle,
+    idle_limit: Option<Duration>,
+}
+
+/// The upstream was silent for too long within an answer.
+#[derive(Debug, thiserror::Error)]
+#[error("the upstream was silent for too long in the middle of its answer")]
+pub struct Silent;
+
+/// How long an answer's body has been waited for.
+struct Idle {
+    limit: Option<Duration>,
+    waiting: Option<Pin<Box<Sleep>>>,
+}
+
+impl Idle {
+    const fn new(limit: Option<Duration>) -> Self {
+        Self { limit, waiting: None }
+    }
+
+    /// Something came, or the end.
+    fn over(&mut self) {
+        self.waiting = None;
+    }
+
+    /// Nothing has come: is it too long since something did? While nobody reads, nobody asks.
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let Some(limit) = self.limit else { return Poll::Pending };
+        let timer = self.waiting.get_or_insert_with(|| Box::pin(tokio::time::sleep(limit)));
+        timer.as_mut().poll(cx)
+    }
 }
 
 impl Answer {
+    /// From here on the body is streamed, and bounded by `answer_idle_timeout`; who reads it whole has a time-out.
+    #[must_use]
+    pub fn streamed(mut self) -> Self {
+        self.idle = Idle::new(self.idle_limit);
+        self
+    }
+
     /// At the clean end: a pooled connection goes back, any other is closed.
     fn park_if_over(&mut self) {
         if !self.body.is_end_stream() {
@@ -543,7 +630,13 @@ impl http_body::Body for Answer {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
+        let Poll::Ready(frame) = Pin::new(&mut self.body).poll_frame(cx) else {
+            ready!(self.idle.poll(cx));
+            tracing::info!("the upstream was silent in the middle of its answer");
+            self.connection = None;
+            return Poll::Ready(Some(Err(Silent.into())));
+        };
+        self.idle.over();
         match &frame {
             None => self.over(),
             Some(Ok(_)) => self.park_if_over(),
@@ -661,5 +754,23 @@ struct Driver(JoinHandle<()>);
 impl Drop for Driver {
     fn drop(&mut self) {
         self.0.abort();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_names_of_an_answer_are_those_of_its_final_head() {
+        for (bytes, names) in [
+            ("HTTP/1.1 200 OK\r\nETag: a\r\nx-B:\r\n folded: no\r\n\r\nBody: no\r\n", "ETag x-B"),
+            ("HTTP/1.1 103 Hints\r\nLink: a\r\n\r\nHTTP/1.1 201\r\nX-A : b\r\n\r\n", "X-A"),
+            ("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.0 200 OK\nX-A: b\nX-a: c\n\nok", "X-A X-a"),
+            ("HTTP/1.1 200 OK\r\nno colon\r\nX(A): b\r\nX-B: c\r\nX-Cut", "X-B"),
+            ("", ""),
+        ] {
+            assert_eq!(sent_names(bytes.as_bytes()).join(" "), names, "{bytes:?}");
+        }
     }
 }

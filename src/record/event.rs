@@ -11,6 +11,7 @@
 //! stored outcome; only the default event, of a route that names none, asks for 2xx.
 
 pub(in crate::record) mod context;
+pub mod doubt;
 pub(in crate::record) mod template;
 
 use std::collections::{BTreeSet, HashMap};
@@ -410,7 +411,7 @@ mod tests {
     use serde_json::{Value as Json, json};
 
     use super::*;
-    use crate::record::{Key, Tenant};
+    use crate::record::{Key, Spelling, Tenant};
 
     const RECORD: Uuid = Uuid::from_u128(7);
 
@@ -450,7 +451,12 @@ mod tests {
             attempt: Attempt::FIRST,
             at: SystemTime::UNIX_EPOCH + Duration::from_millis(1500),
             context: context.as_deref(),
-            answer: &Answer { status, headers: HeaderMap::new(), body },
+            answer: &Answer {
+                status,
+                headers: HeaderMap::new(),
+                spelling: Spelling::default(),
+                body,
+            },
         })
     }
 
@@ -676,6 +682,7 @@ mod tests {
                 answer: &Answer {
                     status: StatusCode::OK,
                     headers: HeaderMap::new(),
+                    spelling: Spelling::default(),
                     body: KeptBody::Whole(body.into()),
                 },
             });

@@ -17,7 +17,7 @@ use serde_json::Value as Json;
 
 use super::event::context::{self, Subject};
 use super::event::template::{Compiler, Expression, Leaf, Text, Tree};
-use super::{Answer, KeptBody, RecordId, Scope};
+use super::{Answer, KeptBody, RecordId, Scope, Spelling};
 
 /// Longest target of a question, in bytes.
 const TARGET_MAX: usize = 8 * 1024;
@@ -198,7 +198,8 @@ impl Template {
             }
         };
         let headers = kind.map(|kind| (CONTENT_TYPE, kind)).into_iter().collect();
-        Ok(Verdict::Found(Answer { status, headers, body: KeptBody::Whole(body) }))
+        let spelling = Spelling::default();
+        Ok(Verdict::Found(Answer { status, headers, spelling, body: KeptBody::Whole(body) }))
     }
 }
 
@@ -279,6 +280,7 @@ mod tests {
         let reply = Answer {
             status: StatusCode::from_u16(status).unwrap(),
             headers: HeaderMap::from_iter([(CONTENT_TYPE, HeaderValue::from_static("x/y"))]),
+            spelling: Spelling::default(),
             body: KeptBody::Whole(Bytes::copy_from_slice(body.as_bytes())),
         };
         Template::compile(spec).unwrap().judge(&about(&scope("k")), &reply)

@@ -24,14 +24,24 @@ pub enum Code {
     WithRetryAfter(StatusCode),
     /// Only without one.
     WithoutRetryAfter(StatusCode),
+    /// All statuses that begin with this digit, but for those that a list names by themselves.
+    Hundred(u16),
 }
 
 impl Code {
-    fn fits(self, status: StatusCode, retry_after: bool) -> bool {
+    fn names(self, status: StatusCode, retry_after: bool) -> bool {
         match self {
             Self::Always(code) => code == status,
             Self::WithRetryAfter(code) => code == status && retry_after,
             Self::WithoutRetryAfter(code) => code == status && !retry_after,
+            Self::Hundred(_) => false,
+        }
+    }
+
+    fn covers(self, status: StatusCode) -> bool {
+        match self {
+            Self::Hundred(digit) => status.as_u16() / 100 == digit,
+            Self::Always(_) | Self::WithRetryAfter(_) | Self::WithoutRetryAfter(_) => false,
         }
     }
 }
@@ -65,14 +75,20 @@ pub enum Class {
 }
 
 impl Lists {
-    /// The class of an answer, by its status and headers. `release_on` is asked first.
+    /// The class of an answer, by its status and headers. A status that is named by itself counts before one that is
+    /// named by its first digit, and `release_on` before `unknown_on`.
     #[must_use]
     pub fn class(&self, status: StatusCode, headers: &HeaderMap) -> Class {
         let retry_after = headers.contains_key(RETRY_AFTER);
-        let listed = |list: &[Code]| list.iter().any(|code| code.fits(status, retry_after));
-        if listed(&self.release_on) {
+        let named = |list: &[Code]| list.iter().any(|code| code.names(status, retry_after));
+        let covered = |list: &[Code]| list.iter().any(|code| code.covers(status));
+        if named(&self.release_on) {
             Class::Released
-        } else if listed(&self.unknown_on) {
+        } else if named(&self.unknown_on) {
+            Class::Unknown
+        } else if covered(&self.release_on) {
+            Class::Released
+        } else if covered(&self.unknown_on) {
             Class::Unknown
         } else {
             Class::Stored
@@ -126,6 +142,28 @@ mod tests {
         }
         assert_eq!(class(503, &again), Class::Released);
         assert_eq!(class(502, &again), Class::Unknown);
+    }
+
+    #[test]
+    fn a_status_by_itself_counts_before_its_first_digit() {
+        let code = |code| StatusCode::from_u16(code).unwrap();
+        let lists = Lists {
+            release_on: vec![Code::Hundred(4), Code::WithRetryAfter(code(503))],
+            unknown_on: vec![Code::Hundred(5), Code::Always(code(409))],
+        };
+        let mut again = HeaderMap::new();
+        again.insert(RETRY_AFTER, "5".parse().unwrap());
+        for (status, headers, class) in [
+            (400, HeaderMap::new(), Class::Released),
+            (499, HeaderMap::new(), Class::Released),
+            (409, HeaderMap::new(), Class::Unknown),
+            (500, HeaderMap::new(), Class::Unknown),
+            (503, HeaderMap::new(), Class::Unknown),
+            (503, again, Class::Released),
+            (201, HeaderMap::new(), Class::Stored),
+        ] {
+            assert_eq!(lists.class(code(status), &headers), class, "{status}");
+        }
     }
 
     #[test]

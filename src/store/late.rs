@@ -152,7 +152,7 @@ mod tests {
     use http::{HeaderValue, StatusCode};
 
     use super::*;
-    use crate::record::{Attempt, Key, Operation, RecordId, Tenant};
+    use crate::record::{Attempt, Key, Operation, RecordId, Spelling, Tenant};
 
     fn late(end: LateEnd) -> LateOutcome {
         let scope = Scope {
@@ -170,7 +170,8 @@ mod tests {
         headers.append("x", HeaderValue::from_static("1"));
         headers.append("x", HeaderValue::from_bytes(b"\xe9").unwrap());
         let body = KeptBody::Whole(Bytes::from_static(b"\0\xff"));
-        let answer = Answer { status: StatusCode::CREATED, headers, body };
+        let answer =
+            Answer { status: StatusCode::CREATED, headers, spelling: Spelling::default(), body };
         let event = Event {
             id: Uuid::from_u128(1),
             key: "r/e".into(),

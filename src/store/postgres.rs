@@ -15,6 +15,7 @@
 
 mod complete;
 mod door;
+mod doubts;
 mod leases;
 mod migrate;
 mod operate;
@@ -32,18 +33,19 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use tokio_postgres::Config;
-use tokio_postgres::config::Host;
 use uuid::Uuid;
 
 use super::batch::{Batcher, RunError, Turns};
 use super::{
     Acknowledgement, Acted, Asking, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion,
-    Doubt, Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal,
-    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
+    Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal,
+    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
 };
+use crate::record::event::Event;
+use crate::record::event::doubt::Doubt;
 use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 use crate::telemetry;
-use door::{Dial, Door, Lane};
+use door::{Connection, Dial, Door, Effect, Lane, Task, place};
 
 /// How to reach the database.
 #[derive(Clone)]
@@ -69,6 +71,7 @@ impl fmt::Debug for Settings {
 pub struct Postgres {
     door: Door,
     dial: Dial,
+    place: String,
     heart: Lane,
     reservations: Batcher<records::Reservations>,
     completions: Batcher<complete::Completions>,
@@ -81,11 +84,11 @@ impl Postgres {
     /// # Errors
     /// [`OpenError::Url`] where the URL is not understood, [`OpenError::Connect`] where the database is not reached.
     pub async fn open(settings: Settings) -> Result<Self, OpenError> {
-        let dial = dial(&settings)?;
+        let (dial, place) = dial(&settings)?;
         let mut first = dial
             .connect()
             .await
-            .map_err(|cause| OpenError::Connect { place: place(&dial.config), cause })?;
+            .map_err(|cause| OpenError::Connect { place: place.clone(), cause })?;
         migrate::warn_of_lost_commits(&mut first).await;
         drop(first);
         let door = Door::new(dial.clone(), settings.connections.saturating_sub(2));
@@ -95,11 +98,12 @@ impl Postgres {
         let (completions, completing) =
             Batcher::new(complete::Completions(Lane::new(dial.clone())), turns);
         on_a_thread_of_their_own(reserving, completing)
-            .map_err(|cause| OpenError::Connect { place: place(&dial.config), cause })?;
+            .map_err(|cause| OpenError::Connect { place: place.clone(), cause })?;
         Ok(Self {
             door,
             heart: Lane::new(dial.clone()),
             dial,
+            place,
             reservations,
             completions,
             swept_to: Mutex::default(),
@@ -116,7 +120,7 @@ impl Postgres {
             .dial
             .connect()
             .await
-            .map_err(|cause| OpenError::Connect { place: place(&self.dial.config), cause })?;
+            .map_err(|cause| OpenError::Connect { place: self.place.clone(), cause })?;
         migrate::migrate(&mut connection, allowed).await
     }
 }
@@ -136,7 +140,8 @@ fn on_a_thread_of_their_own(
     Ok(())
 }
 
-fn dial(settings: &Settings) -> Result<Dial, OpenError> {
+/// How to reach the database, and where it is, without secrets.
+fn dial(settings: &Settings) -> Result<(Dial, String), OpenError> {
     // The error's own text never repeats the URL, which may hold a password.
     let mut config = Config::from_str(&settings.url)
         .map_err(|error| OpenError::Url(telemetry::causes(&error)))?;
@@ -148,29 +153,11 @@ fn dial(settings: &Settings) -> Result<Dial, OpenError> {
     if config.get_tcp_user_timeout().is_none() {
         config.tcp_user_timeout(settings.statement_timeout.saturating_mul(2));
     }
+    let place = place(&config);
     let tls = tls::connector(config.get_ssl_mode())
-        .map_err(|cause| OpenError::Connect { place: place(&config), cause })?;
+        .map_err(|cause| OpenError::Connect { place: place.clone(), cause })?;
     let Settings { statement_timeout, connect_timeout, .. } = *settings;
-    Ok(Dial { config, tls, connect_timeout, statement_timeout })
-}
-
-/// Where the database is, without user or password.
-fn place(config: &Config) -> String {
-    let ports = config.get_ports();
-    let hosts: Vec<String> = config
-        .get_hosts()
-        .iter()
-        .enumerate()
-        .map(|(n, host)| {
-            let port = ports.get(n).or(ports.first()).copied().unwrap_or(5432);
-            match host {
-                Host::Tcp(name) => format!("{name}:{port}"),
-                #[cfg(unix)]
-                Host::Unix(path) => format!("{}:{port}", path.display()),
-            }
-        })
-        .collect();
-    format!("postgres://{}/{}", hosts.join(","), config.get_dbname().unwrap_or_default())
+    Ok((Dial::new(&config, tls, connect_timeout, statement_timeout), place))
 }
 
 /// A duration as the statements take it, in seconds: at most a century, so that no time leaves the database's range.
@@ -183,6 +170,25 @@ fn seconds(duration: Duration) -> f64 {
 fn failed(error: RunError) -> Error {
     match error {
         RunError::Again(error) | RunError::Failed(error) => error,
+    }
+}
+
+/// Asks whether the database takes writes: one that only reads is as good as away.
+struct Ping;
+
+#[async_trait]
+impl Task for Ping {
+    type Done = ();
+
+    async fn run(&self, connection: &mut Connection) -> Result<(), RunError> {
+        const PING: &str =
+            "-- ping\nSELECT current_setting('transaction_read_only') = 'on' AS read_only";
+        let rows = connection.run(Effect::Read, PING, &[]).await?;
+        if rows.first().is_some_and(|row| row.try_get("read_only").unwrap_or(true)) {
+            connection.is_read_only();
+            return Err(Error::Unavailable("the database is read-only".into()).into());
+        }
+        Ok(())
     }
 }
 
@@ -231,8 +237,8 @@ impl Store for Postgres {
         questions::due(&self.door, asking, limit).await
     }
 
-    async fn doubt(&self, id: RecordId) -> Result<Option<Doubt>, Error> {
-        questions::doubt(&self.door, id).await
+    async fn unresolved(&self, id: RecordId) -> Result<Option<Unresolved>, Error> {
+        questions::unresolved(&self.door, id).await
     }
 
     async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error> {
@@ -253,6 +259,14 @@ impl Store for Postgres {
 
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
         outbox::next_due(&self.door, sink).await
+    }
+
+    async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Doubt>, Error> {
+        doubts::untold(&self.door, which, limit).await
+    }
+
+    async fn tell(&self, doubt: &Doubt, event: Option<&Event>) -> Result<Changed, Error> {
+        doubts::tell(&self.door, doubt, event).await
     }
 
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {
@@ -312,7 +326,11 @@ impl Store for Postgres {
     }
 
     async fn ping(&self) -> Result<(), Error> {
-        self.door.read("-- ping\nSELECT 1", &[]).await.map(drop)
+        // Once more on another connection: the one at hand may be the last of a server that has been failed over.
+        match self.door.run(&Ping).await {
+            Err(Error::Unavailable(_)) => self.door.run(&Ping).await,
+            result => result,
+        }
     }
 
     async fn gauges(&self) -> Result<Gauges, Error> {

@@ -5,13 +5,15 @@
 //! waits for them, and one moves the log into the database.
 //! What must stay true:
 //!
-//! - Only `serve` takes the lock file ([`lock`]), so one process proposes reservations. Commands open the same file
+//! - Only `serve` takes the lock ([`lock`]), so one process proposes reservations. Commands open the same file
 //!   beside it and take SQLite's own write lock for a moment.
 //! - `synchronous = FULL`: what was answered is on the disk.
 //! - Times are SQLite's clock, read inside the transaction; callers pass durations.
 //!
 //! When the process dies here, the log holds each commit as a whole or not at all, and the next open replays it.
 
+mod doubts;
+mod file;
 mod operator;
 mod outbox;
 mod questions;
@@ -20,44 +22,47 @@ mod row;
 mod show;
 mod thread;
 
-use std::ffi::OsString;
-use std::fs::{File, OpenOptions, TryLockError};
-use std::os::unix::fs::MetadataExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use uuid::Uuid;
 
+use self::file::Stand;
+pub use self::file::{FileLock, lock};
 use self::records::Completer;
 use self::thread::{Role, Tx, Worker, checkpoints, connect};
 use super::batch::{Batcher, RunError, Turns, Work};
 use super::{
     Acknowledgement, Acted, Asking, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion,
-    Doubt, Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal,
-    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
+    Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal,
+    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
 };
+use crate::record::event::Event;
+use crate::record::event::doubt::Doubt;
 use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
+use crate::telemetry;
 
-/// Each migration brings the schema from the version before it to its own: the first is version 1.
-const MIGRATIONS: [&str; 2] = [
-    include_str!("../../migrations/sqlite/0001_records.sql"),
-    include_str!("../../migrations/sqlite/0002_unknown.sql"),
+/// Each migration brings the schema from the version before it to its own.
+const MIGRATIONS: [(u32, &str); 3] = [
+    (1, include_str!("../../migrations/sqlite/0001_records.sql")),
+    (2, include_str!("../../migrations/sqlite/0002_unknown.sql")),
+    (3, include_str!("../../migrations/sqlite/0003_claim_owner.sql")),
 ];
 
 /// The schema's version that this program knows.
-const KNOWN: u32 = 2;
+const KNOWN: u32 = 3;
 
 /// A SQLite file as a store. Dropped, its threads finish what is queued and end.
 pub struct Sqlite {
-    writer: Worker,
+    pen: Pen,
     reader: Worker,
     lists: Worker,
     reservations: Batcher<Reservations>,
     completions: Batcher<Completions>,
     place: String,
-    stand: Stand,
 }
 
 impl Sqlite {
@@ -79,13 +84,13 @@ impl Sqlite {
             Ok(Err(cause)) => return Err(OpenError::Connect { place, cause }),
             Err(cause) => return Err(OpenError::Connect { place, cause: cause.into() }),
         };
+        let pen = Pen { writer, stand, trouble: Arc::default() };
         let turns = Turns::default();
-        let (reservations, reserving) =
-            Batcher::new(Reservations(writer.clone(), stand.clone()), turns.clone());
-        let (completions, completing) = Batcher::new(Completions(writer.clone()), turns);
+        let (reservations, reserving) = Batcher::new(Reservations(pen.clone()), turns.clone());
+        let (completions, completing) = Batcher::new(Completions(pen.clone()), turns);
         tokio::spawn(reserving);
         tokio::spawn(completing);
-        let store = Self { writer, reader, lists, reservations, completions, place, stand };
+        let store = Self { pen, reader, lists, reservations, completions, place };
         match store.version().await? {
             found if found > KNOWN => Err(OpenError::NewerSchema { found, known: KNOWN }),
             _ => Ok(store),
@@ -102,8 +107,8 @@ impl Sqlite {
         if found < KNOWN && !allowed {
             return Err(OpenError::OlderSchema { found, known: KNOWN });
         }
-        for (version, sql) in (1..).zip(MIGRATIONS) {
-            let applied = self.writer.write(move |tx| apply(tx, version, sql)).await;
+        for (version, sql) in MIGRATIONS {
+            let applied = self.pen.write(move |tx| apply(tx, version, sql)).await;
             applied.map_err(|cause| OpenError::Migration { version, cause: cause.into() })?;
         }
         match self.version().await? {
@@ -124,7 +129,22 @@ impl Sqlite {
             tx.execute("UPDATE outbox_queue SET lease_until = 0 WHERE lease_until > 0", [])
                 .map(drop)
         };
-        self.writer.write(end).await
+        self.pen.write(end).await
+    }
+
+    /// Reads the whole file and looks whether it is whole: for a file that looks as if it had been cut.
+    ///
+    /// # Errors
+    /// [`OpenError::Connect`] where it is damaged.
+    pub async fn check_whole(&self) -> Result<(), OpenError> {
+        let found = self.reader.read(|tx| tx.first("PRAGMA quick_check(1)", [], |row| row.get(0)));
+        let damage: Cause = match found.await {
+            Ok(Some(word)) if word == "ok" => return Ok(()),
+            Ok(word) => word.unwrap_or_else(|| "no answer".to_owned()).into(),
+            Err(error) => error.into(),
+        };
+        let cause = format!("the file is damaged: {}", telemetry::causes(&*damage)).into();
+        Err(OpenError::Connect { place: self.place.clone(), cause })
     }
 
     async fn version(&self) -> Result<u32, OpenError> {
@@ -159,70 +179,60 @@ fn apply(tx: &Tx<'_>, to: u32, sql: &str) -> rusqlite::Result<()> {
     tx.script(&format!("{sql}; PRAGMA user_version = {to};"))
 }
 
-/// Holds a database file for one `serve`, until it is dropped or the process dies.
-#[derive(Debug)]
-pub struct FileLock {
-    _file: File,
-}
-
-/// Takes the lock beside the database file (`PATH.lock`). Commands do not take it.
-///
-/// # Errors
-/// [`OpenError::Locked`] where another process has it, [`OpenError::Connect`] where the lock file cannot be written.
-pub fn lock(path: &Path) -> Result<FileLock, OpenError> {
-    let place = path.display().to_string();
-    let mut name = OsString::from(resolved(path));
-    name.push(".lock");
-    let failed = |cause: std::io::Error| OpenError::Connect {
-        place: Path::new(&name).display().to_string(),
-        cause: cause.into(),
-    };
-    let file =
-        OpenOptions::new().create(true).truncate(false).write(true).open(&name).map_err(failed)?;
-    match file.try_lock() {
-        Ok(()) => Ok(FileLock { _file: file }),
-        Err(TryLockError::WouldBlock) => Err(OpenError::Locked { place }),
-        Err(TryLockError::Error(cause)) => Err(failed(cause)),
-    }
-}
-
-/// The file itself where `path` is a link to it, so that both names have one lock.
-fn resolved(path: &Path) -> PathBuf {
-    std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned())
-}
-
-/// The file that was opened, and the path under which it must still stand: written to a file that was deleted or
-/// replaced, a reservation would be gone at the next start.
+/// The one way to write: not to files that are gone, and with a memory of what went wrong last.
 #[derive(Clone)]
-struct Stand {
-    path: PathBuf,
-    identity: (u64, u64),
+struct Pen {
+    writer: Worker,
+    stand: Stand,
+    /// Whether a write failed since the last one that is known to have changed something: the disk is full, say.
+    /// Reads may go on all the same.
+    trouble: Arc<AtomicBool>,
 }
 
-impl Stand {
-    fn of(path: &Path) -> std::io::Result<Self> {
-        Ok(Self { path: path.to_owned(), identity: identity(path)? })
-    }
-
-    /// Whether the path still leads to the file.
-    fn check(&self) -> Result<(), Error> {
-        let wrong =
-            |why: String| Error::Unavailable(format!("{}: {why}", self.path.display()).into());
-        match identity(&self.path) {
-            Ok(found) if found == self.identity => Ok(()),
-            Ok(_) => Err(wrong("another file stands in the place of the database".to_owned())),
-            Err(error) => Err(wrong(error.to_string())),
+impl Pen {
+    async fn write<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&Tx<'_>) -> rusqlite::Result<T> + Send + 'static,
+    ) -> Result<T, Error> {
+        self.stand.check()?;
+        let result = self.writer.write(work).await;
+        if let Err(Error::Unavailable(cause) | Error::InDoubt(cause)) = &result
+            && !self.trouble.swap(true, Ordering::Relaxed)
+        {
+            let error = telemetry::causes(&**cause);
+            tracing::warn!(error, "the database file cannot be written");
         }
+        result
+    }
+
+    /// As [`Pen::write`], of what always changes something: its success says that writes work.
+    async fn write_surely<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&Tx<'_>) -> rusqlite::Result<T> + Send + 'static,
+    ) -> Result<T, Error> {
+        let done = self.write(work).await?;
+        if self.trouble.swap(false, Ordering::Relaxed) {
+            tracing::info!("the database file is written again");
+        }
+        Ok(done)
+    }
+
+    /// Whether writes work, as far as is known: tried out where the last one failed.
+    async fn works(&self) -> Result<(), Error> {
+        self.stand.check()?;
+        if !self.trouble.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        // There and gone again: a page is written to the log, and nobody sees anything.
+        self.write_surely(|tx| {
+            tx.execute("INSERT INTO oncegate_owners (owner, lease_until) VALUES ('', 0)", [])?;
+            tx.execute("DELETE FROM oncegate_owners WHERE owner = ''", []).map(drop)
+        })
+        .await
     }
 }
 
-/// Device and inode.
-fn identity(path: &Path) -> std::io::Result<(u64, u64)> {
-    let found = std::fs::metadata(path)?;
-    Ok((found.dev(), found.ino()))
-}
-
-struct Reservations(Worker, Stand);
+struct Reservations(Pen);
 
 #[async_trait]
 impl Work for Reservations {
@@ -234,7 +244,6 @@ impl Work for Reservations {
     }
 
     async fn run(&self, items: &[Arc<Proposal>]) -> Result<Vec<Reserved>, RunError> {
-        self.1.check()?;
         let items = items.to_vec();
         let reserve =
             move |tx: &Tx<'_>| items.iter().map(|item| records::reserve(tx, item)).collect();
@@ -242,7 +251,7 @@ impl Work for Reservations {
     }
 }
 
-struct Completions(Worker);
+struct Completions(Pen);
 
 #[async_trait]
 impl Work for Completions {
@@ -265,12 +274,11 @@ impl Work for Completions {
 #[async_trait]
 impl Store for Sqlite {
     async fn heartbeat(&self, owner: OwnerId, lease: Duration) -> Result<Beat, Error> {
-        self.stand.check()?;
-        self.writer.write(move |tx| records::heartbeat(tx, owner, lease)).await
+        self.pen.write_surely(move |tx| records::heartbeat(tx, owner, lease)).await
     }
 
     async fn retire(&self, owner: OwnerId) -> Result<(), Error> {
-        self.writer.write(move |tx| records::retire(tx, owner)).await
+        self.pen.write(move |tx| records::retire(tx, owner)).await
     }
 
     async fn reserve(&self, proposal: Proposal, deadline: Instant) -> Result<Reserved, Error> {
@@ -278,7 +286,7 @@ impl Store for Sqlite {
     }
 
     async fn take_over(&self, proposal: Proposal, from: Takeover) -> Result<Changed, Error> {
-        self.writer.write(move |tx| records::take_over(tx, &proposal, from)).await
+        self.pen.write(move |tx| records::take_over(tx, &proposal, from)).await
     }
 
     async fn find(&self, scope: &Scope) -> Result<Option<Record>, Error> {
@@ -292,17 +300,17 @@ impl Store for Sqlite {
 
     async fn release(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error> {
         let scope = scope.clone();
-        self.writer.write(move |tx| records::release(tx, &scope, fence)).await
+        self.pen.write(move |tx| records::release(tx, &scope, fence)).await
     }
 
     async fn mark_unknown(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error> {
         let scope = scope.clone();
-        self.writer.write(move |tx| records::mark_unknown(tx, &scope, fence)).await
+        self.pen.write(move |tx| records::mark_unknown(tx, &scope, fence)).await
     }
 
     async fn mark_dead(&self, only: Option<(&Scope, Fence)>, limit: u32) -> Result<u64, Error> {
         let only = only.map(|(scope, fence)| (scope.clone(), fence));
-        self.writer.write(move |tx| records::mark_dead(tx, only.as_ref(), limit)).await
+        self.pen.write(move |tx| records::mark_dead(tx, only.as_ref(), limit)).await
     }
 
     async fn questions(&self, asking: &[Asking], limit: u32) -> Result<Vec<Due>, Error> {
@@ -310,18 +318,18 @@ impl Store for Sqlite {
         self.lists.read(move |tx| questions::due(tx, &asking, limit)).await
     }
 
-    async fn doubt(&self, id: RecordId) -> Result<Option<Doubt>, Error> {
-        self.reader.read(move |tx| questions::doubt(tx, id)).await
+    async fn unresolved(&self, id: RecordId) -> Result<Option<Unresolved>, Error> {
+        self.reader.read(move |tx| questions::unresolved(tx, id)).await
     }
 
     async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error> {
         let late = late.clone();
-        self.writer.write(move |tx| operator::note_late(tx, &late)).await
+        self.pen.write(move |tx| operator::note_late(tx, &late)).await
     }
 
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {
         let claim = claim.clone();
-        self.writer.write(move |tx| outbox::claim(tx, &claim)).await
+        self.pen.write(move |tx| outbox::claim(tx, &claim)).await
     }
 
     async fn acknowledge(
@@ -330,7 +338,7 @@ impl Store for Sqlite {
         verdicts: &[Acknowledgement],
     ) -> Result<Vec<Uuid>, Error> {
         let (sink, verdicts) = (sink.to_owned(), verdicts.to_vec());
-        self.writer.write(move |tx| outbox::acknowledge(tx, &sink, &verdicts)).await
+        self.pen.write(move |tx| outbox::acknowledge(tx, &sink, &verdicts)).await
     }
 
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
@@ -338,16 +346,25 @@ impl Store for Sqlite {
         self.reader.read(move |tx| outbox::next_due(tx, &sink)).await
     }
 
+    async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Doubt>, Error> {
+        self.lists.read(move |tx| doubts::untold(tx, which, limit)).await
+    }
+
+    async fn tell(&self, doubt: &Doubt, event: Option<&Event>) -> Result<Changed, Error> {
+        let (doubt, event) = (doubt.clone(), event.cloned());
+        self.pen.write(move |tx| doubts::tell(tx, &doubt, event.as_ref())).await
+    }
+
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {
-        self.writer.write(move |tx| records::sweep(tx, limit)).await
+        self.pen.write(move |tx| records::sweep(tx, limit)).await
     }
 
     async fn sweep_events(&self, retention: Duration, limit: u32) -> Result<u64, Error> {
-        self.writer.write(move |tx| outbox::sweep(tx, retention, limit)).await
+        self.pen.write(move |tx| outbox::sweep(tx, retention, limit)).await
     }
 
     async fn sweep_leases(&self) -> Result<u64, Error> {
-        self.writer.write(records::sweep_leases).await
+        self.pen.write(records::sweep_leases).await
     }
 
     async fn list_records(&self, filter: &RecordFilter) -> Result<Vec<RecordRow>, Error> {
@@ -371,7 +388,7 @@ impl Store for Sqlite {
         by: &Operator,
     ) -> Result<Acted, Error> {
         let by = by.clone();
-        self.writer.write(move |tx| operator::release(tx, fence, completed, &by)).await
+        self.pen.write(move |tx| operator::release(tx, fence, completed, &by)).await
     }
 
     async fn operator_complete(
@@ -380,12 +397,12 @@ impl Store for Sqlite {
         by: &Operator,
     ) -> Result<Acted, Error> {
         let (completion, by) = (completion.clone(), by.clone());
-        self.writer.write(move |tx| operator::complete(tx, &completion, &by)).await
+        self.pen.write(move |tx| operator::complete(tx, &completion, &by)).await
     }
 
     async fn redeliver(&self, which: &Redeliver, by: &Operator) -> Result<u64, Error> {
         let (which, by) = (which.clone(), by.clone());
-        self.writer.write(move |tx| outbox::redeliver(tx, &which, &by)).await
+        self.pen.write(move |tx| outbox::redeliver(tx, &which, &by)).await
     }
 
     async fn audit_of(&self, record: RecordId) -> Result<Vec<AuditRow>, Error> {
@@ -397,7 +414,7 @@ impl Store for Sqlite {
     }
 
     async fn ping(&self) -> Result<(), Error> {
-        self.stand.check()?;
+        self.pen.works().await?;
         let answers = |tx: &Tx<'_>| tx.first("SELECT 1 FROM oncegate_meta", [], |_| Ok(()));
         self.reader.read(answers).await.map(drop)
     }

@@ -26,7 +26,7 @@ on_both_stores! {
 }
 
 /// What the clients learned: by key, every final answer.
-type Learned = BTreeMap<String, Vec<Answer>>;
+pub(crate) type Learned = BTreeMap<String, Vec<Answer>>;
 
 async fn a_gateway_that_is_killed_again_and_again_keeps_its_promises(which: Which) {
     let mut random = random();
@@ -82,7 +82,7 @@ async fn replicas_and_database_that_are_killed_and_sleep_keep_the_promises() {
     settle_and_judge(&orders, &place, &sink, &gateway, &learned).await;
 }
 
-fn random() -> fastrand::Rng {
+pub(crate) fn random() -> fastrand::Rng {
     let seed = std::env::var("SEED").ok().and_then(|seed| seed.parse().ok());
     let seed = seed.unwrap_or_else(|| fastrand::u64(..));
     eprintln!("SEED={seed}");
@@ -90,14 +90,14 @@ fn random() -> fastrand::Rng {
 }
 
 /// Both take a moment for each request, so that there is always something in flight.
-async fn api_and_sink() -> (Orders, Sink) {
+pub(crate) async fn api_and_sink() -> (Orders, Sink) {
     let orders = Orders::start().await;
     orders.pace(Duration::from_millis(30));
     (orders, Sink::start(|_, _| Act::After(Duration::from_millis(10), Box::new(OK))).await)
 }
 
 /// A gateway that always comes back on the same port.
-fn config(place: &Place, orders: &Orders, sink: &Sink) -> PathBuf {
+pub(crate) fn config(place: &Place, orders: &Orders, sink: &Sink) -> PathBuf {
     let store = "lease = \"3s\"\nsweep_every = \"500ms\"";
     let listen = format!("127.0.0.1:{}", process::free_port());
     let more = format!("{TWO_EVENTS}{}", fleet::sink(sink.port));
@@ -105,16 +105,16 @@ fn config(place: &Place, orders: &Orders, sink: &Sink) -> PathBuf {
     process::config(place.folder.path(), &toml)
 }
 
-fn start(config: &Path) -> Gateway {
+pub(crate) fn start(config: &Path) -> Gateway {
     tokio::task::block_in_place(|| Gateway::start(config))
 }
 
 /// The random moment between two faults.
-async fn pass(milliseconds: u64) {
+pub(crate) async fn pass(milliseconds: u64) {
     tokio::time::sleep(Duration::from_millis(milliseconds)).await;
 }
 
-async fn settle_and_judge(
+pub(crate) async fn settle_and_judge(
     orders: &Orders,
     place: &Place,
     sink: &Sink,
@@ -130,20 +130,20 @@ async fn settle_and_judge(
     replays(orders, gateway, learned).await;
 }
 
-struct Clients {
+pub(crate) struct Clients {
     tasks: Vec<JoinHandle<Learned>>,
     over: Arc<AtomicBool>,
 }
 
 impl Clients {
-    fn start(to: &[SocketAddr]) -> Self {
+    pub(crate) fn start(to: &[SocketAddr]) -> Self {
         let over = Arc::new(AtomicBool::new(false));
         let client = |number| tokio::spawn(client(number, to.to_vec(), Arc::clone(&over)));
         Self { tasks: (0..CLIENTS).map(client).collect(), over }
     }
 
     /// No new keys; those that are begun are brought to their end.
-    async fn end(self) -> Learned {
+    pub(crate) async fn end(self) -> Learned {
         self.over.store(true, Ordering::SeqCst);
         let mut learned = Learned::new();
         for task in self.tasks {

@@ -3,12 +3,12 @@
 
 use http::StatusCode;
 
-use crate::support::fleet::{self, TWO_EVENTS, order};
+use crate::support::fleet::{self, TWO_EVENTS, order, sending};
 use crate::support::orders::Orders;
 use crate::support::postgres::Cluster;
 use crate::support::process::{self, Gateway, eventually};
 use crate::support::rig::{self, Place, Which};
-use crate::support::sink::{OK, Sink};
+use crate::support::sink::{Act, OK, Seen, Sink};
 use crate::support::wire::{Loss, Wire};
 
 struct Parts {
@@ -184,4 +184,104 @@ async fn an_event_is_delivered_in_spite_of_each_loss() {
         }
     }
     assert_eq!(sink.ids().len() as i64, sent);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_waiter_on_another_replica_survives_each_loss_of_its_look() {
+    let Parts { orders, place: _place, wire, gateway } = parts("wait = \"30s\"", "").await;
+    let other = gateway.restart();
+    orders.hold();
+    let first = sending(order("k"), gateway.addr);
+    orders.asked(1).await;
+    let waiting = sending(order("k"), other.addr);
+    for (n, loss) in [Loss::Statement, Loss::Answer].into_iter().enumerate() {
+        wire.lose("-- find\n", loss);
+        eventually("a look is lost", async || wire.losses() == n + 1).await;
+    }
+    orders.go();
+    assert_eq!(first.await.unwrap().status, StatusCode::CREATED);
+    assert!(waiting.await.unwrap().replayed());
+    assert_eq!(orders.runs(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_dead_replica_left_is_unknown_in_spite_of_each_loss() {
+    let Parts { orders, place, wire, mut gateway } = parts("wait = \"100ms\"", "").await;
+    let other = gateway.restart();
+    orders.hold();
+    for n in 1..=2 {
+        let (key, to) = (format!("k-{n}"), gateway.addr);
+        tokio::spawn(async move { order(&key).send(to).await });
+        orders.asked(n).await;
+    }
+    gateway.kill9();
+    for (n, loss) in [Loss::Statement, Loss::Answer].into_iter().enumerate() {
+        let key = format!("k-{}", n + 1);
+        wire.lose("-- mark_one_dead\n", loss);
+        eventually("it is taken for lost", async || {
+            order(&key).to(other.addr).await.problem() == "outcome-unknown"
+        })
+        .await;
+        assert_eq!(wire.losses(), n + 1);
+        assert_eq!(place.status_of(&key).await.as_deref(), Some("unknown"));
+    }
+    assert_eq!(orders.runs(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_later_attempt_that_is_freed_is_unknown_again_in_spite_of_each_loss() {
+    let Parts { orders, place, wire, gateway } =
+        parts("wait = \"1s\"\non_unknown = \"retry\"", "").await;
+    for (n, loss) in [Loss::Statement, Loss::Answer].into_iter().enumerate() {
+        let key = format!("{loss:?}");
+        orders.answer_status(502);
+        assert_eq!(order(&key).to(gateway.addr).await.status, StatusCode::BAD_GATEWAY);
+        orders.answer_status(429);
+        wire.lose("-- release_later\n", loss);
+        assert_eq!(order(&key).to(gateway.addr).await.status, StatusCode::TOO_MANY_REQUESTS);
+        assert_eq!(wire.losses(), n + 1);
+        orders.answer_created();
+        eventually("the next attempt runs", async || {
+            order(&key).to(gateway.addr).await.status == StatusCode::CREATED
+        })
+        .await;
+        assert_eq!(orders.runs_of(&key), 3);
+        assert_eq!(place.count("select max(attempt) from idempotency_records").await, 3);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_failed_delivery_counts_once_in_spite_of_each_loss_of_its_verdict() {
+    let refusing =
+        |_: &Seen, before: usize| if before.is_multiple_of(2) { Act::Answer(500, "") } else { OK };
+    let sink = Sink::start(refusing).await;
+    let Parts { orders: _orders, place, wire, gateway } = parts("", &fleet::sink(sink.port)).await;
+    for (n, loss) in [Loss::Statement, Loss::Answer].into_iter().enumerate() {
+        wire.lose("-- free\n", loss);
+        order(&format!("k-{n}")).to(gateway.addr).await;
+        let sent = "select count(*) from outbox_events where status = 'sent' and attempts = 2";
+        eventually("it is delivered", async || place.count(sent).await == n as i64 + 1).await;
+        assert_eq!((wire.losses(), sink.seen().len()), (n + 1, 2 * n + 2));
+    }
+}
+
+/// The claim is committed and nobody knows whose it is: the event is delivered once the claim is over.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_event_is_delivered_although_the_end_of_its_claim_was_lost() {
+    let sink = Sink::start(|_, _| OK).await;
+    let quick = fleet::sink(sink.port).replace("timeout = \"2s\"", "timeout = \"100ms\"");
+    let Parts { orders: _orders, place, wire, gateway } = parts("", &quick).await;
+    for loss in [Loss::Statement, Loss::Answer] {
+        order(&format!("{loss:?}")).to(gateway.addr).await;
+    }
+    let sent = "select count(*) from outbox_events where status = 'sent'";
+    eventually("all is quiet", async || place.count(sent).await == 2).await;
+    for (n, loss) in [Loss::Statement, Loss::Answer].into_iter().enumerate() {
+        wire.lose("COMMIT", loss);
+        eventually("a commit is lost", async || wire.losses() == n + 1).await;
+    }
+    order("k").to(gateway.addr).await;
+    wire.lose("COMMIT", Loss::Answer);
+    eventually("it is delivered", async || place.count(sent).await == 3).await;
+    assert_eq!(sink.ids().len(), 3);
 }

@@ -730,9 +730,12 @@ async fn slow_callers_are_let_go_within_their_limits() {
     setup.accept.header_timeout = SHORT;
     setup.accept.body_timeout = SHORT;
     let addr = setup.start().await.addr;
-    for start in ["", "P", "POST /x HTTP/1.1\r\nHost: a\r\n"] {
-        let (_, end) = Raw::sending(addr, start).await.rest().await;
-        assert_eq!(end, End::Fin, "{start:?}");
+    for (start, told) in
+        [("", false), ("\r\n", false), ("P", true), ("POST /x HTTP/1.1\r\nHost: a\r\n", true)]
+    {
+        let (answer, end) = Raw::sending(addr, start).await.rest().await;
+        assert_eq!((status(&answer), end), (if told { 408 } else { 0 }, End::Fin), "{start:?}");
+        assert_eq!(header(&answer, "connection").as_deref(), told.then_some("close"), "{start:?}");
     }
     // A body that stops, and one that trickles.
     let mut raw = Raw::sending(addr, post("Content-Length: 1000\r\n\r\nx")).await;
@@ -746,10 +749,65 @@ async fn slow_callers_are_let_go_within_their_limits() {
     }
     assert!(sent < 200, "the trickle went on for {sent} bytes");
     assert_eq!(upstream.seen().len(), 0);
-    // An idle connection, after an answer.
+    // An idle connection, after an answer, without and with a part of the next head.
+    for (start, told) in [("", 0), ("GET /ne", 408)] {
+        let mut raw = Raw::sending(addr, get("")).await;
+        assert_eq!(status(&raw.answer().await), 200);
+        raw.send(start).await;
+        let (answer, end) = raw.rest().await;
+        assert_eq!((status(&answer), end), (told, End::Fin), "{start:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_late_head_is_not_answered_into_the_answer_before_it() {
+    // The caller takes nothing of a large answer and begins its next request: what it gets of the answer stays pure.
+    let content = vec![b'x'; 30_000_000];
+    let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", content.len());
+    let upstream = Upstream::always(Reply::keep([head.as_bytes(), &content].concat())).await;
+    let mut setup = Setup::of(upstream.addr);
+    setup.accept.header_timeout = SHORT;
+    setup.accept.write_timeout = SHORT;
+    let addr = setup.start().await.addr;
+    let mut raw = Raw::sending(addr, format!("{}GET /ne", get(""))).await;
+    upstream.wait_for_closed(1).await;
+    let (answer, _) = raw.rest().await;
+    assert!(body(&answer).bytes().all(|byte| byte == b'x'), "something else than the answer");
+    assert!(body(&answer).len() < content.len());
+}
+
+#[tokio::test]
+async fn an_upstream_that_falls_silent_in_the_middle_of_its_answer_is_let_go() {
+    let begun = "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nok";
+    for (limit, ends) in [(Some(SHORT), true), (None, false)] {
+        let upstream = Upstream::always(Reply::keep(begun)).await;
+        let mut setup = Setup::of(upstream.addr);
+        setup.upstream.answer_idle_timeout = limit;
+        let addr = setup.start().await.addr;
+        let mut raw = Raw::sending(addr, get("")).await;
+        let patience = if ends { PATIENCE } else { 4 * SHORT };
+        let (answer, end) = raw.rest_within(patience).await;
+        assert_eq!((status(&answer), body(&answer)), (200, "ok"), "what came is passed on");
+        assert_eq!(end != End::StillOpen, ends, "{limit:?}");
+        if ends {
+            upstream.wait_for_closed(1).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_caller_that_rests_is_not_taken_for_a_silent_upstream() {
+    let content = vec![b'x'; 30_000_000];
+    let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", content.len());
+    let upstream = Upstream::always(Reply::keep([head.as_bytes(), &content].concat())).await;
+    let mut setup = Setup::of(upstream.addr);
+    setup.upstream.answer_idle_timeout = Some(SHORT);
+    let addr = setup.start().await.addr;
     let mut raw = Raw::sending(addr, get("")).await;
-    assert_eq!(status(&raw.answer().await), 200);
-    assert_eq!(raw.rest().await.1, End::Fin);
+    upstream.wait_for_requests(1).await;
+    // The rest is the fault under test: longer than the upstream may be silent.
+    tokio::time::sleep(3 * SHORT).await;
+    assert_eq!(body(&raw.answer().await).len(), content.len());
 }
 
 #[tokio::test]

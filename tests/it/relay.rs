@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
-use oncegate::relay::{self, Settings, sink};
+use oncegate::record::{Lease, LeaseView, OwnerId};
+use oncegate::relay::{self, Claimant, Settings, sink};
 use oncegate::store::{EventStatus, Lane, Verdict};
 use oncegate::telemetry::Metrics;
 use tokio::sync::Notify;
@@ -35,6 +36,13 @@ fn settings(sink: &Sink) -> sink::Settings {
     }
 }
 
+/// A relay of a process that lives long, and judges no other.
+fn claimant() -> Claimant {
+    let sure_until = std::time::Instant::now() + Duration::from_secs(3600);
+    let lease = LeaseView::new(Lease { owner: OwnerId::fresh(), sure_until });
+    Claimant { lease, may_judge: Arc::new(|| false) }
+}
+
 struct Running {
     stop: CancellationToken,
     wake: Arc<Notify>,
@@ -54,6 +62,7 @@ impl Running {
         let run = relay::run(
             store.clone(),
             settings,
+            claimant(),
             Arc::clone(&metrics),
             Arc::clone(&wake),
             stop.clone(),

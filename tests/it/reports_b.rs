@@ -39,6 +39,7 @@ on_both_stores! {
     b19_what_was_stored_is_what_is_looked_up,
     b20_a_replay_is_history,
     b21_nothing_is_left_of_a_key_in_the_process,
+    b21_nothing_is_left_of_large_answers_in_the_process,
 }
 
 fn answering(rig: &Rig, code: u16, lines: &[(&'static str, &'static str)]) {
@@ -458,4 +459,26 @@ async fn b21_nothing_is_left_of_a_key_in_the_process(which: Which) {
     }
     let cached = metric(&rig, "oncegate_replay_cache_bytes").await;
     assert!(cached > CACHE / 2 && cached <= CACHE, "{cached} bytes of {CACHE}");
+}
+
+async fn b21_nothing_is_left_of_large_answers_in_the_process(which: Which) {
+    const MIB: usize = 1 << 20;
+    let rig = Rig::with(which, "cache_bytes = \"4MiB\"", "", "").await;
+    let body = Bytes::from(vec![b'x'; MIB]);
+    rig.orders.answer(move |_| Response::builder().status(201).body(body.clone().into()).unwrap());
+    let addr = rig.gateway.addr;
+    let ask = async |keys: std::ops::Range<usize>| {
+        let asked = stream::iter(keys).for_each_concurrent(4, |n| async move {
+            let ask = order().key(&format!("k{n}"));
+            assert_eq!(ask.to(addr).await.body.len(), MIB);
+            assert!(ask.to(addr).await.replayed());
+        });
+        asked.await;
+    };
+    ask(0..10).await;
+    let before = rig.gateway.most_memory();
+    ask(10..160).await;
+    let grown = rig.gateway.most_memory().saturating_sub(before);
+    assert!(grown < 50 * MIB as u64, "150 MiB of answers left {grown} bytes");
+    assert_eq!(rig.orders.runs(), 160);
 }

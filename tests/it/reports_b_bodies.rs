@@ -137,6 +137,8 @@ async fn b12_headers_stay_repeated_in_order_and_raw(which: Which) {
         "Vary: Accept-Language".to_owned(),
         "Set-Cookie: b=2; Expires=Thu, 02 Jan 2031 00:00:00 GMT".to_owned(),
         "X_Under_Score: kept".to_owned(),
+        "X-MANY-cases: 1".to_owned(),
+        "x-many-CASES: 2".to_owned(),
         "Connection: close, X-Hop".to_owned(),
         "X-Hop: gone".to_owned(),
         "Keep-Alive: timeout=5".to_owned(),
@@ -156,7 +158,8 @@ async fn b12_headers_stay_repeated_in_order_and_raw(which: Which) {
     names.dedup();
     let values = |name: &str| -> Vec<String> {
         let lines = lines.iter().filter_map(|line| line.split_once(':'));
-        lines.filter(|(n, _)| *n == name).map(|(_, value)| value.trim().to_owned()).collect()
+        let ours = lines.filter(|(n, _)| n.eq_ignore_ascii_case(name));
+        ours.map(|(_, value)| value.trim().to_owned()).collect()
     };
     for round in ["first", "replayed", "restarted"] {
         if round == "restarted" {
@@ -172,6 +175,10 @@ async fn b12_headers_stay_repeated_in_order_and_raw(which: Which) {
             let expected = if gone { Vec::new() } else { values(name) };
             if *name != "Connection" {
                 assert_eq!(headers(&answer, name), expected, "{round}: {name}");
+                let spelled = answer.matches(&format!("\r\n{name}:")).count();
+                let sent = lines.iter().filter(|line| line.split(':').next() == Some(name));
+                let sent = if gone { 0 } else { sent.count() };
+                assert_eq!(spelled, sent, "{round}: {name} keeps its spelling");
             }
         }
         assert!(!answer.contains("X-Hop"), "{round}");

@@ -77,7 +77,7 @@ async fn a_newer_schema_is_refused() {
     open(&path).await;
     rusqlite::Connection::open(&path).unwrap().execute_batch("PRAGMA user_version = 99").unwrap();
     let Err(error) = Sqlite::open(&path).await else { panic!("opened") };
-    assert!(matches!(error, OpenError::NewerSchema { found: 99, known: 2 }), "{error}");
+    assert!(matches!(error, OpenError::NewerSchema { found: 99, known: 3 }), "{error}");
 }
 
 #[tokio::test]
@@ -85,11 +85,11 @@ async fn an_older_schema_is_migrated_only_where_that_is_allowed() {
     let (_dir, path) = database();
     let store = Sqlite::open(&path).await.unwrap();
     let error = store.migrate(false).await.unwrap_err();
-    assert!(matches!(error, OpenError::OlderSchema { found: 0, known: 2 }), "{error}");
+    assert!(matches!(error, OpenError::OlderSchema { found: 0, known: 3 }), "{error}");
     assert!(store.ping().await.is_err());
-    assert_eq!(store.migrate(true).await.unwrap(), 2);
-    assert_eq!(store.migrate(true).await.unwrap(), 2, "again changes nothing");
-    assert_eq!(store.migrate(false).await.unwrap(), 2);
+    assert_eq!(store.migrate(true).await.unwrap(), 3);
+    assert_eq!(store.migrate(true).await.unwrap(), 3, "again changes nothing");
+    assert_eq!(store.migrate(false).await.unwrap(), 3);
     store.ping().await.unwrap();
 }
 

@@ -10,14 +10,15 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode};
 use oncegate::record::event::Event;
+use oncegate::record::event::doubt::{Doubt, News, Resolution};
 use oncegate::record::{
     Answer, Attempt, Change, Fence, Fingerprint, KeptBody, Key, Next, Operation, OwnerId, RecordId,
-    Scope, Settle, State, Status, Tenant, transition,
+    Scope, Settle, Spelling, State, Status, Tenant, transition,
 };
 use oncegate::store::{
     Acknowledgement, Asking, Beat, Changed, Claim, Claimed, Completion, EventFilter, EventStatus,
-    Lane, LateEnd, LateOutcome, Objection, Operator, Proposal, RecordFilter, Redeliver, Reserved,
-    Settled, Store, Takeover, Verdict,
+    Lane, LateEnd, LateOutcome, Objection, Operator, Over, Proposal, RecordFilter, Redeliver,
+    Reserved, Settled, Store, Takeover, Untold, Verdict,
 };
 use uuid::Uuid;
 
@@ -60,6 +61,8 @@ on_every_store![
     a_completion_writes_answer_and_events_once,
     an_unknown_attempt_may_still_complete,
     a_late_outcome_is_noted_once_with_all_of_it,
+    a_doubt_is_told_once_and_its_end_once,
+    a_doubts_end_says_who_ended_it,
     only_a_dead_owners_records_are_marked,
     an_unknown_record_is_asked_about_by_one_at_a_time,
     a_doubt_begins_when_the_outcome_is_lost_and_goes_on_through_questions,
@@ -70,6 +73,7 @@ on_every_store![
     an_event_that_is_dead_towards_one_sink_is_kept_whole,
     a_claim_takes_no_more_than_its_limit_and_nothing_twice,
     concurrent_claims_never_share_an_event,
+    claims_of_an_owner_without_a_lease_are_free_at_once,
     a_stale_acknowledgement_changes_nothing,
     verdicts_move_events_as_they_say,
     redelivery_goes_on_from_the_claim_number,
@@ -133,7 +137,7 @@ fn answer() -> Answer {
     let mut headers = HeaderMap::new();
     headers.insert("content-type", HeaderValue::from_static("application/json"));
     let body = KeptBody::Whole(Bytes::from_static(b"{\"id\":1}"));
-    Answer { status: StatusCode::CREATED, headers, body }
+    Answer { status: StatusCode::CREATED, headers, spelling: Spelling::default(), body }
 }
 
 fn event(fence: Fence, name: &str, sinks: &[&str]) -> Event {
@@ -205,8 +209,38 @@ async fn claim(
     limit: u32,
     lease: Duration,
 ) -> Vec<Claimed> {
-    let claim = Claim { sink: sink.into(), lane, limit, lease, sweep: true };
+    let (owner, over) = (OwnerId::fresh(), Over::Ended);
+    let claim = Claim { sink: sink.into(), lane, limit, owner, lease, over, sweep: true };
     store.claim(&claim).await.unwrap()
+}
+
+/// All that is due at once, as a process that may, or may not, judge others.
+async fn claim_as(store: &Tested, sink: &str, owner: OwnerId, over: Over) -> Vec<Claimed> {
+    let (sink, lane, lease) = (sink.to_owned(), Lane::Fresh, MINUTE);
+    let claim = Claim { sink, lane, limit: 10, owner, lease, over, sweep: false };
+    store.claim(&claim).await.unwrap()
+}
+
+async fn claims_of_an_owner_without_a_lease_are_free_at_once(store: Tested) {
+    announced(&store, "s", &["a", "b"]).await;
+    let (first, second, third) = (owner(&store).await, owner(&store).await, owner(&store).await);
+    let lost = claim_as(&store, "s", first, Over::Ended).await;
+    assert_eq!(lost.len(), 2);
+    assert!(claim_as(&store, "s", second, Over::EndedOrDead).await.is_empty(), "the first lives");
+    store.retire(first).await.unwrap();
+    assert!(claim_as(&store, "s", second, Over::Ended).await.is_empty(), "who may not judge waits");
+
+    let taken = claim_as(&store, "s", second, Over::EndedOrDead).await;
+    assert_eq!(taken.iter().map(|claimed| claimed.claim_no).collect::<Vec<_>>(), [2, 2]);
+    assert!(claim_as(&store, "s", third, Over::EndedOrDead).await.is_empty(), "the second lives");
+    let sent = || Verdict::Sent { status: 200 };
+    assert!(!verdict(&store, "s", &lost[0], sent()).await, "the dead one's verdict is late");
+    assert!(verdict(&store, "s", &taken[0], sent()).await);
+    // An owner that the store has never heard of, or has forgotten, has no lease either.
+    store.retire(second).await.unwrap();
+    let stranger = claim_as(&store, "s", OwnerId::fresh(), Over::EndedOrDead).await;
+    assert_eq!(stranger.len(), 1);
+    assert_eq!(claim_as(&store, "s", third, Over::EndedOrDead).await[0].claim_no, 4);
 }
 
 async fn verdict(store: &Tested, sink: &str, claimed: &Claimed, verdict: Verdict) -> bool {
@@ -635,7 +669,7 @@ async fn an_unknown_record_is_asked_about_by_one_at_a_time(store: Tested) {
     assert_eq!(taken, 1);
     assert_eq!(status(&store, &scope).await, Some((Status::InProgress, 2)), "the same attempt");
     assert!(store.questions(&[asking], 9).await.unwrap().is_empty(), "somebody asks");
-    assert_eq!(store.doubt(fence.id).await.unwrap(), None);
+    assert_eq!(store.unresolved(fence.id).await.unwrap(), None);
     let row = store.show_record(fence.id).await.unwrap().unwrap();
     assert_eq!(row.context.as_deref(), Some(b"{\"n\":1}".as_slice()), "kept for the events");
     assert!(is_done(complete(&store, completion(&scope, fence, vec![])).await));
@@ -648,14 +682,14 @@ async fn an_unknown_record_is_asked_about_by_one_at_a_time(store: Tested) {
 async fn a_doubt_begins_when_the_outcome_is_lost_and_goes_on_through_questions(store: Tested) {
     let scope = scope();
     let (mut fence, by) = held(&store, &scope).await;
-    assert_eq!(store.doubt(fence.id).await.unwrap(), None);
+    assert_eq!(store.unresolved(fence.id).await.unwrap(), None);
     store.mark_unknown(&scope, fence).await.unwrap();
-    let first = store.doubt(fence.id).await.unwrap().unwrap();
+    let first = store.unresolved(fence.id).await.unwrap().unwrap();
     assert_eq!((first.asked, first.orphaned), (0, false));
     assert_eq!(first.next_ask_at, first.since);
     assert_eq!(asked(&store, &scope, fence, NOW).await, Changed::Yes);
     assert_eq!(store.mark_unknown(&scope, fence).await.unwrap(), Changed::Yes);
-    let second = store.doubt(fence.id).await.unwrap().unwrap();
+    let second = store.unresolved(fence.id).await.unwrap().unwrap();
     assert_eq!((second.asked, second.since), (1, first.since), "a question is no new doubt");
     let pause = second.next_ask_at.duration_since(second.since).unwrap();
     assert!(pause >= Duration::from_millis(500), "{pause:?}");
@@ -666,7 +700,7 @@ async fn a_doubt_begins_when_the_outcome_is_lost_and_goes_on_through_questions(s
     assert_eq!(taken, Changed::Yes);
     fence.attempt = fence.attempt.next();
     store.release(&scope, fence).await.unwrap();
-    let third = store.doubt(fence.id).await.unwrap().unwrap();
+    let third = store.unresolved(fence.id).await.unwrap().unwrap();
     assert_eq!((third.asked, third.since), (2, first.since));
     // One that may have executed is a doubt of its own. The clocks of both stores count milliseconds.
     store.take_over(proposal(&scope, by), Takeover::Unknown(fence)).await.unwrap();
@@ -676,7 +710,7 @@ async fn a_doubt_begins_when_the_outcome_is_lost_and_goes_on_through_questions(s
     })
     .await;
     store.mark_unknown(&scope, fence).await.unwrap();
-    let last = store.doubt(fence.id).await.unwrap().unwrap();
+    let last = store.unresolved(fence.id).await.unwrap().unwrap();
     assert_eq!((last.asked, last.next_ask_at), (0, last.since));
     assert!(last.since > first.since);
 }
@@ -687,7 +721,7 @@ async fn the_upstream_is_left_alone_until_it_has_settled(store: Tested) {
     let (orphan_fence, by) = held(&store, &orphaned).await;
     store.retire(by).await.unwrap();
     assert_eq!(store.mark_dead(None, 9).await.unwrap(), 1);
-    assert!(store.doubt(orphan_fence.id).await.unwrap().unwrap().orphaned);
+    assert!(store.unresolved(orphan_fence.id).await.unwrap().unwrap().orphaned);
     let only_lost = Settle { lost: Duration::ZERO, orphaned: MINUTE };
     let only_orphaned = Settle { lost: MINUTE, orphaned: Duration::ZERO };
     assert_eq!(due(&store, only_lost, 9).await, [lost_fence]);
@@ -702,16 +736,16 @@ async fn the_upstream_is_left_alone_until_it_has_settled(store: Tested) {
         assert_eq!(asked(&store, scope, fence, yes).await, Changed::Yes);
     }
     // Whoever asked dies: it is asked about later, and the doubt goes on.
-    let since = |doubt: Option<oncegate::store::Doubt>| doubt.unwrap().since;
+    let since = |doubt: Option<oncegate::store::Unresolved>| doubt.unwrap().since;
     let scope = self::scope();
     let (fence, by) = held(&store, &scope).await;
     store.mark_unknown(&scope, fence).await.unwrap();
-    let before = since(store.doubt(fence.id).await.unwrap());
+    let before = since(store.unresolved(fence.id).await.unwrap());
     let from = Takeover::Question(fence, NOW);
     assert_eq!(store.take_over(proposal(&scope, by), from).await.unwrap(), Changed::Yes);
     store.retire(by).await.unwrap();
     assert_eq!(store.mark_dead(Some((&scope, fence)), 9).await.unwrap(), 1);
-    let after = store.doubt(fence.id).await.unwrap().unwrap();
+    let after = store.unresolved(fence.id).await.unwrap().unwrap();
     assert_eq!((after.since, after.asked, after.orphaned), (before, 1, false));
     let other = Asking { operation: Operation::parse("other").unwrap(), settle: NOW };
     assert!(store.questions(&[other], 9).await.unwrap().is_empty());
@@ -996,7 +1030,11 @@ async fn answers_come_back_byte_for_byte(store: Tested) {
         (599, headers.clone(), KeptBody::NotRetained),
         (200, headers, KeptBody::Whole(large)),
     ] {
-        let answer = Answer { status: StatusCode::from_u16(status).unwrap(), headers, body };
+        let names = ["Link", "X-Raw", "link", "LINK"].map(Into::into);
+        let spelling = Spelling::of(&headers, &names);
+        assert_eq!(spelling.is_plain(), headers.is_empty());
+        let answer =
+            Answer { status: StatusCode::from_u16(status).unwrap(), headers, spelling, body };
         let scope = scope();
         let (fence, owner) = held(&store, &scope).await;
         let kept = Completion { answer: answer.clone(), ..completion(&scope, fence, vec![]) };
@@ -1088,6 +1126,104 @@ async fn a_late_outcome_is_noted_once_with_all_of_it(store: Tested) {
         (Status::InProgress, fence.attempt),
         "it changes nothing"
     );
+}
+
+/// The one doubt that has not been told.
+async fn untold(store: &Tested) -> Doubt {
+    let mut untold = store.untold(Untold::All, 9).await.unwrap();
+    assert_eq!(untold.len(), 1, "{untold:?}");
+    untold.remove(0)
+}
+
+async fn nothing_is_untold(store: &Tested) {
+    assert_eq!(store.untold(Untold::All, 9).await.unwrap(), []);
+}
+
+/// A record in doubt, of which that was told to a sink.
+async fn told(store: &Tested, sinks: &[String]) -> (Scope, Fence) {
+    let scope = scope();
+    let (fence, _) = held(store, &scope).await;
+    assert_eq!(store.mark_unknown(&scope, fence).await.unwrap(), Changed::Yes);
+    let doubt = untold(store).await;
+    let told = store.tell(&doubt, doubt.event(sinks).as_ref()).await.unwrap();
+    assert_eq!(told, Changed::Yes);
+    (scope, fence)
+}
+
+async fn kinds_of(store: &Tested, fence: Fence) -> Vec<String> {
+    let all = EventFilter { record: Some(fence.id), limit: 99, ..EventFilter::default() };
+    let rows = store.list_events(&all).await.unwrap();
+    let mut kinds: Vec<_> = rows.into_iter().map(|row| row.kind).collect();
+    kinds.sort();
+    kinds
+}
+
+async fn a_doubt_is_told_once_and_its_end_once(store: Tested) {
+    let (sinks, scope) = (vec![sink()], scope());
+    let (fence, owner) = held(&store, &scope).await;
+    nothing_is_untold(&store).await;
+    assert_eq!(store.mark_unknown(&scope, fence).await.unwrap(), Changed::Yes);
+    let doubt = untold(&store).await;
+    assert_eq!((doubt.record, doubt.attempt), (fence.id, fence.attempt));
+    assert_eq!((doubt.scope.as_ref(), doubt.news), (Some(&scope), News::Unknown));
+    let reserved = store.show_record(fence.id).await.unwrap().unwrap().created_at;
+    assert!(reserved <= doubt.since && doubt.since <= doubt.at);
+    assert_eq!(store.untold(Untold::Resolved, 9).await.unwrap(), []);
+    let event = doubt.event(&sinks);
+    let tells = (0..8).map(|_| store.tell(&doubt, event.as_ref()));
+    let yes = futures_util::future::join_all(tells).await.into_iter().map(Result::unwrap);
+    assert_eq!(yes.filter(|told| *told == Changed::Yes).count(), 1, "one of many tells it");
+    nothing_is_untold(&store).await;
+    assert_eq!(kinds_of(&store, fence).await, ["record.unknown"]);
+    let claimed = claim_as(&store, &sinks[0], owner, Over::Ended).await;
+    assert_eq!(claimed.len(), 1, "it is owed to the sink");
+    assert_eq!(claimed[0].payload, event.as_ref().unwrap().payload);
+
+    // The next attempt neither begins another doubt nor ends this one.
+    let next = Fence { attempt: fence.attempt.next(), ..fence };
+    let taken = store.take_over(proposal(&scope, owner), Takeover::Unknown(fence)).await.unwrap();
+    assert_eq!(taken, Changed::Yes);
+    nothing_is_untold(&store).await;
+    assert_eq!(store.mark_unknown(&scope, next).await.unwrap(), Changed::Yes);
+    nothing_is_untold(&store).await;
+    assert!(is_done(complete(&store, completion(&scope, next, Vec::new())).await));
+    let ended = untold(&store).await;
+    assert_eq!((ended.attempt, ended.scope.as_ref()), (fence.attempt, Some(&scope)));
+    assert_eq!(ended.news, News::Resolved(Resolution::Completed));
+    assert_eq!(store.untold(Untold::Resolved, 9).await.unwrap().len(), 1);
+    let event = ended.event(&sinks);
+    for expected in [Changed::Yes, Changed::No] {
+        assert_eq!(store.tell(&ended, event.as_ref()).await.unwrap(), expected);
+    }
+    nothing_is_untold(&store).await;
+    assert_eq!(kinds_of(&store, fence).await, ["record.resolved", "record.unknown"]);
+}
+
+async fn a_doubts_end_says_who_ended_it(store: Tested) {
+    // Nobody wants the events: they stand as discarded.
+    let (scope, fence) = told(&store, &[]).await;
+    assert_eq!(store.operator_release(fence, false, &somebody()).await.unwrap(), Ok(()));
+    let ended = untold(&store).await;
+    assert_eq!(ended.news, News::Resolved(Resolution::ReleasedByOperator));
+    assert_eq!(ended.scope, Some(scope), "although the record is gone");
+    assert_eq!(store.tell(&ended, ended.event(&[]).as_ref()).await.unwrap(), Changed::Yes);
+    assert_eq!(kinds_of(&store, fence).await, ["record.resolved", "record.unknown"]);
+
+    let (scope, fence) = told(&store, &[]).await;
+    assert_eq!(store.release(&scope, fence).await.unwrap(), Changed::Yes);
+    let ended = untold(&store).await;
+    assert_eq!(ended.news, News::Resolved(Resolution::Released));
+    assert_eq!(ended.scope, Some(scope));
+    assert_eq!(store.tell(&ended, None).await.unwrap(), Changed::Yes);
+    assert_eq!(kinds_of(&store, fence).await, ["record.unknown"], "told of without an event");
+
+    let (scope, fence) = told(&store, &[]).await;
+    let by_hand = completion(&scope, fence, Vec::new());
+    assert_eq!(store.operator_complete(&by_hand, &somebody()).await.unwrap(), Ok(()));
+    let ended = untold(&store).await;
+    assert_eq!(ended.news, News::Resolved(Resolution::CompletedByOperator));
+    assert_eq!(store.tell(&ended, ended.event(&[]).as_ref()).await.unwrap(), Changed::Yes);
+    nothing_is_untold(&store).await;
 }
 
 async fn lists_filter_and_go_on_where_they_stopped(store: Tested) {

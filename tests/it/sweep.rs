@@ -26,6 +26,7 @@ struct Running {
 fn start(fake: &Arc<Fake>, contact: Contact) -> Running {
     let settings = Settings {
         outbox_retention: Duration::from_secs(3600),
+        unknown_events: None,
         every: Duration::from_secs(30),
         batch: 100,
     };

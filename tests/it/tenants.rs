@@ -29,11 +29,13 @@ async fn apart(rig: &Rig, one: Ask, two: Ask) {
     assert_eq!(rig.orders.runs(), before + 2);
 }
 
-async fn no_tenant(rig: &Rig, ask: Ask) {
+async fn no_tenant(rig: &Rig, ask: Ask, place: &str) {
     let before = (rig.orders.runs(), rig.place.records().await);
     let answer = ask.key("shared").to(rig.gateway.addr).await;
     assert_eq!(answer.status, StatusCode::BAD_REQUEST, "{ask:?}", ask = answer);
     assert_eq!(answer.problem(), "tenant-missing");
+    let detail = answer.json()["detail"].to_string();
+    assert!(detail.contains(place), "it names where to say it: {detail}");
     assert_eq!((rig.orders.runs(), rig.place.records().await), before);
 }
 
@@ -60,7 +62,7 @@ async fn d09_another_tenant_is_another_scope_and_none_is_an_error(which: Which) 
         order().header("x-tenant-id", b"ac\tme"),
         order().header("x_tenant_id", "acme"),
     ] {
-        no_tenant(&rig, ask).await;
+        no_tenant(&rig, ask, "`x-tenant-id`").await;
     }
     // No twin of the tenant's header reaches an API that would take it for the header.
     order().tenant("acme").header("x_tenant_id", "globex").key("twin").to(rig.gateway.addr).await;
@@ -146,7 +148,7 @@ async fn every_source_of_tenants_keeps_two_of_them_apart() {
     apart(&rig, ask("/accounts/a/orders"), ask("/accounts/b/orders")).await;
     apart(&rig, ask("/accounts/c%2525/orders"), ask("/accounts/c%25/orders")).await;
     for target in ["/accounts/%0a/orders", "/accounts/a%00/orders", "/accounts/%ff/orders"] {
-        no_tenant(&rig, ask(target)).await;
+        no_tenant(&rig, ask(target), "the path").await;
     }
     // Basic: the user, not the password.
     let basic = |user: &str, password: &str| {
@@ -157,15 +159,15 @@ async fn every_source_of_tenants_keeps_two_of_them_apart() {
     apart(&rig, basic("ann", "x"), basic("bob", "x")).await;
     assert!(basic("ann", "new").key("shared").to(rig.gateway.addr).await.replayed());
     for bad in ["Bearer x", "Basic", "Basic !!!", "Basic OnB3", "Basic YW5u"] {
-        no_tenant(&rig, ask("/basic").header("authorization", bad)).await;
+        no_tenant(&rig, ask("/basic").header("authorization", bad), "`authorization`").await;
     }
-    no_tenant(&rig, ask("/basic")).await;
+    no_tenant(&rig, ask("/basic"), "`authorization`").await;
     // Credential: a digest of all of it.
     let bearer =
         |token: &str| ask("/credential").header("authorization", format!("Bearer {token}"));
     apart(&rig, bearer("SECRET-one"), bearer("SECRET-two")).await;
-    no_tenant(&rig, ask("/credential")).await;
-    no_tenant(&rig, bearer("a").header("authorization", "Bearer b")).await;
+    no_tenant(&rig, ask("/credential"), "`authorization`").await;
+    no_tenant(&rig, bearer("a").header("authorization", "Bearer b"), "`authorization`").await;
     let tenants = rig.place.rows("select tenant_id, operation from idempotency_records").await;
     assert!(!format!("{tenants:?}").contains("SECRET"), "{tenants:?}");
 }

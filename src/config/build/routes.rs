@@ -10,8 +10,8 @@ use std::time::Duration;
 use super::{
     BTreeMap, BTreeSet, Builder, Code, DAY, DEFAULT_UPSTREAM, Derive, File, HeaderName, Lists, MIB,
     Maybe, Method, OnUnknown, Operation, Pattern, Place, Placed, Policy, Route, RouteFacts, Routes,
-    SECOND, Source, Spec, StatusCode, Templates, Tenant, file, fingerprint, lookup, payload_max,
-    read_code, read_header, read_method, same_answer, scope, unknown, upstream,
+    SECOND, Source, Spec, StatusCode, Templates, Tenant, covers, file, fingerprint, lookup,
+    payload_max, read_code, read_header, read_method, same_answer, scope, unknown, upstream,
 };
 
 /// How long the upstream may take, unless something else is said.
@@ -281,9 +281,10 @@ impl Builder<'_> {
             lists.unknown_on = self.each(unknown, read_code);
         }
         let in_both = |code: &Code, other: &[Code]| other.iter().any(|c| same_answer(*code, *c));
+        let taken = |code: &Code, by: &[Code]| by.iter().any(|written| covers(*written, *code));
         match (release, unknown) {
-            (Some(_), None) => lists.unknown_on.retain(|code| !in_both(code, &lists.release_on)),
-            (None, Some(_)) => lists.release_on.retain(|code| !in_both(code, &lists.unknown_on)),
+            (Some(_), None) => lists.unknown_on.retain(|code| !taken(code, &lists.release_on)),
+            (None, Some(_)) => lists.release_on.retain(|code| !taken(code, &lists.unknown_on)),
             (Some(_), Some(written)) => {
                 if lists.unknown_on.iter().any(|code| in_both(code, &lists.release_on)) {
                     let wrong = "names an answer that release_on names too; keep it in one of them";

@@ -6,7 +6,7 @@ use std::borrow::Cow;
 use std::time::Duration;
 
 use http::header::{CONTENT_TYPE, RETRY_AFTER};
-use http::{HeaderName, HeaderValue, Response, StatusCode};
+use http::{HeaderValue, Response, StatusCode};
 use serde::Serialize;
 
 use super::{name_record, whole};
@@ -168,16 +168,29 @@ impl Problem {
         self
     }
 
-    /// A refusal of the scope's reading; `header` is the one that carries the route's keys.
-    pub(in crate::gateway) fn of_scope(refusal: scope::Refusal, header: &HeaderName) -> Self {
+    /// A refusal of the scope's reading, by this recipe: it names the headers to send.
+    pub(in crate::gateway) fn of_scope(refusal: scope::Refusal, recipe: &scope::Recipe) -> Self {
         match refusal {
             scope::Refusal::KeyMissing => Self::new(Name::KeyMissing).detail(format!(
-                "Send a header `{header}` with one key for this intent, and the same key with every retry of it."
+                "Send a header `{}` with one key for this intent, and the same key with every retry of it.",
+                recipe.key_header
             )),
             scope::Refusal::KeyInvalid(why) => {
                 Self::new(Name::KeyInvalid).detail(format!("The idempotency key {why}."))
             }
-            scope::Refusal::TenantMissing(why) => Self::new(Name::TenantMissing).detail(why),
+            scope::Refusal::TenantMissing(why) => {
+                let place = match &recipe.tenant {
+                    scope::Source::Header(name) => format!("the header `{name}`"),
+                    scope::Source::Path(_) => "the path".to_owned(),
+                    scope::Source::Host => "the header `host`".to_owned(),
+                    scope::Source::BasicUser | scope::Source::Credential => {
+                        "the header `authorization`".to_owned()
+                    }
+                    scope::Source::Fixed(_) => "the configuration".to_owned(),
+                };
+                let detail = format!("Whose a request is, is read from {place}: {why}.");
+                Self::new(Name::TenantMissing).detail(detail)
+            }
         }
     }
 

@@ -4,14 +4,15 @@
 //! is given after another replica may have taken the record over. What operators do is noticed by reading the audit
 //! table (see `gateway`); until then a replay is history, as every replay is.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderValue};
+use http::{Extensions, HeaderMap, HeaderValue};
 use quick_cache::Weighter;
 use quick_cache::sync::Cache as Lru;
 
+use crate::gateway::spelling;
 use crate::record::{Answer, Fence, Fingerprint, KeptBody, RecordId, Scope};
 
 /// How much earlier than the retention an entry ends: more than the clocks' rates differ over a look.
@@ -40,6 +41,8 @@ pub(crate) struct Replay {
     pub(crate) expires_at: SystemTime,
     /// Until when it may be replayed from memory.
     until: Instant,
+    /// The spelling of its names, in the form in which the server takes it; made at the first replay.
+    spelled: OnceLock<Extensions>,
 }
 
 impl Replay {
@@ -53,7 +56,12 @@ impl Replay {
     ) -> Self {
         let until = ends.checked_sub(EARLY).unwrap_or(ends);
         let answer = compact(answer);
-        Self { fence, fingerprint, answer, expires_at, until }
+        Self { fence, fingerprint, answer, expires_at, until, spelled: OnceLock::new() }
+    }
+
+    /// What makes the server spell the names of the answer's headers as they came.
+    pub(crate) fn spelled(&self) -> Extensions {
+        self.spelled.get_or_init(|| spelling::extensions(&self.answer)).clone()
     }
 
     fn bytes(&self) -> u64 {
@@ -63,11 +71,12 @@ impl Replay {
             .iter()
             .map(|(name, value)| name.as_str().len() + value.len() + HEADER_BYTES)
             .sum();
+        let spelled = if self.answer.spelling.is_plain() { 0 } else { headers };
         let body = match &self.answer.body {
             KeptBody::Whole(body) => body.len(),
             KeptBody::NotRetained => 0,
         };
-        (headers + body + BASE_BYTES) as u64
+        (headers + spelled + body + BASE_BYTES) as u64
     }
 }
 
@@ -85,7 +94,7 @@ fn compact(answer: Answer) -> Answer {
         }
         body @ (KeptBody::Whole(_) | KeptBody::NotRetained) => body,
     };
-    Answer { status: answer.status, headers, body }
+    Answer { status: answer.status, headers, spelling: answer.spelling, body }
 }
 
 #[derive(Clone)]
@@ -138,7 +147,7 @@ mod tests {
     use http::StatusCode;
 
     use super::*;
-    use crate::record::{Attempt, Key, Operation, Tenant};
+    use crate::record::{Attempt, Key, Operation, Spelling, Tenant};
 
     fn scope(key: &str) -> Scope {
         Scope {
@@ -150,7 +159,8 @@ mod tests {
 
     fn replay(size: usize, ends: Instant) -> Arc<Replay> {
         let body = KeptBody::Whole(Bytes::from(vec![0; size]));
-        let answer = Answer { status: StatusCode::OK, headers: HeaderMap::new(), body };
+        let (headers, spelling) = (HeaderMap::new(), Spelling::default());
+        let answer = Answer { status: StatusCode::OK, headers, spelling, body };
         let fingerprint = Fingerprint { canonical: [0; 32], raw: [0; 32], recipe: [0; 8] };
         let fence = Fence { id: RecordId::fresh(), attempt: Attempt::FIRST };
         Arc::new(Replay::new(fence, fingerprint, answer, SystemTime::UNIX_EPOCH, ends))

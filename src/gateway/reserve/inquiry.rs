@@ -171,7 +171,7 @@ impl<'a> Inquiry<'a> {
 
     /// How long the upstream has to be left alone still. It stays as it is while the attempt is unknown.
     async fn unsettled(&self, record: RecordId, settle: Settle) -> Result<Duration, Error> {
-        let left = match self.desk.store.doubt(record).await? {
+        let left = match self.desk.store.unresolved(record).await? {
             Some(doubt) if doubt.orphaned => settle.orphaned.saturating_sub(doubt.age),
             Some(doubt) => settle.lost.saturating_sub(doubt.age),
             None => settle.orphaned,

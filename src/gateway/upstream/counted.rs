@@ -7,7 +7,7 @@
 use std::io;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::task::{Context, Poll};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -20,9 +20,32 @@ pub(super) struct Meter {
     written: AtomicU64,
     may_write: OnceLock<Box<dyn Fn() -> bool + Send + Sync>>,
     held: AtomicBool,
+    /// The first bytes that came, while they are looked at.
+    heard: Mutex<Option<Vec<u8>>>,
 }
 
+/// So much of what came first is kept for a look at the names in it.
+const HEARD_MAX: usize = 64 * 1024;
+
 impl Meter {
+    /// From here on keeps what comes, until it is taken.
+    pub(super) fn listen(&self) {
+        *self.heard.lock().unwrap_or_else(PoisonError::into_inner) = Some(Vec::new());
+    }
+
+    /// What came first since [`Meter::listen`].
+    pub(super) fn heard(&self) -> Vec<u8> {
+        self.heard.lock().unwrap_or_else(PoisonError::into_inner).take().unwrap_or_default()
+    }
+
+    fn hear(&self, bytes: &[u8]) {
+        let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(heard) = &mut *heard {
+            let room = HEARD_MAX.saturating_sub(heard.len());
+            heard.extend(bytes.iter().take(room));
+        }
+    }
+
     pub(super) fn written(&self) -> u64 {
         self.written.load(Ordering::Acquire)
     }
@@ -86,7 +109,10 @@ impl AsyncRead for Counted {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(cx, buf)
+        let before = buf.filled().len();
+        let read = Pin::new(&mut self.stream).poll_read(cx, buf);
+        self.meter.hear(buf.filled().get(before..).unwrap_or_default());
+        read
     }
 }
 

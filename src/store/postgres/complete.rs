@@ -12,6 +12,7 @@ use tokio_postgres::types::Type;
 use uuid::Uuid;
 
 use super::door::{Door, Effect, Lane, Param, Params};
+use super::records::committed;
 use super::rows::{attempt, get};
 use super::seconds;
 use crate::record::{KeptBody, RecordId, Scope, encode_headers};
@@ -88,6 +89,12 @@ const COMPLETE: &str = complete!(queue_messages!());
 /// Where no event of the batch has a sink: each statement is planned anew, so what it cannot need is left out.
 const COMPLETE_UNWANTED: &str = complete!("");
 
+// What was not completed here may be this completion itself, run before, whose answer was lost. See
+// `CONFIRM_RESERVED`: what the caller will read is durable then.
+const CONFIRM_COMPLETED: &str = "-- confirm_completed
+UPDATE idempotency_records r SET status = r.status
+WHERE r.id = ANY ($1::uuid[]) AND r.status = 'completed'";
+
 /// Completions as parallel arrays: parameters 1 to 19.
 #[derive(Default)]
 pub(super) struct Columns<'a> {
@@ -121,7 +128,7 @@ impl<'a> Columns<'a> {
         self.operations.push(scope.operation.as_str());
         self.keys.push(scope.key.as_str());
         self.statuses.push(answer.status.as_u16().into());
-        self.headers.push(encode_headers(&answer.headers));
+        self.headers.push(encode_headers(&answer.headers, &answer.spelling));
         self.bodies.push(match &answer.body {
             KeptBody::Whole(body) => Some(body),
             KeptBody::NotRetained => None,
@@ -223,6 +230,15 @@ impl Work for Completions {
             Some(&expires_at) => Settled::Done { expires_at },
             None => Settled::Fenced,
         };
+        let fenced: Vec<Uuid> = items
+            .iter()
+            .filter(|item| !done.contains_key(&item.fence.id))
+            .map(|item| item.fence.id.into())
+            .collect();
+        if !fenced.is_empty() {
+            let params: Params<'_> = &[(&fenced, Type::UUID_ARRAY)];
+            self.0.run(Effect::Write, CONFIRM_COMPLETED, params).await.map_err(committed)?;
+        }
         Ok(items.iter().map(settled).collect())
     }
 }

@@ -8,15 +8,20 @@
 //! - A connection serves again only after the answer to its last statement has arrived. A caller that is dropped in
 //!   the middle, a time-out or a broken transaction spoil it; it is closed then.
 //! - A write whose answer did not arrive is in doubt; a read, or what the server itself says it rolled back, is not.
+//! - Hosts are tried one after the other, each within its own time, beginning with the one that served last. Where a
+//!   server turns out to be read-only, or another host serves than before, there was a fail-over: all connections made
+//!   so far are closed before their next use, so that nobody goes on reading from the old one.
 
 use std::future::Future;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use bb8::{ManageConnection, Pool, PooledConnection};
 use tokio::sync::Mutex;
 use tokio::task::AbortHandle;
+use tokio_postgres::config::{Host, LoadBalanceHosts};
 use tokio_postgres::error::SqlState;
 use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Config, Row};
@@ -24,6 +29,7 @@ use tokio_postgres_rustls::MakeRustlsConnect;
 
 use crate::store::batch::RunError;
 use crate::store::{Cause, Error};
+use crate::telemetry::causes;
 
 /// How often a deadlock or serialization failure is repeated before the caller is told.
 const AGAIN_MAX: u32 = 8;
@@ -46,32 +52,175 @@ pub(super) enum Effect {
     Write,
 }
 
-/// How to connect.
+/// How to connect. Clones are one dial.
 #[derive(Clone)]
 pub(super) struct Dial {
-    pub(super) config: Config,
-    pub(super) tls: MakeRustlsConnect,
-    pub(super) connect_timeout: Duration,
-    pub(super) statement_timeout: Duration,
+    hosts: Arc<[Config]>,
+    random: bool,
+    /// The host that served last.
+    last: Arc<AtomicUsize>,
+    /// Counts fail-overs: connections of an era that is over are not used again.
+    era: Arc<AtomicU64>,
+    tls: MakeRustlsConnect,
+    connect_timeout: Duration,
+    statement_timeout: Duration,
 }
 
 impl Dial {
-    /// A new connection.
+    /// To the hosts of `config`: connecting to one of them, and one statement, may take so long.
+    pub(super) fn new(
+        config: &Config,
+        tls: MakeRustlsConnect,
+        connect_timeout: Duration,
+        statement_timeout: Duration,
+    ) -> Self {
+        Self {
+            hosts: each_host(config).into(),
+            random: config.get_load_balance_hosts() == LoadBalanceHosts::Random,
+            last: Arc::default(),
+            era: Arc::default(),
+            tls,
+            connect_timeout,
+            statement_timeout,
+        }
+    }
+
+    /// A new connection, to the first host that gives one.
     ///
     /// # Errors
-    /// Whatever kept it from being made, or that it took longer than `connect_timeout`.
+    /// Whatever kept it from being made, of each host.
     pub(super) async fn connect(&self) -> Result<Connection, Cause> {
-        let connecting = self.config.connect(self.tls.clone());
+        let count = self.hosts.len();
+        let first =
+            if self.random { fastrand::usize(..) } else { self.last.load(Ordering::Relaxed) };
+        let mut failures = Vec::new();
+        for n in (0..count).map(|n| first.wrapping_add(n) % count) {
+            let Some(host) = self.hosts.get(n) else { continue };
+            match self.connect_to(host).await {
+                Ok(mut connection) => {
+                    let moved = self.last.swap(n, Ordering::Relaxed) != n;
+                    // Hosts that are taken at random all serve.
+                    if moved && !self.random {
+                        let before = self.era.fetch_add(1, Ordering::Relaxed);
+                        connection.era = before.wrapping_add(1);
+                    }
+                    return Ok(connection);
+                }
+                Err(cause) => failures.push((place(host), cause)),
+            }
+        }
+        if let [_] = failures.as_slice()
+            && let Some((_, cause)) = failures.pop()
+        {
+            return Err(cause);
+        }
+        let told = failures.iter().map(|(place, cause)| format!("{place}: {}", causes(&**cause)));
+        Err(told.collect::<Vec<_>>().join("; ").into())
+    }
+
+    async fn connect_to(&self, host: &Config) -> Result<Connection, Cause> {
+        let era = self.era.load(Ordering::Relaxed);
+        let connecting = host.connect(self.tls.clone());
         let (client, connection) = tokio::time::timeout(self.connect_timeout, connecting)
             .await
             .map_err(|_| "connecting took too long")??;
         let task = tokio::spawn(async move {
             if let Err(error) = connection.await {
-                tracing::debug!(%error, "a connection to the database ended");
+                tracing::debug!(error = %causes(&error), "a connection to the database ended");
             }
         });
-        Ok(Connection { client, task: task.abort_handle(), dial: self.clone(), spoiled: false })
+        let (task, dial) = (task.abort_handle(), self.clone());
+        Ok(Connection { client, task, dial, era, spoiled: false })
     }
+}
+
+/// One configuration for each host, so that a host that does not answer uses up its own time only.
+fn each_host(config: &Config) -> Vec<Config> {
+    let count = config.get_hosts().len().max(config.get_hostaddrs().len());
+    // What does not fit together is refused by the driver, in its own words.
+    if count < 2 || (config.get_ports().len() > 1 && config.get_ports().len() != count) {
+        return vec![config.clone()];
+    }
+    let host = |n: usize| {
+        let mut one = without_hosts(config);
+        match config.get_hosts().get(n) {
+            Some(Host::Tcp(name)) => {
+                one.host(name);
+            }
+            #[cfg(unix)]
+            Some(Host::Unix(path)) => {
+                one.host_path(path);
+            }
+            None => {}
+        }
+        if let Some(address) = config.get_hostaddrs().get(n) {
+            one.hostaddr(*address);
+        }
+        if let Some(port) = config.get_ports().get(n).or(config.get_ports().first()) {
+            one.port(*port);
+        }
+        one
+    };
+    (0..count).map(host).collect()
+}
+
+/// All that a configuration says but for its hosts. The driver has no way to take a host away.
+fn without_hosts(config: &Config) -> Config {
+    let mut one = Config::new();
+    if let Some(user) = config.get_user() {
+        one.user(user);
+    }
+    if let Some(password) = config.get_password() {
+        one.password(password);
+    }
+    if let Some(name) = config.get_dbname() {
+        one.dbname(name);
+    }
+    if let Some(options) = config.get_options() {
+        one.options(options);
+    }
+    if let Some(name) = config.get_application_name() {
+        one.application_name(name);
+    }
+    if let Some(timeout) = config.get_connect_timeout() {
+        one.connect_timeout(*timeout);
+    }
+    if let Some(timeout) = config.get_tcp_user_timeout() {
+        one.tcp_user_timeout(*timeout);
+    }
+    if let Some(interval) = config.get_keepalives_interval() {
+        one.keepalives_interval(interval);
+    }
+    if let Some(retries) = config.get_keepalives_retries() {
+        one.keepalives_retries(retries);
+    }
+    one.keepalives(config.get_keepalives())
+        .keepalives_idle(config.get_keepalives_idle())
+        .ssl_mode(config.get_ssl_mode())
+        .ssl_negotiation(config.get_ssl_negotiation())
+        .target_session_attrs(config.get_target_session_attrs())
+        .channel_binding(config.get_channel_binding())
+        .load_balance_hosts(config.get_load_balance_hosts());
+    one
+}
+
+/// Where the database is, without user or password.
+pub(super) fn place(config: &Config) -> String {
+    let ports = config.get_ports();
+    let hosts: Vec<String> = config
+        .get_hosts()
+        .iter()
+        .enumerate()
+        .map(|(n, host)| {
+            let port = ports.get(n).or(ports.first()).copied().unwrap_or(5432);
+            match host {
+                Host::Tcp(name) => format!("{name}:{port}"),
+                #[cfg(unix)]
+                Host::Unix(path) => format!("{}:{port}", path.display()),
+            }
+        })
+        .collect();
+    format!("postgres://{}/{}", hosts.join(","), config.get_dbname().unwrap_or_default())
 }
 
 /// A connection. Dropping it closes its socket at once.
@@ -79,6 +228,7 @@ pub(super) struct Connection {
     client: Client,
     task: AbortHandle,
     dial: Dial,
+    era: u64,
     spoiled: bool,
 }
 
@@ -90,7 +240,21 @@ impl Drop for Connection {
 
 impl Connection {
     fn usable(&self) -> bool {
-        !self.spoiled && !self.client.is_closed()
+        let current = self.era == self.dial.era.load(Ordering::Relaxed);
+        !self.spoiled && current && !self.client.is_closed()
+    }
+
+    /// The server takes no writes: neither this connection nor any that was made before is used again.
+    pub(super) fn is_read_only(&self) {
+        let (era, next) = (self.era, self.era.wrapping_add(1));
+        let turned =
+            self.dial.era.compare_exchange(era, next, Ordering::Relaxed, Ordering::Relaxed);
+        if turned.is_ok() {
+            tracing::warn!(
+                "the database is read-only (a standby, or default_transaction_read_only is on): \
+                 connecting anew"
+            );
+        }
     }
 
     /// Runs one statement in a transaction of its own.
@@ -145,7 +309,10 @@ impl Connection {
         match result {
             Ok(Ok(rows)) => Ok(rows),
             Ok(Err(error)) => {
-                tracing::debug!(statement, %error, "a statement failed");
+                tracing::debug!(statement, error = %causes(&error), "a statement failed");
+                if error.code() == Some(&SqlState::READ_ONLY_SQL_TRANSACTION) {
+                    self.is_read_only();
+                }
                 Err(Failure::of(effect, error))
             }
             Err(_) => Err(self.too_long(effect)),
@@ -287,7 +454,7 @@ struct LogErrors;
 
 impl bb8::ErrorSink<Cause> for LogErrors {
     fn sink(&self, error: Cause) {
-        tracing::warn!(%error, "cannot connect to the database");
+        tracing::warn!(error = %causes(&*error), "a connection to the database failed");
     }
 
     fn boxed_clone(&self) -> Box<dyn bb8::ErrorSink<Cause>> {

@@ -13,10 +13,11 @@ use super::{failed, rows, seconds};
 use crate::record::OwnerId;
 use crate::store::{Beat, Error};
 
+// The lease counts from after a wait for the row's lock, not from before it.
 const HEARTBEAT: &str = "-- heartbeat
 INSERT INTO oncegate_owners (owner, lease_until, started_at)
 VALUES ($1, clock_timestamp() + make_interval(secs => $2), clock_timestamp())
-ON CONFLICT (owner) DO UPDATE SET lease_until = excluded.lease_until
+ON CONFLICT (owner) DO UPDATE SET lease_until = clock_timestamp() + make_interval(secs => $2)
 WHERE oncegate_owners.lease_until > clock_timestamp()
 RETURNING owner";
 

@@ -35,6 +35,11 @@ const MIGRATIONS: &[Migration] = &[
         sql: include_str!("../../../migrations/postgres/0003_unknown.sql"),
     },
     Migration {
+        version: 5,
+        name: "claim_owner",
+        sql: include_str!("../../../migrations/postgres/0005_claim_owner.sql"),
+    },
+    Migration {
         version: 6,
         name: "unwanted",
         sql: include_str!("../../../migrations/postgres/0006_unwanted.sql"),

@@ -15,7 +15,7 @@ use super::door::{Connection, Door, Param, Params, Task};
 use super::rows::{self, duration, get, unsigned};
 use super::seconds;
 use crate::store::batch::RunError;
-use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Verdict};
+use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Over, Verdict};
 
 // The planner may have met the queue when it was empty, and would then read all of it for each claim.
 const BEGIN_CLAIM: &str = "-- begin_claim
@@ -27,18 +27,23 @@ SET LOCAL enable_bitmapscan = off";
 const FLOOR: Duration = Duration::from_secs(10);
 
 // MATERIALIZED: the limited look must not be run again for each row. The clock stands in a sub-select because only
-// a value that is fixed for the statement can bound an index scan.
+// a value that is fixed for the statement can bound an index scan. The owner of a running claim is looked up by its
+// primary key, and only for claims that run: a scalar sub-select is never made into a join or a hash over all owners.
 const CLAIM: &str = "-- claim
 WITH c AS MATERIALIZED (
     SELECT event_id FROM outbox_queue
     WHERE sink = $1 AND lane = $2
       AND next_attempt_at <= (SELECT clock_timestamp())
       AND next_attempt_at >= (SELECT clock_timestamp() - make_interval(secs => $5))
-      AND lease_until <= clock_timestamp()
-    ORDER BY next_attempt_at, event_id LIMIT $3 FOR UPDATE SKIP LOCKED),
+      AND (lease_until <= clock_timestamp()
+        OR ($7 AND claimed_by IS NOT NULL
+          AND coalesce((SELECT o.lease_until FROM oncegate_owners o WHERE o.owner = claimed_by),
+                       '-infinity') <= clock_timestamp()))
+    ORDER BY next_attempt_at, event_id LIMIT $3 FOR UPDATE OF outbox_queue SKIP LOCKED),
 u AS (
     UPDATE outbox_queue q
-    SET lease_until = clock_timestamp() + make_interval(secs => $4), claim_no = q.claim_no + 1
+    SET lease_until = clock_timestamp() + make_interval(secs => $4), claim_no = q.claim_no + 1,
+        claimed_by = $6
     FROM c WHERE q.event_id = c.event_id AND q.sink = $1
     RETURNING q.event_id, q.claim_no, q.attempts, q.created_at)
 SELECT u.event_id, u.claim_no, u.attempts,
@@ -58,7 +63,7 @@ impl Task for Claiming<'_> {
     type Done = Vec<Row>;
 
     async fn run(&self, connection: &mut Connection) -> Result<Vec<Row>, RunError> {
-        let Claim { sink, lane: which, limit, lease, sweep } = self.0;
+        let Claim { sink, lane: which, limit, owner, lease, over, sweep } = self.0;
         let floor = if *sweep { Duration::MAX } else { FLOOR };
         let params: Params<'_> = &[
             (sink, Type::TEXT),
@@ -66,6 +71,8 @@ impl Task for Claiming<'_> {
             (&i64::from(*limit), Type::INT8),
             (&seconds(*lease), Type::FLOAT8),
             (&seconds(floor), Type::FLOAT8),
+            (&Uuid::from(*owner), Type::UUID),
+            (&(*over == Over::EndedOrDead), Type::BOOL),
         ];
         let mut transaction = connection.begin(BEGIN_CLAIM).await?;
         let rows = transaction.run(CLAIM, params).await?;

@@ -9,7 +9,7 @@ use super::door::{Door, Params};
 use super::rows::{self, duration, get};
 use super::seconds;
 use crate::record::RecordId;
-use crate::store::{Asking, Doubt, Due, Error};
+use crate::store::{Asking, Due, Error, Unresolved};
 
 // The list is short; LATERAL with OFFSET keeps the planner to one look-up by id for each row of it, whatever it
 // believes of the tables.
@@ -48,16 +48,16 @@ pub(super) async fn due(door: &Door, asking: &[Asking], limit: u32) -> Result<Ve
     door.read(QUESTIONS, params).await?.iter().map(read).collect()
 }
 
-const DOUBT: &str = "-- doubt
+const UNRESOLVED: &str = "-- unresolved
 SELECT u.since, u.orphaned, u.asked, u.next_ask_at,
        extract(epoch FROM clock_timestamp() - u.since)::float8 AS age
 FROM idempotency_records r JOIN oncegate_unknown u ON u.id = r.id
 WHERE r.id = $1 AND r.status = 'unknown'";
 
-pub(super) async fn doubt(door: &Door, id: RecordId) -> Result<Option<Doubt>, Error> {
-    let rows = door.read(DOUBT, &[(&Uuid::from(id), Type::UUID)]).await?;
+pub(super) async fn unresolved(door: &Door, id: RecordId) -> Result<Option<Unresolved>, Error> {
+    let rows = door.read(UNRESOLVED, &[(&Uuid::from(id), Type::UUID)]).await?;
     let read = |row: &Row| {
-        Ok(Doubt {
+        Ok(Unresolved {
             since: get(row, "since")?,
             age: duration(get(row, "age")?),
             orphaned: get(row, "orphaned")?,

@@ -56,6 +56,13 @@ LEFT JOIN LATERAL (
     SELECT lease_until FROM oncegate_owners o WHERE o.owner = r.owner OFFSET 0) o ON true"
 );
 
+// A commit that was waiting for a standby when its statement was cancelled is seen here at once, and may still be lost
+// with this server. A change to the same row that commits has waited for the standby, and so for the first one too.
+const CONFIRM_RESERVED: &str = "-- confirm_reserved
+UPDATE idempotency_records r SET owner = r.owner
+WHERE r.id = ANY ($1::uuid[]) AND r.attempt = 1 AND r.status = 'in_progress'
+RETURNING r.id";
+
 /// How reservations are run.
 pub(super) struct Reservations(pub(super) Lane);
 
@@ -76,7 +83,9 @@ impl Work for Reservations {
             .filter(|item| !matches!(outcomes.get(&item.id), Some(Ok(Reserved::Held))))
             .collect();
         if !losers.is_empty() {
-            outcomes.extend(self.read(&losers).await?);
+            let mut met = self.read(&losers).await?;
+            self.confirm(&mut met).await?;
+            outcomes.extend(met);
         }
         items
             .iter()
@@ -150,6 +159,27 @@ impl Reservations {
         };
         rows.iter().map(outcome).collect::<Result<_, Error>>().map_err(RunError::from)
     }
+
+    /// Makes sure of own rows that were met again: what is `Held` is as durable as a commit that was answered.
+    async fn confirm(
+        &self,
+        met: &mut HashMap<RecordId, Result<Reserved, Error>>,
+    ) -> Result<(), RunError> {
+        let own = |(id, met): (&RecordId, &Result<Reserved, Error>)| {
+            matches!(met, Ok(Reserved::Held)).then_some(Uuid::from(*id))
+        };
+        let own: Vec<Uuid> = met.iter().filter_map(own).collect();
+        if own.is_empty() {
+            return Ok(());
+        }
+        let params: Params<'_> = &[(&own, Type::UUID_ARRAY)];
+        let rows = self.0.run(Effect::Write, CONFIRM_RESERVED, params).await.map_err(committed)?;
+        let sure: Vec<Uuid> = rows.iter().map(|row| get(row, "id")).collect::<Result<_, _>>()?;
+        for id in own.into_iter().filter(|id| !sure.contains(id)) {
+            met.insert(id.into(), Ok(Reserved::Vanished));
+        }
+        Ok(())
+    }
 }
 
 /// What a proposal met. Its own row: the insert that made it was run before, and its answer was lost.
@@ -159,7 +189,7 @@ fn met(proposal: RecordId, record: Record) -> Reserved {
 }
 
 /// The batch's insert has committed by now: until the losers are read, its end is not known to the callers.
-fn committed(error: RunError) -> RunError {
+pub(super) fn committed(error: RunError) -> RunError {
     match error {
         RunError::Again(Error::Unavailable(cause))
         | RunError::Failed(Error::Unavailable(cause)) => RunError::Failed(Error::InDoubt(cause)),
@@ -177,6 +207,7 @@ fn scopes<'a>(
     )
 }
 
+// Found as this proposal's own already, after an answer that was lost: changed once more, so that it is durable.
 const TAKE_OVER_EXPIRED: &str = "-- take_over_expired
 WITH taken AS (
     UPDATE idempotency_records r
@@ -188,11 +219,13 @@ WITH taken AS (
       AND r.status = 'completed' AND r.expires_at <= clock_timestamp()
       AND EXISTS (SELECT FROM oncegate_owners o
                   WHERE o.owner = $10 AND o.lease_until > clock_timestamp())
+    RETURNING r.id),
+again AS (
+    UPDATE idempotency_records r SET owner = r.owner
+    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3
+      AND r.id = $6 AND r.attempt = 1 AND r.status = 'in_progress' AND r.owner = $10
     RETURNING r.id)
-SELECT (SELECT count(*) FROM taken)
-     + (SELECT count(*) FROM idempotency_records r
-        WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3
-          AND r.id = $6 AND r.attempt = 1 AND r.status = 'in_progress' AND r.owner = $10) AS count";
+SELECT (SELECT count(*) FROM taken) + (SELECT count(*) FROM again) AS count";
 
 const TAKE_OVER_UNKNOWN: &str = "-- take_over_unknown
 WITH taken AS (
@@ -247,7 +280,12 @@ pub(super) async fn take_over(
     params.push((&owner, Type::UUID));
     params.push((&proposal.caller, Type::TEXT));
     params.push((&context, Type::BYTEA));
-    changed(&door.write(sql, &params).await?)
+    let taken = changed(&door.write(sql, &params).await?)?;
+    if taken == Changed::No && matches!(from, Takeover::Expired(_)) {
+        // It may have waited for its own first run, whose end only a new snapshot shows.
+        return changed(&door.write(sql, &params).await?);
+    }
+    Ok(taken)
 }
 
 async fn ask(
@@ -482,10 +520,12 @@ LEFT JOIN (SELECT created_at, id FROM onward ORDER BY created_at DESC, id DESC L
 /// Where a sweep ended among the records, which stand in the order of their creation. `None`: at their end.
 pub(super) type Place = Option<(SystemTime, Uuid)>;
 
-// A note is younger than this as long as the record may be on its way back to unknown.
+// A note is younger than this as long as the record may be on its way back to unknown. One that was told of goes
+// when its end is told.
 const SWEEP_NOTES: &str = "-- sweep_notes
 DELETE FROM oncegate_unknown u
 WHERE u.noted_at < clock_timestamp() - interval '10 minutes'
+  AND u.announced IS NULL
   AND NOT EXISTS (SELECT FROM idempotency_records r WHERE r.id = u.id AND r.status = 'unknown')";
 
 pub(super) async fn sweep(door: &Door, limit: u32, from: Place) -> Result<(u64, Place), Error> {

@@ -82,10 +82,12 @@ fn answer(row: &Row) -> Result<Option<Answer>, Error> {
     let Some(status) = get::<Option<i16>>(row, "response_status")? else { return Ok(None) };
     let status = u16::try_from(status).ok().and_then(|status| StatusCode::from_u16(status).ok());
     let headers: Option<&[u8]> = get(row, "response_headers")?;
+    let (headers, spelling) = decode_headers(headers.unwrap_or_default()).map_err(unreadable)?;
     let body: Option<&[u8]> = get(row, "response_body")?;
     Ok(Some(Answer {
         status: status.ok_or_else(|| unreadable("response_status is not a status"))?,
-        headers: decode_headers(headers.unwrap_or_default()).map_err(unreadable)?,
+        headers,
+        spelling,
         body: body
             .map_or(KeptBody::NotRetained, |body| KeptBody::Whole(Bytes::copy_from_slice(body))),
     }))

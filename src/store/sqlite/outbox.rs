@@ -11,7 +11,7 @@ use bytes::Bytes;
 use rusqlite::params;
 use uuid::Uuid;
 
-use super::super::{Acknowledgement, Claim, Claimed, Lane, Operator, Redeliver, Verdict};
+use super::super::{Acknowledgement, Claim, Claimed, Lane, Operator, Over, Redeliver, Verdict};
 use super::operator::{Action, audit};
 use super::row::{self, left, micros};
 use super::thread::Tx;
@@ -65,9 +65,13 @@ pub(super) fn write(
 type Taken = (Uuid, i32, u32);
 
 pub(super) fn claim(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<Vec<Claimed>> {
-    const SQL: &str = "UPDATE outbox_queue SET lease_until = ?1, claim_no = claim_no + 1
-        WHERE sink = ?2 AND event_id IN (SELECT event_id FROM outbox_queue
-          WHERE sink = ?2 AND lane = ?3 AND next_attempt_at <= ?4 AND lease_until <= ?4
+    const SQL: &str = "UPDATE outbox_queue
+        SET lease_until = ?1, claim_no = claim_no + 1, claimed_by = ?6
+        WHERE sink = ?2 AND event_id IN (SELECT event_id FROM outbox_queue q
+          WHERE sink = ?2 AND lane = ?3 AND next_attempt_at <= ?4
+            AND (lease_until <= ?4 OR (?7 AND claimed_by IS NOT NULL AND NOT EXISTS (
+              SELECT 1 FROM oncegate_owners o
+              WHERE o.owner = q.claimed_by AND o.lease_until > ?4)))
           ORDER BY next_attempt_at, event_id LIMIT ?5)
         RETURNING event_id, claim_no, attempts";
     let lane = match claim.lane {
@@ -75,10 +79,11 @@ pub(super) fn claim(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<Vec<Claimed>
         Lane::Retry => 1,
     };
     let until = tx.now + micros(claim.lease);
+    let judges = claim.over == Over::EndedOrDead;
+    let owner = claim.owner.to_string();
+    let params = params![until, claim.sink, lane, tx.now, claim.limit, owner, judges];
     let taken: Vec<Taken> =
-        tx.rows(SQL, params![until, claim.sink, lane, tx.now, claim.limit], |row| {
-            Ok((row::uuid(row, 0)?, row.get(1)?, row.get(2)?))
-        })?;
+        tx.rows(SQL, params, |row| Ok((row::uuid(row, 0)?, row.get(1)?, row.get(2)?)))?;
     let mut claimed = Vec::with_capacity(taken.len());
     for one in taken {
         claimed.extend(message(tx, one)?);

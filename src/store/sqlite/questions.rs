@@ -2,7 +2,7 @@
 
 use rusqlite::{Row, params};
 
-use super::super::{Asking, Changed, Doubt, Due, Proposal};
+use super::super::{Asking, Changed, Due, Proposal, Unresolved};
 use super::records::changed;
 use super::row::{self, left, micros};
 use super::thread::Tx;
@@ -69,13 +69,13 @@ pub(super) fn take_over(
     Ok(changed(taken))
 }
 
-pub(super) fn doubt(tx: &Tx<'_>, id: RecordId) -> rusqlite::Result<Option<Doubt>> {
+pub(super) fn unresolved(tx: &Tx<'_>, id: RecordId) -> rusqlite::Result<Option<Unresolved>> {
     const SQL: &str = "SELECT u.since, u.orphaned, u.asked, u.next_ask_at
         FROM idempotency_records r JOIN oncegate_unknown u ON u.id = r.id
         WHERE r.id = ?1 AND r.status = 'unknown'";
     tx.first(SQL, [id.to_string()], |row| {
         let since: i64 = row.get(0)?;
-        Ok(Doubt {
+        Ok(Unresolved {
             since: row::time(since),
             age: left(tx.now, since),
             orphaned: row.get(1)?,

@@ -201,7 +201,7 @@ pub(super) fn complete(
         WHERE tenant_id = ?7 AND operation = ?8 AND key = ?9 AND id = ?10 AND attempt = ?11
           AND status IN ('in_progress', 'unknown')";
     let Scope { tenant, operation, key } = &completion.scope;
-    let Answer { status, headers, body } = &completion.answer;
+    let Answer { status, headers, spelling, body } = &completion.answer;
     let body = match body {
         KeptBody::Whole(bytes) => Some(bytes.as_ref()),
         KeptBody::NotRetained => None,
@@ -213,7 +213,7 @@ pub(super) fn complete(
             tx.now,
             expires_at,
             status.as_u16(),
-            encode_headers(headers),
+            encode_headers(headers, spelling),
             body,
             i64::from(by == Completer::Operator),
             tenant.as_str(),
@@ -333,8 +333,9 @@ pub(super) fn sweep(tx: &Tx<'_>, limit: u32) -> rusqlite::Result<u64> {
     const SQL: &str = "DELETE FROM idempotency_records WHERE status = 'completed'
         AND expires_at <= ?1 AND rowid IN (SELECT rowid FROM idempotency_records
           WHERE status = 'completed' AND expires_at <= ?1 ORDER BY expires_at LIMIT ?2)";
-    // A note is younger than this as long as the record may be on its way back to unknown.
-    const NOTES: &str = "DELETE FROM oncegate_unknown WHERE noted_at < ?1
+    // A note is younger than this as long as the record may be on its way back to unknown. One that was told of
+    // goes when its end is told.
+    const NOTES: &str = "DELETE FROM oncegate_unknown WHERE noted_at < ?1 AND announced IS NULL
         AND NOT EXISTS (SELECT 1 FROM idempotency_records r
           WHERE r.id = oncegate_unknown.id AND r.status = 'unknown')";
     tx.execute(NOTES, [tx.now - micros(NOTE_KEPT)])?;

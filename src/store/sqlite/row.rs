@@ -103,10 +103,12 @@ pub(super) fn scope(row: &Row<'_>, column: usize) -> rusqlite::Result<Scope> {
 pub(super) fn answer(row: &Row<'_>, column: usize) -> rusqlite::Result<Option<Answer>> {
     let Some(code) = row.get::<_, Option<u16>>(column)? else { return Ok(None) };
     let block = row.get_ref(column + 1)?.as_blob_or_null()?.unwrap_or_default();
+    let (headers, spelling) = decode_headers(block).map_err(|error| odd(column + 1, error))?;
     let body = row.get::<_, Option<Vec<u8>>>(column + 2)?;
     Ok(Some(Answer {
         status: StatusCode::from_u16(code).map_err(|error| odd(column, error))?,
-        headers: decode_headers(block).map_err(|error| odd(column + 1, error))?,
+        headers,
+        spelling,
         body: body.map_or(KeptBody::NotRetained, |body| KeptBody::Whole(Bytes::from(body))),
     }))
 }

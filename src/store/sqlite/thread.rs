@@ -6,7 +6,7 @@
 //! - A write runs in `BEGIN IMMEDIATE` ... `COMMIT`, and reads the clock after it has the write lock, so that a wait
 //!   for the lock never lengthens or shortens a lease.
 //! - An error before `COMMIT` is rolled back: nothing was changed. A `COMMIT` that fails is in doubt, unless the
-//!   transaction is still open and can be rolled back.
+//!   transaction is still open and can be rolled back, or its last page did not fit into the log.
 //! - The writer never runs a checkpoint: a thread of its own does, so that no commit waits for one. Only a log that
 //!   has grown beyond [`WAL_MAX`] is restarted while the writer waits, right after a checkpoint that left little to do.
 //!
@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use rusqlite::{Connection, ErrorCode, OpenFlags, Params};
+use rusqlite::{Connection, ErrorCode, OpenFlags, Params, ffi};
 use tokio::sync::oneshot;
 
 use super::super::{Cause, Error};
@@ -166,14 +166,23 @@ fn read<T>(
 }
 
 /// Commits. A failure is in doubt (the log may hold the whole transaction although its sync failed), unless the
-/// transaction is still open: then it is rolled back, and nothing was changed.
+/// transaction is still open: then it is rolled back, and nothing was changed. Nor was it where the log could not be
+/// written, as on a full disk: the page that makes the transaction valid is written last.
 fn commit(conn: &Connection) -> Result<(), Error> {
     let Err(error) = statement(conn, "COMMIT") else { return Ok(()) };
     let open = !conn.is_autocommit();
-    if open && statement(conn, "ROLLBACK").is_ok() {
+    let rolled_back = if open { statement(conn, "ROLLBACK").is_ok() } else { cut_off(&error) };
+    if rolled_back {
         return Err(Error::Unavailable(error.into()));
     }
     Err(Error::InDoubt(error.into()))
+}
+
+/// Whether a write to the log failed, and not its sync.
+fn cut_off(error: &rusqlite::Error) -> bool {
+    error.sqlite_error().is_some_and(|error| {
+        error.code == ErrorCode::DiskFull || error.extended_code == ffi::SQLITE_IOERR_WRITE
+    })
 }
 
 /// Ends an open transaction, if there is one. SQLite ends it by itself on some errors; if this fails, the next job

@@ -7,6 +7,8 @@ use std::time::{Duration, Instant as StdInstant};
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use oncegate::record::event::Event;
+use oncegate::record::event::doubt::Doubt;
 use oncegate::record::{Fence, OwnerId, Record, RecordId, Scope};
 use oncegate::store::*;
 use tokio::time::Instant;
@@ -193,7 +195,7 @@ impl Store for Fake {
     async fn questions(&self, _: &[Asking], _: u32) -> Result<Vec<Due>, Error> {
         no()
     }
-    async fn doubt(&self, _: RecordId) -> Result<Option<Doubt>, Error> {
+    async fn unresolved(&self, _: RecordId) -> Result<Option<Unresolved>, Error> {
         no()
     }
     async fn note_late_outcome(&self, _: &LateOutcome) -> Result<(), Error> {
@@ -245,6 +247,12 @@ impl Store for Fake {
         let waiting =
             rows.values().filter(|row| row.status == EventStatus::Pending && row.sink == sink);
         Ok(waiting.map(|row| row.due.max(row.leased) - now).min())
+    }
+    async fn untold(&self, _: Untold, _: u32) -> Result<Vec<Doubt>, Error> {
+        self.reachable().map(|()| Vec::new())
+    }
+    async fn tell(&self, _: &Doubt, _: Option<&Event>) -> Result<Changed, Error> {
+        no()
     }
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {
         self.reachable()?;

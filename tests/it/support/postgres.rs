@@ -11,6 +11,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
+use tokio_postgres::SimpleQueryMessage;
+
 /// How long the server may take to start or stop.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -18,6 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) struct Cluster {
     home: PathBuf,
     port: u16,
+    settings: Vec<String>,
     server: Mutex<Option<Child>>,
     guard: Option<Child>,
     databases: AtomicU32,
@@ -32,28 +35,73 @@ impl Cluster {
 
     /// A cluster of one's own, to be stopped, killed and started on one stable port.
     pub(crate) fn own() -> Self {
-        let home = tempfile::Builder::new().prefix("pg").tempdir().unwrap().keep();
-        if let Some((uid, gid)) = server_user() {
-            std::os::unix::fs::chown(&home, Some(uid), Some(gid)).unwrap();
-        }
-        let guard = guard(&home);
-        let made = command("initdb")
-            .arg("--pgdata")
-            .arg(home.join("data"))
+        Self::with(&[])
+    }
+
+    /// As [`Cluster::own`], with settings of the server, `max_connections=20` say.
+    pub(crate) fn with(settings: &[&str]) -> Self {
+        let mut initdb = command("initdb");
+        initdb
             .args(["--auth=trust", "--username=postgres", "--encoding=UTF8", "--locale=C"])
-            .args(["--no-sync", "--no-instructions"])
-            .output()
-            .unwrap();
-        assert!(made.status.success(), "initdb: {}", String::from_utf8_lossy(&made.stderr));
+            .args(["--no-sync", "--no-instructions"]);
+        Self::make(initdb, settings)
+    }
+
+    /// A standby that streams from `primary`, and may be promoted.
+    pub(crate) fn standby_of(primary: &Self) -> Self {
+        let mut backup = command("pg_basebackup");
+        backup
+            .args(["--host=127.0.0.1", "--username=postgres", "--no-sync", "--checkpoint=fast"])
+            .args(["--write-recovery-conf", "--wal-method=stream"])
+            .arg(format!("--port={}", primary.port));
+        Self::make(backup, &["hot_standby=on"])
+    }
+
+    fn make(mut maker: Command, settings: &[&str]) -> Self {
+        let home = own_folder("pg");
+        let guard = guard(&home);
+        let made = maker.arg("--pgdata").arg(home.join("data")).output().unwrap();
+        assert!(made.status.success(), "{maker:?}: {}", String::from_utf8_lossy(&made.stderr));
         let cluster = Self {
             home,
             port: free_port(),
+            settings: settings.iter().map(|&setting| setting.to_owned()).collect(),
             server: Mutex::new(None),
             guard: Some(guard),
             databases: AtomicU32::new(0),
         };
         cluster.start();
         cluster
+    }
+
+    /// From now on nothing counts as committed here that a standby does not have. Needs a standby.
+    pub(crate) fn replicate_synchronously(&self) {
+        self.set("synchronous_standby_names = '*'");
+        let end = Instant::now() + PATIENCE;
+        let synchronous = "SELECT count(*) FROM pg_stat_replication WHERE sync_state = 'sync'";
+        while self.ask("postgres", synchronous).as_deref() != Some("1") {
+            assert!(Instant::now() < end, "no standby is in step");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Makes a standby the primary.
+    pub(crate) fn promote(&self) {
+        self.execute("postgres", "SELECT pg_promote()");
+    }
+
+    /// Changes a setting of the running server, as its administrator does.
+    pub(crate) fn set(&self, setting: &str) {
+        const LOADED: &str = "SELECT pg_conf_load_time()";
+        let before = self.ask("postgres", LOADED);
+        // Each statement alone: the first may not stand in a transaction.
+        self.execute("postgres", &format!("ALTER SYSTEM SET {setting}"));
+        self.execute("postgres", "SELECT pg_reload_conf()");
+        let end = Instant::now() + PATIENCE;
+        while self.ask("postgres", LOADED) == before {
+            assert!(Instant::now() < end, "{setting} is not in force");
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     /// The port on 127.0.0.1.
@@ -75,11 +123,16 @@ impl Cluster {
 
     /// Runs SQL in a database by its name.
     pub(crate) fn execute(&self, database: &str, sql: &str) {
-        self.try_execute(database, sql).unwrap();
+        self.ask(database, sql);
+    }
+
+    /// Runs SQL; the first cell of its result.
+    pub(crate) fn ask(&self, database: &str, sql: &str) -> Option<String> {
+        self.try_ask(database, sql).unwrap_or_else(|error| panic!("{sql}: {error:?}"))
     }
 
     /// Also from within a test's runtime, hence the thread.
-    fn try_execute(&self, database: &str, sql: &str) -> Result<(), tokio_postgres::Error> {
+    fn try_ask(&self, database: &str, sql: &str) -> Result<Option<String>, tokio_postgres::Error> {
         let (url, sql) = (self.url(database), sql.to_owned());
         let run = move || {
             let runtime =
@@ -88,10 +141,15 @@ impl Cluster {
                 let (client, connection) =
                     tokio_postgres::connect(&url, tokio_postgres::NoTls).await?;
                 let task = tokio::spawn(connection);
-                let result = client.batch_execute(&sql).await;
+                let messages = client.simple_query(&sql).await;
                 drop(client);
                 task.await.unwrap()?;
-                result
+                Ok(messages?.iter().find_map(|message| match message {
+                    SimpleQueryMessage::Row(row) => row.get(0).map(str::to_owned),
+                    SimpleQueryMessage::CommandComplete(_)
+                    | SimpleQueryMessage::RowDescription(_)
+                    | _ => None,
+                }))
             })
         };
         std::thread::spawn(run).join().unwrap()
@@ -116,10 +174,13 @@ impl Cluster {
         ] {
             server.args(["-c", setting]);
         }
+        for setting in &self.settings {
+            server.args(["-c", setting]);
+        }
         server.stdout(Stdio::null()).stderr(log).stdin(Stdio::null()).process_group(0);
         *self.server.lock().unwrap() = Some(server.spawn().unwrap());
         let end = Instant::now() + PATIENCE;
-        while let Err(error) = self.try_execute("postgres", "SELECT 1") {
+        while let Err(error) = self.try_ask("postgres", "SELECT 1") {
             assert!(Instant::now() < end, "no server: {error}\n{}", self.log());
             // After a kill the old shared memory may still be in use, and the server gives up: once more.
             let mut server = self.server.lock().unwrap();
@@ -132,7 +193,12 @@ impl Cluster {
         }
     }
 
-    /// Stops the server: connections are closed, nothing is lost.
+    /// Stops the server as a crash does (`-m immediate`): the next start recovers.
+    pub(crate) fn stop_at_once(&self) {
+        self.signal("-QUIT");
+    }
+
+    /// Stops the server (`-m fast`): connections are closed, nothing is lost.
     pub(crate) fn stop(&self) {
         self.signal("-INT");
     }
@@ -176,6 +242,15 @@ impl Drop for Cluster {
     }
 }
 
+/// A temporary folder that a server's user may write. Not removed by itself.
+pub(crate) fn own_folder(name: &str) -> PathBuf {
+    let home = tempfile::Builder::new().prefix(name).tempdir().unwrap().keep();
+    if let Some((uid, gid)) = server_user() {
+        std::os::unix::fs::chown(&home, Some(uid), Some(gid)).unwrap();
+    }
+    home
+}
+
 /// Ends the server and removes its directory once its standard input ends.
 fn guard(home: &Path) -> Child {
     const SCRIPT: &str = r#"
@@ -198,8 +273,13 @@ fn guard(home: &Path) -> Child {
 }
 
 /// A program of Postgres, as a user that may run it: it refuses to run as root.
-fn command(program: &str) -> Command {
-    let mut command = Command::new(find(program));
+pub(crate) fn command(program: &str) -> Command {
+    as_somebody(find(program))
+}
+
+/// A program, as an unprivileged user where the tests run as root.
+pub(crate) fn as_somebody(program: impl AsRef<std::ffi::OsStr>) -> Command {
+    let mut command = Command::new(program);
     if let Some((uid, gid)) = server_user() {
         command.uid(uid).gid(gid);
     }
@@ -210,6 +290,8 @@ fn command(program: &str) -> Command {
 fn find(program: &str) -> PathBuf {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let mut places: Vec<PathBuf> = std::env::split_paths(&path).collect();
+    // Where Debian keeps what only administrators start.
+    places.push("/usr/sbin".into());
     let mut versions: Vec<PathBuf> = std::fs::read_dir("/usr/lib/postgresql")
         .map(|entries| entries.flatten().map(|entry| entry.path().join("bin")).collect())
         .unwrap_or_default();
@@ -217,11 +299,13 @@ fn find(program: &str) -> PathBuf {
     versions.reverse();
     places.extend(versions);
     let found = places.into_iter().map(|place| place.join(program)).find(|file| file.is_file());
-    found.unwrap_or_else(|| panic!("the tests need a Postgres server: {program} is not installed"))
+    found.unwrap_or_else(|| {
+        panic!("the tests need {program}, which is not installed: see tests/all.sh")
+    })
 }
 
 /// As root: the ids of an unprivileged user.
-fn server_user() -> Option<(u32, u32)> {
+pub(crate) fn server_user() -> Option<(u32, u32)> {
     use std::os::unix::fs::MetadataExt as _;
     let me = std::fs::metadata("/proc/self").unwrap().uid();
     if me != 0 {

@@ -42,6 +42,13 @@ pub fn config(folder: &Path, toml: &str) -> PathBuf {
     path
 }
 
+/// The command line of `serve`.
+pub fn serve(config: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.args(["serve", "--config"]).arg(config);
+    command
+}
+
 impl Gateway {
     /// Starts `serve` with this configuration file and waits until it is ready.
     pub fn start(config: &Path) -> Self {
@@ -51,9 +58,12 @@ impl Gateway {
 
     /// As [`Gateway::start`]; where it ends instead, its output.
     pub fn try_start(config: &Path) -> Result<Self, String> {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_oncegate"))
-            .args(["serve", "--config"])
-            .arg(config)
+        Self::launch(serve(config), config)
+    }
+
+    /// As [`Gateway::try_start`], by a command line of the test's own.
+    pub fn launch(mut command: Command, config: &Path) -> Result<Self, String> {
+        let mut child = command
             .env("RUST_BACKTRACE", "1")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -113,6 +123,15 @@ impl Gateway {
     /// All output so far.
     pub fn log(&self) -> String {
         self.log.lock().expect("the log").clone()
+    }
+
+    /// The most memory that the process ever had, in bytes.
+    pub fn most_memory(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid()));
+        let status = status.expect("the process lives");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("its peak");
+        let kib = line.trim().split(' ').next().and_then(|text| text.parse::<u64>().ok());
+        kib.expect("a number") * 1024
     }
 
     pub fn pid(&self) -> u32 {

@@ -8,14 +8,16 @@ use std::time::{Duration, Instant, SystemTime};
 use async_trait::async_trait;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode};
+use oncegate::record::event::Event;
+use oncegate::record::event::doubt::Doubt;
 use oncegate::record::{
     Answer, Attempt, Fence, Fingerprint, KeptBody, Key, Operation, OwnerId, Record, RecordId,
-    Scope, Status, Tenant,
+    Scope, Spelling, Status, Tenant,
 };
 use oncegate::store::{
-    Acknowledgement, Acted, Asking, AuditRow, Beat, Changed, Claim, Claimed, Completion, Doubt,
-    Due, Error, EventFilter, EventRow, EventStatus, Gauges, LateOutcome, Objection, Operator,
-    Proposal, RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover,
+    Acknowledgement, Acted, Asking, AuditRow, Beat, Changed, Claim, Claimed, Completion, Due,
+    Error, EventFilter, EventRow, EventStatus, Gauges, LateOutcome, Objection, Operator, Proposal,
+    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
 };
 use uuid::Uuid;
 
@@ -86,7 +88,12 @@ pub(crate) fn record(number: u128, key: &str, status: Status) -> RecordRow {
 pub(crate) fn answer(body: &'static [u8]) -> Answer {
     let mut headers = HeaderMap::new();
     headers.insert("content-type", HeaderValue::from_static("application/json"));
-    Answer { status: StatusCode::CREATED, headers, body: KeptBody::Whole(Bytes::from_static(body)) }
+    Answer {
+        status: StatusCode::CREATED,
+        headers,
+        spelling: Spelling::default(),
+        body: KeptBody::Whole(Bytes::from_static(body)),
+    }
 }
 
 pub(crate) fn event(number: u128, record: &RecordRow, sink: &str, status: EventStatus) -> EventRow {
@@ -304,7 +311,7 @@ impl Store for Shelf {
     async fn questions(&self, _: &[Asking], _: u32) -> Result<Vec<Due>, Error> {
         Err(unavailable())
     }
-    async fn doubt(&self, _: RecordId) -> Result<Option<Doubt>, Error> {
+    async fn unresolved(&self, _: RecordId) -> Result<Option<Unresolved>, Error> {
         self.reach().await?;
         Ok(None)
     }
@@ -318,6 +325,12 @@ impl Store for Shelf {
         Err(unavailable())
     }
     async fn next_due(&self, _: &str) -> Result<Option<Duration>, Error> {
+        Err(unavailable())
+    }
+    async fn untold(&self, _: Untold, _: u32) -> Result<Vec<Doubt>, Error> {
+        Err(unavailable())
+    }
+    async fn tell(&self, _: &Doubt, _: Option<&Event>) -> Result<Changed, Error> {
         Err(unavailable())
     }
     async fn sweep_records(&self, _: u32) -> Result<u64, Error> {

@@ -124,8 +124,27 @@ impl Upstream {
         Self::run(Arc::new(move |_, _| reply.clone()), true).await
     }
 
+    /// As [`Upstream::start`], on a socket that is there already.
+    pub(crate) fn listen(
+        listener: TcpListener,
+        script: impl Fn(usize, &Seen) -> Reply + Send + Sync + 'static,
+    ) -> Self {
+        Self::serve_all(listener, Arc::new(script), false)
+    }
+
+    /// As [`Upstream::hasty`], by a script.
+    pub(crate) async fn start_hasty(
+        script: impl Fn(usize, &Seen) -> Reply + Send + Sync + 'static,
+    ) -> Self {
+        Self::run(Arc::new(script), true).await
+    }
+
     async fn run(script: Script, hasty: bool) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("bind");
+        Self::serve_all(listener, script, hasty)
+    }
+
+    fn serve_all(listener: TcpListener, script: Script, hasty: bool) -> Self {
         let addr = listener.local_addr().expect("address");
         let upstream = Self { addr, state: Arc::default(), changed: Arc::default() };
         let ours = upstream.clone();

@@ -1,0 +1,138 @@
+//! What is told of unknown records: read from their notes, and written with the mark that it was told.
+//!
+//! The mark and the event are one statement, and only the statement that sets the mark writes the event: nothing is told
+//! twice, and nothing is lost between the two.
+
+use std::time::SystemTime;
+
+use tokio_postgres::Row;
+use tokio_postgres::types::Type;
+use uuid::Uuid;
+
+use super::door::{Door, Params};
+use super::rows::{self, attempt, get};
+use crate::record::event::Event;
+use crate::record::event::doubt::{Doubt, News, Resolution};
+use crate::record::{Key, Operation, Scope, Tenant};
+use crate::store::{Changed, Error, Untold};
+
+// The record itself says whose it is; where it is gone, the operator's row does, else what was told when the doubt began.
+const DOUBTS: &str = "-- doubts
+SELECT u.id, coalesce(u.announced, u.attempt) AS attempt, u.since, clock_timestamp() AS at,
+       u.announced IS NOT NULL AS announced, r.id IS NOT NULL AS stands, a.action,
+       coalesce(r.tenant_id, a.tenant, m.tenant_id) AS tenant_id,
+       coalesce(r.operation, a.operation, m.operation) AS operation,
+       coalesce(r.key, a.key, m.idempotency_key) AS key
+FROM oncegate_unknown u
+LEFT JOIN idempotency_records r ON r.id = u.id
+LEFT JOIN LATERAL (
+    SELECT l.action, l.detail::json->>'tenant' AS tenant, l.detail::json->>'operation' AS operation,
+           l.detail::json->>'key' AS key
+    FROM audit_log l
+    WHERE l.record_id = u.id AND l.action IN ('record.release', 'record.complete')
+    ORDER BY l.at DESC LIMIT 1) a ON true
+LEFT JOIN LATERAL (
+    SELECT o.tenant_id, o.operation, o.idempotency_key FROM outbox_messages o
+    WHERE o.record_id = u.id LIMIT 1) m ON true
+WHERE ($2 AND u.announced IS NULL AND r.id IS NOT NULL)
+   OR (u.announced IS NOT NULL AND (r.id IS NULL OR r.status = 'completed'))
+ORDER BY u.since, u.id LIMIT $1";
+
+pub(super) async fn untold(door: &Door, which: Untold, limit: u32) -> Result<Vec<Doubt>, Error> {
+    let params: Params<'_> =
+        &[(&i64::from(limit), Type::INT8), (&(which == Untold::All), Type::BOOL)];
+    door.read(DOUBTS, params).await?.iter().map(doubt).collect()
+}
+
+fn doubt(row: &Row) -> Result<Doubt, Error> {
+    let fence = rows::fence(row)?;
+    let text = |column| get::<Option<&str>>(row, column);
+    let scope = match (text("tenant_id")?, text("operation")?, text("key")?) {
+        (Some(tenant), Some(operation), Some(key)) => Some(Scope {
+            tenant: Tenant::stored(tenant),
+            operation: Operation::stored(operation),
+            key: Key::stored(key),
+        }),
+        _ => None,
+    };
+    let news = if get(row, "announced")? {
+        News::Resolved(match (text("action")?, get(row, "stands")?) {
+            (Some("record.complete"), true) => Resolution::CompletedByOperator,
+            (_, true) => Resolution::Completed,
+            (Some(_), false) => Resolution::ReleasedByOperator,
+            (None, false) => Resolution::Released,
+        })
+    } else {
+        News::Unknown
+    };
+    let (since, at): (SystemTime, SystemTime) = (get(row, "since")?, get(row, "at")?);
+    Ok(Doubt { record: fence.id, scope, attempt: fence.attempt, since, at, news })
+}
+
+/// Ends a statement whose `told(at)` is the row that was marked: writes the event, of `$3` to `$11`, and counts.
+macro_rules! write_told {
+    () => {
+        ",
+message AS (
+    INSERT INTO outbox_messages (id, event_key, seq, event_type, tenant_id, operation,
+                                 idempotency_key, record_id, ordering_key, payload, wanted,
+                                 created_at)
+    SELECT $3, $4, 0, $5, $6, $7, $8, $1, $9, $10, cardinality($11::text[]) > 0, told.at FROM told
+    WHERE $3 IS NOT NULL
+    ON CONFLICT DO NOTHING
+    RETURNING id, ordering_key, created_at),
+queued AS (
+    INSERT INTO outbox_queue (event_id, sink, next_attempt_at, ordering_key, seq, created_at)
+    SELECT m.id, s.sink, m.created_at, m.ordering_key, 0, m.created_at
+    FROM message m CROSS JOIN unnest($11::text[]) AS s(sink)
+    ORDER BY s.sink
+    ON CONFLICT DO NOTHING)
+SELECT count(*) AS count FROM told"
+    };
+}
+
+const TELL_BEGIN: &str = concat!(
+    "-- tell_unknown
+WITH told AS (
+    UPDATE oncegate_unknown u SET announced = $2 WHERE u.id = $1 AND u.announced IS NULL
+    RETURNING clock_timestamp() AS at)",
+    write_told!()
+);
+
+const TELL_END: &str = concat!(
+    "-- tell_resolved
+WITH told AS (
+    DELETE FROM oncegate_unknown u
+    WHERE u.id = $1 AND u.announced = $2
+      AND NOT EXISTS (SELECT FROM idempotency_records r
+                      WHERE r.id = u.id AND r.status <> 'completed')
+    RETURNING clock_timestamp() AS at)",
+    write_told!()
+);
+
+pub(super) async fn tell(
+    door: &Door,
+    doubt: &Doubt,
+    event: Option<&Event>,
+) -> Result<Changed, Error> {
+    let scope = doubt.scope.as_ref().filter(|_| event.is_some());
+    let params: Params<'_> = &[
+        (&Uuid::from(doubt.record), Type::UUID),
+        (&attempt(doubt.attempt), Type::INT4),
+        (&event.map(|event| event.id), Type::UUID),
+        (&event.map(|event| event.key.as_str()), Type::TEXT),
+        (&event.map(|event| event.kind.as_str()), Type::TEXT),
+        (&scope.map(|scope| scope.tenant.as_str()), Type::TEXT),
+        (&scope.map(|scope| scope.operation.as_str()), Type::TEXT),
+        (&scope.map(|scope| scope.key.as_str()), Type::TEXT),
+        (&event.and_then(|event| event.ordering_key.as_deref()), Type::TEXT),
+        (&event.map(|event| &event.payload[..]), Type::BYTEA),
+        (&event.map(|event| &event.sinks[..]).unwrap_or_default(), Type::TEXT_ARRAY),
+    ];
+    let sql = match doubt.news {
+        News::Unknown => TELL_BEGIN,
+        News::Resolved(_) => TELL_END,
+    };
+    let told = rows::count(&door.write(sql, params).await?)?;
+    Ok(if told == 0 { Changed::No } else { Changed::Yes })
+}
