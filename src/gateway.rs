@@ -15,6 +15,7 @@ pub mod forward;
 pub mod headers;
 mod intake;
 mod late;
+mod lookup;
 pub mod pass;
 mod prefixed;
 pub mod reply;
@@ -34,7 +35,7 @@ use bytes::Bytes;
 use http::header::CONNECTION;
 use http::{HeaderValue, Request, Response};
 use hyper::body::Incoming;
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::{Notify, Semaphore, oneshot};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -46,22 +47,32 @@ use self::intake::{Intake, Keyed, Read};
 use self::late::LateReads;
 use self::pass::PassError;
 use self::reply::{Kept, Name, Problem};
-use self::reserve::{Admission, Desk, Followed, Lead, MayJudge, Refusal, Seat, Unreserved};
+use self::reserve::{
+    Admission, Desk, Followed, Lead, MayJudge, Refusal, Reservation, Seat, Unreserved,
+};
 use self::room::{Limits, NoRoom, Room};
 use self::spill::Spill;
 use self::upstream::{Body, Upstream};
 use crate::fault::{self, Point};
-use crate::record::LeaseView;
+use crate::record::lookup::{About, Verdict};
 use crate::record::outcome::Failure;
-use crate::route::{Found, Route, Routes};
+use crate::record::{Attempt, LeaseView};
+use crate::route::{Found, Lookup, OnUnknown, Route, Routes};
 use crate::scope::{DigestKey, Params};
-use crate::store::Store;
+use crate::store::{Asking, Due, Store};
 use crate::telemetry::{Metrics, Reply, Step};
 
 /// How often the audit table is read for what operators did.
 const AUDIT_EVERY: Duration = Duration::from_millis(500);
 /// How far back each look reaches: rows of slow transactions become visible late.
 const AUDIT_WINDOW: Duration = Duration::from_secs(15);
+
+/// How often the store is asked about which unknown records the upstream may be asked.
+const ASK_EVERY: Duration = Duration::from_secs(1);
+/// About how many at most in one look.
+const ASK_BATCH: u32 = 32;
+/// How many questions are under way at a time.
+const ASK_AT_ONCE: usize = 4;
 
 /// How the gateway is set up.
 #[derive(Clone, Debug)]
@@ -143,6 +154,24 @@ pub struct Parts {
     pub metrics: Arc<Metrics>,
     /// Wakes the relay.
     pub wake: Arc<Notify>,
+}
+
+/// What came of asking before a later attempt.
+enum Asked {
+    /// It may be sent.
+    Send(Reservation),
+    /// It need not, or may not be.
+    Over(Box<Finish>),
+}
+
+/// About which of a route's records the upstream is asked.
+fn asking(route: &Route) -> Option<Asking> {
+    match &route.policy.on_unknown {
+        OnUnknown::Lookup(lookup) => {
+            Some(Asking { operation: route.operation.clone(), settle: lookup.settle })
+        }
+        OnUnknown::Hold | OnUnknown::Retry => None,
+    }
 }
 
 impl Gateway {
@@ -285,6 +314,11 @@ impl Gateway {
             }
         };
         let _in_flight = self.metrics.in_flight();
+        let context = keyed.ask.context.take();
+        let reservation = match self.ask_first(&route, context.as_deref(), reservation).await {
+            Asked::Send(reservation) => reservation,
+            Asked::Over(finish) => return self.finished(&route, *finish),
+        };
         let upstream = self.upstream(&route);
         let request =
             keyed.outgoing(&self.settings.forwarding, &upstream, Some(reservation.fence()));
@@ -298,7 +332,6 @@ impl Gateway {
         let bytes = evidence.bytes();
         let held = keyed.room.answer(bytes).ok();
         underway.hold(held.clone());
-        let context = keyed.ask.context.take();
         let closing = self.closing(&route, context.as_deref());
         let (finish, late) = closing.close(underway, evidence, given_up).await;
         if let Some(late) = late {
@@ -321,6 +354,81 @@ impl Gateway {
             route,
             context,
             timeout: self.settings.completion_timeout,
+        }
+    }
+
+    /// Before a later attempt is sent on a route that looks up: what became of the one before? Asked right before, while this
+    /// reservation holds the record, since "not found" is true only of that moment.
+    async fn ask_first(
+        &self,
+        route: &Route,
+        context: Option<&[u8]>,
+        reservation: Reservation,
+    ) -> Asked {
+        let OnUnknown::Lookup(lookup) = &route.policy.on_unknown else {
+            return Asked::Send(reservation);
+        };
+        if reservation.fence().attempt == Attempt::FIRST {
+            return Asked::Send(reservation);
+        }
+        let verdict = self.ask(route, lookup, &reservation.about(context)).await;
+        let closing = self.closing(route, context);
+        Asked::Over(Box::new(match verdict {
+            Verdict::NotFound => return Asked::Send(reservation),
+            Verdict::Found(answer) => closing.adopt(reservation.begin(), answer).await,
+            Verdict::Failed(_) => closing.hold_back(reservation.begin()).await,
+        }))
+    }
+
+    async fn ask(&self, route: &Route, lookup: &Lookup, about: &About<'_>) -> Verdict {
+        let upstream = self.upstreams.get(&lookup.upstream).unwrap_or(&self.default);
+        lookup::ask(route, lookup, upstream, about, &self.metrics).await
+    }
+
+    /// Asks about records whose outcome is unknown, so that they resolve without a retry, until `stop`. Records whose route
+    /// does not look up, or is no longer there, are left alone.
+    pub async fn resolve_unknown(self: Arc<Self>, stop: CancellationToken) {
+        let asking: Vec<_> = self.routes.iter().filter_map(|route| asking(route)).collect();
+        if asking.is_empty() {
+            return;
+        }
+        let slots = Arc::new(Semaphore::new(ASK_AT_ONCE));
+        let mut full = false;
+        loop {
+            let pause = if full { ASK_EVERY / 20 } else { ASK_EVERY };
+            let pause = tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0));
+            if stop.run_until_cancelled(pause).await.is_none() {
+                return;
+            }
+            let due = self.store.questions(&asking, ASK_BATCH).await.unwrap_or_else(|error| {
+                tracing::debug!(%error, "it is not known what to ask about");
+                Vec::new()
+            });
+            full = due.len() >= usize::try_from(ASK_BATCH).unwrap_or(usize::MAX);
+            for due in due {
+                let slot = Arc::clone(&slots).acquire_owned();
+                let Some(Ok(slot)) = stop.run_until_cancelled(slot).await else { return };
+                let gateway = Arc::clone(&self);
+                self.tasks.spawn(async move {
+                    gateway.question(due).await;
+                    drop(slot);
+                });
+            }
+        }
+    }
+
+    /// Asks about one record, and writes down what is known then.
+    async fn question(&self, due: Due) {
+        let Some(route) = self.routes.by_operation(due.scope.operation.as_str()) else { return };
+        let OnUnknown::Lookup(lookup) = &route.policy.on_unknown else { return };
+        let Some(question) = self.desk.question(&due, lookup.settle).await else { return };
+        let underway = question.asked();
+        let context = due.context.as_deref();
+        let verdict = self.ask(&route, lookup, &underway.about(context)).await;
+        let closing = self.closing(&route, context);
+        match verdict {
+            Verdict::Found(answer) => drop(closing.adopt(underway, answer).await),
+            Verdict::NotFound | Verdict::Failed(_) => closing.put_back(underway).await,
         }
     }
 
@@ -407,7 +515,7 @@ impl Gateway {
                 reply::shared(&shared, operation)
             }
             Admission::Refuse(refusal) => {
-                self.refuse(route, reply::refusal(refusal, route.policy.mismatch_status))
+                self.refuse(route, reply::refusal(refusal, &route.policy))
             }
             // Only a leader executes, in `work`. Dropping the reservation releases it.
             Admission::Execute(_) => self.refuse(route, Problem::new(Name::StoreUnavailable)),
@@ -431,6 +539,11 @@ impl Gateway {
             }
             Finish::Overtaken(replay) => {
                 (Reply::Executed, reply::replay(&replay, &route.operation))
+            }
+            Finish::Found(replay) => (Reply::Replayed, reply::replay(&replay, &route.operation)),
+            Finish::StillUnknown { record } => {
+                let refusal = Refusal::OutcomeUnknown { record, again: None };
+                return self.refuse(route, reply::refusal(refusal, &route.policy));
             }
             Finish::Released { first } => (Reply::Released, reply::first(first, Kept::No)),
             Finish::Unknown { first } => (Reply::Unknown, reply::first(first, Kept::No)),

@@ -11,13 +11,14 @@
 //!                  | lost|   released          | late outcome of the same attempt,
 //!                  v     |   (attempt > 1)     | or an operator's completion
 //!                unknown <--/ -----------------+
-//!                  |  retried: attempt + 1, back to in_progress
+//!                  |  retried: attempt + 1, back to in_progress; asked about: the same attempt, for the time of the question
 //!                  +--released by an operator--> gone
 //! ```
 //!
 //! This module and its children are pure: no clock, no runtime, no SQL and no log.
 
 pub mod event;
+pub mod lookup;
 pub mod outcome;
 
 use std::fmt;
@@ -273,6 +274,8 @@ pub enum Change {
     Lose,
     /// The route's policy allows another attempt.
     Retry,
+    /// The upstream is asked what became of the attempt: somebody holds the record meanwhile.
+    Ask,
     /// An operator says what happened.
     OperatorComplete,
     /// An operator says that nothing happened (for a completed record: that it shall be forgotten).
@@ -283,11 +286,12 @@ pub enum Change {
 
 impl Change {
     /// All of them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Complete,
         Self::Release,
         Self::Lose,
         Self::Retry,
+        Self::Ask,
         Self::OperatorComplete,
         Self::OperatorRelease,
         Self::Expire,
@@ -316,13 +320,17 @@ pub fn transition(status: Status, attempt: Attempt, change: Change) -> Option<Ne
         }
         (Status::InProgress | Status::Unknown, Change::Release) => Some(released),
         (Status::InProgress, Change::Lose) => Some(Next::Status(Status::Unknown)),
-        (Status::Unknown, Change::Retry) => Some(Next::Status(Status::InProgress)),
+        (Status::Unknown, Change::Retry | Change::Ask) => Some(Next::Status(Status::InProgress)),
         (Status::Unknown, Change::OperatorComplete) => Some(Next::Status(Status::Completed)),
         (Status::Unknown | Status::Completed, Change::OperatorRelease) => Some(Next::Gone),
         (Status::Completed, Change::Expire) => Some(Next::Gone),
         (
             Status::InProgress,
-            Change::Retry | Change::OperatorComplete | Change::OperatorRelease | Change::Expire,
+            Change::Retry
+            | Change::Ask
+            | Change::OperatorComplete
+            | Change::OperatorRelease
+            | Change::Expire,
         )
         | (Status::Unknown, Change::Lose | Change::Expire)
         | (
@@ -331,9 +339,19 @@ pub fn transition(status: Status, attempt: Attempt, change: Change) -> Option<Ne
             | Change::Release
             | Change::Lose
             | Change::Retry
+            | Change::Ask
             | Change::OperatorComplete,
         ) => None,
     }
+}
+
+/// How long the upstream is left alone before it is asked what became of an attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Settle {
+    /// Counted from the moment in which the outcome was lost.
+    pub lost: Duration,
+    /// Counted from the end of a dead owner's lease, until which it may have been sending.
+    pub orphaned: Duration,
 }
 
 /// A response's body as far as it is kept.

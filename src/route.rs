@@ -18,9 +18,9 @@ use http::{HeaderName, Method, StatusCode};
 use percent_encoding::percent_decode;
 
 use crate::fingerprint;
-use crate::record::Operation;
 use crate::record::event::Templates;
 use crate::record::outcome::Lists;
+use crate::record::{Operation, Settle, lookup};
 use crate::scope::{self, Params};
 
 /// Everything that is decided by which route a request takes.
@@ -66,12 +66,27 @@ pub struct Policy {
 }
 
 /// What a duplicate of an unknown outcome gets.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum OnUnknown {
     /// 409 until someone resolves it.
     Hold,
     /// It is a new attempt.
     Retry,
+    /// The upstream is asked first: by the gateway itself, and again right before a new attempt.
+    Lookup(Arc<Lookup>),
+}
+
+/// How the upstream is asked what became of an attempt.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Lookup {
+    /// The question, and what its answer means.
+    pub template: lookup::Template,
+    /// How long the upstream is left alone before.
+    pub settle: Settle,
+    /// How long the answer may take.
+    pub timeout: Duration,
+    /// Which upstream, by its name in the configuration.
+    pub upstream: String,
 }
 
 /// Which requests take a route.

@@ -27,7 +27,8 @@ pub use self::late::{LateEnd, LateOutcome};
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
 use crate::record::{
-    Answer, Attempt, Fence, Fingerprint, OwnerId, Record, RecordId, Scope, Status,
+    Answer, Attempt, Fence, Fingerprint, Operation, OwnerId, Record, RecordId, Scope, Settle,
+    Status,
 };
 
 /// Why the store did not do it, by what the caller may conclude.
@@ -143,6 +144,45 @@ pub enum Takeover {
     Expired(Fence),
     /// An unknown record whose policy allows another attempt: same id, attempt + 1, the fingerprint stays.
     Unknown(Fence),
+    /// An unknown record about which the upstream may be asked now: same id, same attempt, the request's context stays.
+    Question(Fence, Settle),
+}
+
+/// About the records of which operation the upstream is asked.
+#[derive(Clone, Debug)]
+pub struct Asking {
+    /// The operation.
+    pub operation: Operation,
+    /// How long the upstream is left alone before.
+    pub settle: Settle,
+}
+
+/// An unknown record about which the upstream may be asked now.
+#[derive(Clone, Debug)]
+pub struct Due {
+    /// Its scope.
+    pub scope: Scope,
+    /// Its id and the attempt that is unknown.
+    pub fence: Fence,
+    /// Of the request that made it.
+    pub fingerprint: Fingerprint,
+    /// What was kept of the request.
+    pub context: Option<Bytes>,
+}
+
+/// What is known of an unknown record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Unresolved {
+    /// When its attempt became unknown; of a dead owner: its lease's end.
+    pub since: SystemTime,
+    /// How long ago that was, by the database's clock.
+    pub age: Duration,
+    /// Whether its owner died.
+    pub orphaned: bool,
+    /// Questions in a row that brought no result.
+    pub asked: u32,
+    /// Before then it is not asked about again.
+    pub next_ask_at: SystemTime,
 }
 
 /// Whether a fenced change found its row.
@@ -552,10 +592,17 @@ pub trait Store: Send + Sync + 'static {
     async fn release(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error>;
 
     /// Marks an attempt of this process `unknown`. `Changed::No` also where it is `unknown` already.
+    /// After a question about the same attempt the doubt goes on: its beginning stays, and the next question waits longer.
     async fn mark_unknown(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error>;
 
     /// Marks records in progress `unknown` whose owner's lease has run out, up to `limit`; with a fence only that record.
     async fn mark_dead(&self, only: Option<(&Scope, Fence)>, limit: u32) -> Result<u64, Error>;
+
+    /// Unknown records of these operations about which the upstream may be asked now, up to `limit`: those first that wait longest.
+    async fn questions(&self, asking: &[Asking], limit: u32) -> Result<Vec<Due>, Error>;
+
+    /// What is known of a record that is unknown; `None` where it is not.
+    async fn unresolved(&self, id: RecordId) -> Result<Option<Unresolved>, Error>;
 
     /// Writes an outcome that changed no row to the audit table. Run again it writes nothing more.
     async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error>;

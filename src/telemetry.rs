@@ -121,6 +121,18 @@ label_enum!(
 );
 
 label_enum!(
+    /// What came of a question about an unknown outcome.
+    Asked {
+        /// It had been executed.
+        Found = "found",
+        /// It had not.
+        NotFound = "not_found",
+        /// The upstream did not say.
+        Failed = "failed",
+    }
+);
+
+label_enum!(
     /// What the sweeper deletes.
     Swept {
         /// Expired records.
@@ -153,6 +165,12 @@ struct ByDrained {
 struct ByOperation {
     operation: String,
     reply: Reply,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ByAsked {
+    operation: String,
+    result: Asked,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -191,6 +209,7 @@ pub struct Metrics {
     in_flight: Gauge,
     waiting: Gauge,
     settling: Gauge,
+    lookups: Family<ByAsked, Counter>,
     late_reads: Gauge,
     late_answers: Family<ByLateAnswer, Counter>,
     late_outcomes: Counter,
@@ -219,6 +238,7 @@ impl Default for Metrics {
             in_flight: Gauge::default(),
             waiting: Gauge::default(),
             settling: Gauge::default(),
+            lookups: Family::default(),
             late_reads: Gauge::default(),
             late_answers: Family::default(),
             late_outcomes: Counter::default(),
@@ -268,6 +288,11 @@ impl Metrics {
             "settling",
             "Outcomes that the database has not taken yet",
             self.settling.clone(),
+        );
+        r.register(
+            "lookups",
+            "Questions about unknown outcomes by operation and result",
+            self.lookups.clone(),
         );
         r.register("late_reads", "Answers awaited after their time-out", self.late_reads.clone());
         r.register(
@@ -365,6 +390,11 @@ impl Metrics {
     #[must_use]
     pub fn settling(&self) -> GaugeGuard {
         GaugeGuard::raise(&self.settling)
+    }
+
+    /// The upstream was asked what became of an attempt.
+    pub fn asked(&self, operation: &str, result: Asked) {
+        self.lookups.get_or_create(&ByAsked { operation: operation.to_owned(), result }).inc();
     }
 
     /// Counts an answer that is awaited after its time-out until the guard is dropped.

@@ -18,7 +18,7 @@ use http::HeaderMap;
 use serde::Serialize;
 
 use crate::record::{Answer, KeptBody, RecordId, Status};
-use crate::store::{self, AuditRow, EventFilter, EventRow, RecordRow, Store};
+use crate::store::{self, AuditRow, EventFilter, EventRow, RecordRow, Store, Unresolved};
 
 /// How many events the life of one record shows at most.
 pub const LIFE_EVENTS_MAX: u32 = 500;
@@ -264,6 +264,9 @@ pub struct EventPage {
 pub struct Life {
     /// The record with its answer; `None`: it is gone (expired, or released by an operator), but something tells of it.
     pub record: Option<RecordView>,
+    /// What is known of it while it is unknown.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub doubt: Option<DoubtView>,
     /// Its events, oldest first, without their messages.
     pub events: Vec<EventView>,
     /// Whether there are more events than are shown.
@@ -272,18 +275,44 @@ pub struct Life {
     pub audit: Vec<AuditView>,
 }
 
+/// What is known of an unknown record.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct DoubtView {
+    /// When its attempt became unknown; of a dead owner: its lease's end.
+    pub since: String,
+    /// How often in a row the upstream was asked without result.
+    pub asked: u32,
+    /// Where it was asked: before then it is not asked again.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub next_ask_at: Option<String>,
+}
+
+impl From<Unresolved> for DoubtView {
+    fn from(doubt: Unresolved) -> Self {
+        let Unresolved { since, asked, next_ask_at, .. } = doubt;
+        Self { since: time(since), asked, next_ask_at: (asked > 0).then(|| time(next_ask_at)) }
+    }
+}
+
 /// Reads the life of a record. `None`: neither a record nor an event nor an audit row has this id.
 ///
 /// # Errors
 /// The store's.
 pub async fn life(store: &dyn Store, id: RecordId) -> Result<Option<Life>, store::Error> {
     let row = store.show_record(id).await?;
+    let doubt = match &row {
+        Some(row) if row.status == Status::Unknown => {
+            store.unresolved(id).await?.map(DoubtView::from)
+        }
+        Some(_) | None => None,
+    };
     let (events, events_cut) = events_of(store, id).await?;
     let audit: Vec<_> = store.audit_of(id).await?.iter().map(AuditView::from).collect();
     if row.is_none() && events.is_empty() && audit.is_empty() {
         return Ok(None);
     }
-    Ok(Some(Life { record: row.as_ref().map(RecordView::whole), events, events_cut, audit }))
+    let record = row.as_ref().map(RecordView::whole);
+    Ok(Some(Life { record, doubt, events, events_cut, audit }))
 }
 
 async fn events_of(

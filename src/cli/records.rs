@@ -407,11 +407,23 @@ fn print_life(out: &mut dyn Write, id: RecordId, life: &Life) -> std::io::Result
         Some(record) => {
             writeln!(out, "Record {id}")?;
             print_record(out, record)?;
+            print_doubt(out, life)?;
         }
         None => writeln!(out, "Record {id} is gone: released by an operator, or expired.")?,
     }
     print_events(out, life)?;
     print_audit(out, &life.audit)
+}
+
+fn print_doubt(out: &mut dyn Write, life: &Life) -> std::io::Result<()> {
+    let Some(doubt) = &life.doubt else { return Ok(()) };
+    let often = match (doubt.asked, &doubt.next_ask_at) {
+        (asked @ 1.., Some(next)) => {
+            format!("asked {asked} times in vain, not again before {next}")
+        }
+        (_, _) => "not asked about yet".to_owned(),
+    };
+    writeln!(out, "Unknown since {}, {often}", doubt.since)
 }
 
 fn print_record(out: &mut dyn Write, record: &RecordView) -> std::io::Result<()> {

@@ -256,6 +256,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         rest(),
     ));
     tasks.spawn(Arc::clone(&gateway).watch_operators(rest()));
+    tasks.spawn(Arc::clone(&gateway).resolve_unknown(stop.accept.clone()));
     let state = admin::State {
         store,
         metrics,

@@ -36,19 +36,7 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
         );
         warn("policy.tenant", text);
     }
-    if let Some(names) = on(|route| route.policy.on_unknown == OnUnknown::Retry) {
-        let text = format!(
-            "{names}: after an unknown outcome the next duplicate executes again. Use retry only where the upstream \
-             itself deduplicates by the forwarded key"
-        );
-        warn("policy.on_unknown", text);
-    }
-    if let Some(names) = on(|r| r.policy.on_unknown == OnUnknown::Retry && !r.scope.forward_key) {
-        let text = format!(
-            "{names}: retry without forward_key gives the upstream no key to deduplicate by"
-        );
-        warn("policy.forward_key", text);
-    }
+    about_unknown(config, &mut warn);
     if on(|route| route.scope.forward_key).is_some() {
         let text = "a Go proxy (Traefik, Caddy, a mesh) behind Oncegate may send a write without a body twice when it \
                     carries Idempotency-Key; with such a hop set forward_key = false";
@@ -97,6 +85,30 @@ fn about_spill(config: &Config, warn: &mut impl FnMut(&str, String)) {
     }
 }
 
+fn about_unknown(config: &Config, warn: &mut impl FnMut(&str, String)) {
+    let on = |test: fn(&Route) -> bool| operations(config, test);
+    if let Some(names) = on(|route| route.policy.on_unknown == OnUnknown::Retry) {
+        let text = format!(
+            "{names}: after an unknown outcome the next duplicate executes again. Use retry only where the upstream \
+             itself deduplicates by the forwarded key"
+        );
+        warn("policy.on_unknown", text);
+    }
+    if let Some(names) = on(|r| r.policy.on_unknown == OnUnknown::Retry && !r.scope.forward_key) {
+        let text = format!(
+            "{names}: retry without forward_key gives the upstream no key to deduplicate by"
+        );
+        warn("policy.forward_key", text);
+    }
+    if let Some(names) = on(settles_early) {
+        let text = format!(
+            "{names}: settle is shorter than timeout: the service may still be working when it is asked, and what is not \
+             found then is executed again. Let settle be as long as timeout at least"
+        );
+        warn("policy.lookup", text);
+    }
+}
+
 fn about_sink(sink: &sink::Settings, warn: &mut impl FnMut(&str, String)) {
     if sink.url.scheme_str() == Some("http") && sink.allow_http {
         let text = format!("{}: events travel unencrypted", sink.name);
@@ -115,6 +127,13 @@ fn tenant_is_a_claim(route: &Route) -> bool {
     match route.scope.tenant {
         Source::Header(_) | Source::Path(_) | Source::BasicUser | Source::Host => true,
         Source::Fixed(_) | Source::Credential => false,
+    }
+}
+
+fn settles_early(route: &Route) -> bool {
+    match &route.policy.on_unknown {
+        OnUnknown::Lookup(lookup) => lookup.settle.lost < route.policy.timeout,
+        OnUnknown::Hold | OnUnknown::Retry => false,
     }
 }
 

@@ -174,8 +174,10 @@ pub struct Policy {
     pub max_request_body: Maybe<usize>,
     /// Longest response body that is kept.
     pub max_response_body: Maybe<usize>,
-    /// `hold` or `retry`.
+    /// `hold`, `retry` or `lookup`.
     pub on_unknown: Maybe<String>,
+    /// How the upstream is asked.
+    pub lookup: Option<Lookup>,
     /// Status of a mismatch.
     pub mismatch_status: Maybe<u32>,
     /// Headers that are not kept.
@@ -186,6 +188,33 @@ pub struct Policy {
     pub unknown_on: Maybe<Vec<Placed<String>>>,
     /// What makes two requests the same.
     pub fingerprint: Option<Fingerprint>,
+}
+
+/// `lookup = { ... }`
+#[derive(Debug, Default)]
+pub struct Lookup {
+    /// Where it stands.
+    pub place: Place,
+    /// `GET` or `POST`.
+    pub method: Maybe<String>,
+    /// A template: path and query.
+    pub path: Maybe<String>,
+    /// Headers, each a template.
+    pub headers: Maybe<Value>,
+    /// An expression: whether it was executed.
+    pub found: Maybe<String>,
+    /// Statuses that say that it was not.
+    pub not_found: Maybe<Vec<Placed<String>>>,
+    /// The kept answer's status: a number or a template.
+    pub status: Maybe<Value>,
+    /// The kept answer's body: a tree of templates.
+    pub body: Maybe<Value>,
+    /// How long the upstream is left alone before.
+    pub settle: Maybe<Duration>,
+    /// How long the answer may take.
+    pub timeout: Maybe<Duration>,
+    /// Which upstream is asked.
+    pub upstream: Maybe<String>,
 }
 
 /// `tenant = { ... }`
@@ -442,13 +471,32 @@ fn policy(s: &mut Section<'_>) -> Policy {
         max_request_body: s.size("max_request_body"),
         max_response_body: s.size("max_response_body"),
         on_unknown: s.text("on_unknown"),
+        lookup: s.section("lookup").map(lookup),
         mismatch_status: s.number("mismatch_status", 400..=499),
         replay_drop: s.texts("replay_drop"),
         release_on: s.codes("release_on"),
         unknown_on: s.codes("unknown_on"),
         fingerprint: s.section("fingerprint").map(fingerprint),
     };
-    s.not_yet(&["lookup", "replay_auth", "mode"]);
+    s.not_yet(&["replay_auth", "mode"]);
+    read
+}
+
+fn lookup(mut s: Section<'_>) -> Lookup {
+    let read = Lookup {
+        place: s.place().clone(),
+        method: s.text("method"),
+        path: s.text("path"),
+        headers: s.any("headers"),
+        found: s.text("found"),
+        not_found: s.codes("not_found"),
+        status: s.any("status"),
+        body: s.any("body"),
+        settle: s.duration("settle"),
+        timeout: s.duration("timeout"),
+        upstream: s.text("upstream"),
+    };
+    s.finish();
     read
 }
 

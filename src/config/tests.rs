@@ -1,6 +1,7 @@
 //! What the configuration promises: every mistake at its place, overrides, defaults, and the shipped files.
 
 use super::*;
+use crate::route::{Lookup, OnUnknown};
 
 const SECRET: &str = "whsec_MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE=";
 
@@ -79,6 +80,59 @@ const CASES: &[(&str, &str)] = &[
         "og.toml:2: policy.mismatch_status: must be a whole number from 400 to 499",
     ),
     (
+        "policy.on_unknown = \"ask\"",
+        "og.toml:2: policy.on_unknown: must be \"hold\", \"retry\" or \"lookup\"",
+    ),
+    ("policy.lookup = { found = \"true\" }", "og.toml:2: policy.lookup.path: is missing"),
+    (
+        "policy.lookup = { path = \"/o/{{ response.json.id }}\", found = \"true\" }",
+        "og.toml:2: policy.lookup.path: path \"/o/{{ response.json.id }}\": there is no \"response\"",
+    ),
+    (
+        "policy.lookup = { path = \"o\", found = \"true\" }",
+        "og.toml:2: policy.lookup.path: path \"o\": it must begin with a slash, and hold no '#'",
+    ),
+    (
+        "policy.lookup = { path = \"/o\", found = \"nobody\" }",
+        "og.toml:2: policy.lookup.found: found \"nobody\": there is no \"nobody\"",
+    ),
+    (
+        "policy.lookup = { path = \"/o\", found = \"true\", body = { a = \"{{ request.jsn }}\" } }",
+        "og.toml:2: policy.lookup.body: body.a \"request.jsn\": a request has no \"jsn\"",
+    ),
+    (
+        "policy.lookup = { path = \"/o\", found = \"true\", status = 199 }",
+        "og.toml:2: policy.lookup.status: must be a status from 200 to 599, or a template that gives one",
+    ),
+    (
+        "policy.lookup = { path = \"/o\", found = \"true\", headers = { Host = \"x\" } }",
+        "og.toml:2: policy.lookup.headers: Host is set by the gateway alone",
+    ),
+    (
+        "policy.lookup = { path = \"/o\", found = \"true\", not_found = [500] }",
+        "og.toml:2: policy.lookup.not_found[0]: \"500\" is not a status from 400 to 499",
+    ),
+    (
+        "policy.lookup = { path = \"/o\", found = \"true\", method = \"DELETE\" }",
+        "og.toml:2: policy.lookup.method: must be \"GET\" or \"POST\": a question that changes nothing",
+    ),
+    (
+        "policy.lookup = { path = \"/o\", found = \"true\", upstream = \"x\" }",
+        "og.toml:2: policy.lookup.upstream: no such upstream; known here: default",
+    ),
+    (
+        "policy.lookup = { path = \"/o\", found = \"true\", setle = \"1s\" }",
+        "og.toml:2: policy.lookup.setle: unknown field; did you mean `settle`?",
+    ),
+    (
+        "policy.on_unknown = \"lookup\"\n[[route]]\nmethod = \"POST\"\npath = \"/a\"",
+        "og.toml:2: policy.on_unknown: \"lookup\" needs to know what to ask: lookup = { path = \"...\", found = \"...\" }",
+    ),
+    (
+        "[[route]]\nmethod = \"POST\"\npath = \"/a\"\non_unknown = \"retry\"\nlookup = { path = \"/o\", found = \"true\" }",
+        "og.toml:6: route[0].lookup: does nothing here: on_unknown is not \"lookup\"",
+    ),
+    (
         "policy.late_answer = 60",
         "og.toml:2: policy.late_answer: this is an integer; write a duration with its unit, such as \"500ms\", \"10s\" or \"24h\"",
     ),
@@ -90,11 +144,6 @@ const CASES: &[(&str, &str)] = &[
         "server.late_answers_max = -1",
         "og.toml:2: server.late_answers_max: must be a whole number from 0 to 1000000",
     ),
-    (
-        "policy.on_unknown = \"lookup\"",
-        "og.toml:2: policy.on_unknown: \"lookup\" is not supported yet; use \"hold\" or \"retry\"",
-    ),
-    ("policy.lookup = {}", "og.toml:2: policy.lookup: is not supported yet; leave it out"),
     (
         "policy.tenant = { jwt_claim = \"t\" }",
         "og.toml:2: policy.tenant.jwt_claim: is not supported yet; leave it out",
@@ -612,4 +661,29 @@ fn the_spill_stands_beside_its_database() {
     );
     let warned = check::warnings(&small);
     assert!(warned.iter().any(|warning| warning.place == "store.spill.max_size"), "{warned:?}");
+}
+
+#[test]
+fn a_look_up_is_taken_from_the_policy_and_settles_after_the_timeout_by_itself() {
+    let lookup = |text: &str| {
+        let config = good(&with(text), &[]);
+        let route = config.routes.iter().next().unwrap().clone();
+        let OnUnknown::Lookup(lookup) = &route.policy.on_unknown else { panic!("no look-up") };
+        let warned = check::warnings(&config).iter().any(|w| w.place == "policy.lookup");
+        let Lookup { settle, timeout, upstream, .. } = &**lookup;
+        (
+            settle.lost.as_secs(),
+            settle.orphaned.as_secs(),
+            timeout.as_secs(),
+            upstream.clone(),
+            warned,
+        )
+    };
+    let route = "[[route]]\nmethod = \"POST\"\npath = \"/a\"\non_unknown = \"lookup\"\n";
+    let shared =
+        "policy.lookup = { path = \"/o/{{ key }}\", found = \"true\" }\npolicy.timeout = \"7s\"\n";
+    assert_eq!(lookup(&format!("{shared}{route}")), (7, 14, 5, "default".to_owned(), false));
+    let own = "lookup = { path = \"/o\", found = \"true\", settle = \"2s\", timeout = \"1s\", upstream = \"b\" }\n";
+    let other = "[upstreams.b]\nurl = \"http://127.0.0.1:1\"\n";
+    assert_eq!(lookup(&format!("{shared}{route}{own}{other}")), (2, 9, 1, "b".to_owned(), true));
 }

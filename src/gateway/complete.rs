@@ -77,6 +77,10 @@ pub(super) enum Finish {
     Recorded(Arc<Replay>),
     /// Somebody else completed the record meanwhile: this is what stands.
     Overtaken(Arc<Replay>),
+    /// The upstream was asked, and it had executed an earlier attempt: this is kept.
+    Found(Arc<Replay>),
+    /// The upstream was asked and did not say, or the store has not taken what it said.
+    StillUnknown { record: RecordId },
     /// Known not to have executed: passed on.
     Released { first: First },
     /// Perhaps executed: passed on.
@@ -153,10 +157,11 @@ impl Closing<'_> {
             Finish::Kept { .. } | Finish::Recorded(_) => LateAnswer::Completed,
             Finish::Released { .. } | Finish::Failed { .. } => LateAnswer::Released,
             // In the spill it is kept, and not in the database yet.
-            Finish::Spilled { .. } | Finish::NotStored { .. } | Finish::Overtaken(_) => {
-                LateAnswer::NotStored
-            }
-            Finish::Unknown { .. } => LateAnswer::Unknown,
+            Finish::Spilled { .. }
+            | Finish::NotStored { .. }
+            | Finish::Overtaken(_)
+            | Finish::Found(_) => LateAnswer::NotStored,
+            Finish::Unknown { .. } | Finish::StillUnknown { .. } => LateAnswer::Unknown,
         };
         let attempt = attempt.number();
         tracing::info!(%record, attempt, result = result.as_str(), "a late answer came");
@@ -249,6 +254,54 @@ impl Closing<'_> {
         owed(&error);
         underway.owe(Debt::Release { scope, fence, ending, late: Some(Box::new(late)) });
         Freed::Done
+    }
+
+    /// Keeps what a question found, with the events, under the fence that was held for it.
+    pub(super) async fn adopt(&self, underway: Box<Underway>, answer: Answer) -> Finish {
+        let begun = Instant::now();
+        let record = underway.fence.id;
+        let completion = self.completion_of(&underway, answer);
+        let completing = complete_or_plain(self.store, completion.clone(), begun + self.timeout);
+        let error = match completing.await {
+            Ok(Settled::Done { expires_at }) => {
+                let ends = begun + completion.retention;
+                let replay = replay_of_completion(&underway, completion.answer, expires_at, ends);
+                return self.learnt(underway, Arc::new(replay));
+            }
+            Ok(Settled::Fenced) => match self.desk.standing(&completion.scope, record).await {
+                Ok(Standing::Completed(replay)) => return self.learnt(underway, replay),
+                // It was somebody's question, not an execution: there is nothing to note.
+                Ok(Standing::Open | Standing::Gone) => {
+                    underway.settled(Ending::LookAgain);
+                    return Finish::StillUnknown { record };
+                }
+                Err(error) => error,
+            },
+            Err(error) => error,
+        };
+        self.spill(underway, completion, &error).await;
+        Finish::StillUnknown { record }
+    }
+
+    fn learnt(&self, underway: Box<Underway>, replay: Arc<Replay>) -> Finish {
+        self.desk.remember(&underway.scope, &replay);
+        underway.settled(Ending::Kept(Arc::clone(&replay)));
+        self.wake.notify_one();
+        Finish::Found(replay)
+    }
+
+    /// Frees an attempt that was not sent, because asking about the one before it failed: unknown again.
+    pub(super) async fn hold_back(&self, underway: Box<Underway>) -> Finish {
+        let record = underway.fence.id;
+        match self.release(underway, Ending::Unknown(record), LateEnd::NotSent).await {
+            Freed::Overtaken(replay) => Finish::Found(replay),
+            Freed::Done | Freed::Moved => Finish::StillUnknown { record },
+        }
+    }
+
+    /// Ends a question that brought nothing: unknown again.
+    pub(super) async fn put_back(&self, underway: Box<Underway>) {
+        drop(self.lose(underway).await);
     }
 
     /// Marks the record `unknown`: what comes now is late, unless it is completed already, whoever did it.
@@ -403,7 +456,10 @@ impl Closing<'_> {
     }
 
     fn completion(&self, underway: &Underway, first: &First) -> Completion {
-        let answer = self.answer(first);
+        self.completion_of(underway, self.answer(first))
+    }
+
+    fn completion_of(&self, underway: &Underway, answer: Answer) -> Completion {
         let events = self.events(underway, &answer);
         Completion {
             scope: underway.scope.clone(),

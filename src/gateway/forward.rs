@@ -111,7 +111,7 @@ async fn exchange(
 }
 
 /// Reads an answer's body up to the bound. A body that breaks off is no answer.
-async fn receive(answer: Response<upstream::Answer>, body_max: usize) -> Evidence {
+pub(super) async fn receive(answer: Response<upstream::Answer>, body_max: usize) -> Evidence {
     let (head, mut body) = answer.into_parts();
     if head.status == StatusCode::SWITCHING_PROTOCOLS {
         return Evidence::Failed(Failure::Broken);

@@ -159,7 +159,7 @@ impl Intake {
             fingerprint,
             caller: scope::caller(asked.headers, &self.digest),
             context,
-            on_unknown: route.policy.on_unknown,
+            on_unknown: route.policy.on_unknown.clone(),
             retention: route.policy.retention,
         })
     }

@@ -2,11 +2,11 @@
 
 mod problem;
 
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use http::header::TRAILER;
-use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
+use http::{HeaderMap, HeaderName, HeaderValue, Response};
 use http_body_util::{BodyExt, Full};
 
 pub(super) use self::problem::{Name, Problem};
@@ -20,6 +20,7 @@ use super::spelling;
 use super::upstream::Body;
 use crate::record::outcome::Failure;
 use crate::record::{Answer, Attempt, Fence, KeptBody, Operation, RecordId};
+use crate::route::{OnUnknown, Policy};
 
 /// Marks an answer from the store. Set by the gateway only.
 pub(super) const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
@@ -32,14 +33,25 @@ const EXPIRES: HeaderName = HeaderName::from_static("oncegate-expires");
 /// `false`: the upstream answered, and neither store nor spill has taken the answer yet, or not as the record's answer.
 const STORED: HeaderName = HeaderName::from_static("oncegate-stored");
 
-/// A refusal of the desk as a problem; `mismatch` is the route's status for mismatches.
-pub(super) fn refusal(refusal: Refusal, mismatch: StatusCode) -> Problem {
+/// When a caller comes again for an outcome that the gateway itself asks about.
+const ASK_AGAIN: Duration = Duration::from_secs(5);
+
+/// A refusal of the desk as a problem, under the route's policy.
+pub(super) fn refusal(refusal: Refusal, policy: &Policy) -> Problem {
     match refusal {
         Refusal::Mismatch { record } => {
-            Problem::new(Name::RequestMismatch).status(mismatch).record(record)
+            Problem::new(Name::RequestMismatch).status(policy.mismatch_status).record(record)
         }
         Refusal::InProgress { record } => Problem::new(Name::InProgress).record(record),
-        Refusal::OutcomeUnknown { record } => Problem::new(Name::OutcomeUnknown).record(record),
+        Refusal::OutcomeUnknown { record, again } => {
+            let problem = Problem::new(Name::OutcomeUnknown).record(record);
+            match policy.on_unknown {
+                OnUnknown::Hold | OnUnknown::Retry => problem,
+                OnUnknown::Lookup(_) => problem.after(again.unwrap_or(ASK_AGAIN)).detail(
+                    "An execution under this key began and its end is not known yet. The service is asked what became of it. Send the request again with the same key after the time in Retry-After.",
+                ),
+            }
+        }
         Refusal::StoreUnavailable(_) => Problem::new(Name::StoreUnavailable),
     }
 }

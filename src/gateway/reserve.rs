@@ -31,11 +31,13 @@ use self::inquiry::{Held, Inquiry, Step};
 pub(super) use self::settler::{Debt, Settler, Standing};
 use super::room::AnswerRoom;
 use super::spill::Spill;
+use crate::record::lookup::About;
 use crate::record::{
-    Completed, Fence, Fingerprint, KeptBody, LeaseView, OwnerId, Record, RecordId, Scope, State,
+    Completed, Fence, Fingerprint, KeptBody, LeaseView, OwnerId, Record, RecordId, Scope, Settle,
+    State,
 };
 use crate::route::OnUnknown;
-use crate::store::{self, Store};
+use crate::store::{self, Due, Store, Takeover};
 use crate::telemetry::Metrics;
 
 /// First pause between two looks at a record that another replica works on; it doubles up to [`POLL_MAX`].
@@ -128,8 +130,8 @@ pub(super) enum Refusal {
     Mismatch { record: RecordId },
     /// It is still running after the wait.
     InProgress { record: Option<RecordId> },
-    /// Nobody knows whether it executed.
-    OutcomeUnknown { record: RecordId },
+    /// Nobody knows whether it executed. `again`: when more may be known.
+    OutcomeUnknown { record: RecordId, again: Option<Duration> },
     /// No reservation could be made; nothing was forwarded.
     StoreUnavailable(Unreserved),
 }
@@ -258,6 +260,17 @@ pub(super) enum Followed {
 /// A committed reservation: the right to send one request. Made by [`Desk::lead`] only, used up by sending.
 pub(super) struct Reservation(Box<Underway>);
 
+/// The right to ask the upstream about an attempt that is unknown. It is never sent and never released: the attempt may have
+/// executed. Dropped, it is unknown again.
+pub(super) struct Question(Box<Underway>);
+
+impl Question {
+    /// The attempt, to be completed with what was found, or lost again.
+    pub(super) fn asked(self) -> Box<Underway> {
+        self.0
+    }
+}
+
 /// An attempt whose record says `unknown`, or will: its entry is gone, and its answer may still come.
 pub(super) struct Parted(Box<Underway>);
 
@@ -285,6 +298,11 @@ impl Reservation {
         self.0.fence
     }
 
+    /// What is asked about it before it is sent.
+    pub(super) fn about<'a>(&'a self, context: Option<&'a [u8]>) -> About<'a> {
+        self.0.about(context)
+    }
+
     /// Uses the reservation up: the holder of what comes back sends the request, once.
     pub(super) fn begin(self) -> Box<Underway> {
         self.0
@@ -292,6 +310,11 @@ impl Reservation {
 }
 
 impl Underway {
+    /// What is asked about it. `context`: what was kept of its request.
+    pub(super) fn about<'a>(&'a self, context: Option<&'a [u8]>) -> About<'a> {
+        About { record: self.fence.id, scope: &self.scope, context }
+    }
+
     /// The check before the first byte: this process's lease is certain. From a "yes" on, the attempt counts as sent.
     pub(super) fn may_write(&self) -> impl Fn() -> bool + Send + Sync + 'static {
         let (lease, owner, sending) = (self.lease.clone(), self.owner, Arc::clone(&self.sending));
@@ -455,6 +478,38 @@ impl Desk {
         }
     }
 
+    /// Takes an unknown record, to ask the upstream about it; `None`: somebody works on it, or may not be asked yet.
+    pub(super) async fn question(&self, due: &Due, settle: Settle) -> Option<Question> {
+        let ask = Ask {
+            scope: due.scope.clone(),
+            fingerprint: due.fingerprint,
+            caller: None,
+            context: None,
+            on_unknown: OnUnknown::Hold,
+            // What stands in the row stays.
+            retention: Duration::ZERO,
+        };
+        let Seat::Lead(lead) = self.seat(&ask) else { return None };
+        let from = Takeover::Question(due.fence, settle);
+        let step = Inquiry::new(self, &ask, &lead).take_over(from, due.fingerprint).await;
+        match step {
+            Step::Held(held) => {
+                let Reservation(underway) = self.reservation(held, &ask, lead);
+                // As good as sent: an earlier process may have done it under this very attempt.
+                underway.sending.store(true, Ordering::SeqCst);
+                Some(Question(underway))
+            }
+            Step::Doubt(fence) => {
+                let (scope, window) = (ask.scope, self.settings.doubt_window);
+                self.settler.owe(Debt::Unask { scope, fence, window }, Some(lead));
+                None
+            }
+            Step::Replay(_) | Step::Unknown(..) | Step::Refuse(_) | Step::Again | Step::Wait(_) => {
+                None
+            }
+        }
+    }
+
     /// Waits behind a leader until `deadline`.
     pub(super) async fn follow(&self, ask: &Ask, follow: Follow, deadline: Instant) -> Followed {
         let Follow { mut news, entry } = follow;
@@ -549,9 +604,9 @@ impl Desk {
                     lead.end(Ending::Kept(Arc::clone(&replay)));
                     return Admission::Replay(replay);
                 }
-                Step::Unknown(record) => {
+                Step::Unknown(record, again) => {
                     lead.end(Ending::Unknown(record));
-                    return Admission::Refuse(Refusal::OutcomeUnknown { record });
+                    return Admission::Refuse(Refusal::OutcomeUnknown { record, again });
                 }
                 Step::Refuse(refusal) => {
                     if let Refusal::StoreUnavailable(unreserved) = refusal {
@@ -594,7 +649,9 @@ fn ended(ask: &Ask, ending: Ending) -> Followed {
     Followed::Admitted(match ending {
         Ending::Kept(replay) => from_record(ask, replay),
         Ending::Shared(shared) => Admission::Share(shared),
-        Ending::Unknown(record) => Admission::Refuse(Refusal::OutcomeUnknown { record }),
+        Ending::Unknown(record) => {
+            Admission::Refuse(Refusal::OutcomeUnknown { record, again: None })
+        }
         Ending::Unavailable(unreserved) => Admission::Refuse(Refusal::StoreUnavailable(unreserved)),
         Ending::LookAgain => return Followed::LookAgain,
     })

@@ -10,9 +10,9 @@
 //! numbers are 64-bit floats. The default data embeds the response's bytes as they came. An event without `when` is written for every
 //! stored outcome; only the default event, of a route that names none, asks for 2xx.
 
-mod context;
+pub(in crate::record) mod context;
 pub mod doubt;
-mod template;
+pub(in crate::record) mod template;
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::SystemTime;
@@ -26,7 +26,7 @@ use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 
 use self::template::{Expression, Text, Tree};
-use crate::record::{Answer, Attempt, KeptBody, Operation, RecordId, Scope};
+use crate::record::{Answer, Attempt, KeptBody, Operation, RecordId, Scope, lookup};
 
 /// The namespace of the ids of events.
 const NAMESPACE: Uuid = Uuid::from_u128(0x6f1d_7c52_94a8_4b0e_8a3c_5e2f_d19b_7046);
@@ -167,8 +167,15 @@ impl Templates {
         if compiler.errors.is_empty() {
             Ok(Self { specs, needs: compiler.needs, payload_max })
         } else {
-            Err(compiler.errors)
+            Err(compiler.errors.iter().map(ToString::to_string).collect())
         }
+    }
+
+    /// The same, with what a look-up needs of the request kept too.
+    #[must_use]
+    pub fn beside(mut self, lookup: &lookup::Template) -> Self {
+        self.needs.extend(lookup.needs().iter().cloned());
+        self
     }
 
     /// What completion will need of the request, as JSON of at most 64 KiB; `None`: nothing. Where it would be longer it says so
@@ -182,7 +189,7 @@ impl Templates {
     #[must_use]
     pub fn render(&self, origin: &Origin<'_>) -> Rendered {
         let reads = self.specs.iter().any(Compiled::reads);
-        let variables = if reads { context::variables(origin) } else { Value::UNDEFINED };
+        let variables = if reads { variables(origin) } else { Value::UNDEFINED };
         let mut writer = Writer {
             origin,
             at: humantime::format_rfc3339_micros(latest(origin.at)).to_string(),
@@ -202,6 +209,11 @@ impl Templates {
         }
         writer.rendered
     }
+}
+
+fn variables(origin: &Origin<'_>) -> Value {
+    let Origin { record, scope, context, answer, .. } = *origin;
+    context::values(&context::of(&context::Subject { record, scope, context }, Some(answer)))
 }
 
 /// A time that can be written: a clock far off must not stop a completion.

@@ -10,9 +10,9 @@ use async_trait::async_trait;
 use uuid::Uuid;
 
 use super::{
-    Acknowledgement, Acted, AuditRow, Beat, Changed, Claim, Claimed, Completion, Error,
-    EventFilter, EventRow, Gauges, LateOutcome, Operator, Proposal, RecordFilter, RecordRow,
-    Redeliver, Reserved, Settled, Store, Takeover, Untold,
+    Acknowledgement, Acted, Asking, AuditRow, Beat, Changed, Claim, Claimed, Completion, Due,
+    Error, EventFilter, EventRow, Gauges, LateOutcome, Operator, Proposal, RecordFilter, RecordRow,
+    Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
 };
 use crate::fault::{self, Injected, Point, Verb};
 use crate::record::event::Event;
@@ -65,8 +65,8 @@ verbs! {
     claim(claim: &Claim) -> Vec<Claimed>, Claim;
     acknowledge(sink: &str, verdicts: &[Acknowledgement]) -> Vec<Uuid>, Acknowledge;
     next_due(sink: &str) -> Option<Duration>;
-    untold(which: Untold, limit: u32) -> Vec<Doubt>;
-    tell(doubt: &Doubt, event: Option<&Event>) -> Changed;
+    questions(asking: &[Asking], limit: u32) -> Vec<Due>;
+    unresolved(id: RecordId) -> Option<Unresolved>;
     sweep_records(limit: u32) -> u64, SweepRecords;
     sweep_events(retention: Duration, limit: u32) -> u64, SweepEvents;
     sweep_leases() -> u64, SweepLeases;

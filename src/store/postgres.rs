@@ -21,6 +21,7 @@ mod leases;
 mod migrate;
 mod operate;
 mod outbox;
+mod questions;
 mod records;
 mod rows;
 mod show;
@@ -37,9 +38,9 @@ use uuid::Uuid;
 
 use super::batch::{Batcher, RunError, Turns};
 use super::{
-    Acknowledgement, Acted, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion, Error,
-    EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal, RecordFilter,
-    RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Untold,
+    Acknowledgement, Acted, Asking, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion,
+    Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal,
+    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
 };
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
@@ -240,6 +241,14 @@ impl Store for Postgres {
             Some((scope, fence)) => records::mark_one_dead(&self.door, scope, fence).await,
             None => records::mark_dead(&self.door, limit).await,
         }
+    }
+
+    async fn questions(&self, asking: &[Asking], limit: u32) -> Result<Vec<Due>, Error> {
+        questions::due(&self.door, asking, limit).await
+    }
+
+    async fn unresolved(&self, id: RecordId) -> Result<Option<Unresolved>, Error> {
+        questions::unresolved(&self.door, id).await
     }
 
     async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error> {

@@ -16,6 +16,7 @@ mod doubts;
 mod file;
 mod operator;
 mod outbox;
+mod questions;
 mod records;
 mod row;
 mod show;
@@ -35,9 +36,9 @@ use self::records::Completer;
 use self::thread::{Role, Tx, Worker, checkpoints, connect};
 use super::batch::{Batcher, RunError, Turns, Work};
 use super::{
-    Acknowledgement, Acted, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion, Error,
-    EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal, RecordFilter,
-    RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Untold,
+    Acknowledgement, Acted, Asking, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion,
+    Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal,
+    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
 };
 use crate::fault::{self, Point};
 use crate::record::event::Event;
@@ -314,6 +315,15 @@ impl Store for Sqlite {
     async fn mark_dead(&self, only: Option<(&Scope, Fence)>, limit: u32) -> Result<u64, Error> {
         let only = only.map(|(scope, fence)| (scope.clone(), fence));
         self.pen.write(move |tx| records::mark_dead(tx, only.as_ref(), limit)).await
+    }
+
+    async fn questions(&self, asking: &[Asking], limit: u32) -> Result<Vec<Due>, Error> {
+        let asking = asking.to_vec();
+        self.lists.read(move |tx| questions::due(tx, &asking, limit)).await
+    }
+
+    async fn unresolved(&self, id: RecordId) -> Result<Option<Unresolved>, Error> {
+        self.reader.read(move |tx| questions::unresolved(tx, id)).await
     }
 
     async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error> {

@@ -35,6 +35,7 @@ mod fingerprint;
 mod functions;
 mod late;
 mod lease;
+mod lookup;
 mod outage;
 mod outcomes;
 mod overload;

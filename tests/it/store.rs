@@ -13,12 +13,12 @@ use oncegate::record::event::Event;
 use oncegate::record::event::doubt::{Doubt, News, Resolution};
 use oncegate::record::{
     Answer, Attempt, Change, Fence, Fingerprint, KeptBody, Key, Next, Operation, OwnerId, RecordId,
-    Scope, Spelling, State, Status, Tenant, transition,
+    Scope, Settle, Spelling, State, Status, Tenant, transition,
 };
 use oncegate::store::{
-    Acknowledgement, Beat, Changed, Claim, Claimed, Completion, EventFilter, EventStatus, Lane,
-    LateEnd, LateOutcome, Objection, Operator, Over, Proposal, RecordFilter, Redeliver, Reserved,
-    Settled, Store, Takeover, Untold, Verdict,
+    Acknowledgement, Asking, Beat, Changed, Claim, Claimed, Completion, EventFilter, EventStatus,
+    Lane, LateEnd, LateOutcome, Objection, Operator, Over, Proposal, RecordFilter, Redeliver,
+    Reserved, Settled, Store, Takeover, Untold, Verdict,
 };
 use uuid::Uuid;
 
@@ -64,6 +64,9 @@ on_every_store![
     a_doubt_is_told_once_and_its_end_once,
     a_doubts_end_says_who_ended_it,
     only_a_dead_owners_records_are_marked,
+    an_unknown_record_is_asked_about_by_one_at_a_time,
+    a_doubt_begins_when_the_outcome_is_lost_and_goes_on_through_questions,
+    the_upstream_is_left_alone_until_it_has_settled,
     an_ended_lease_is_never_renewed,
     sweeps_leave_everything_that_is_not_over,
     a_late_delivery_stays_visible_for_its_whole_retention,
@@ -85,6 +88,8 @@ type Tested = Arc<dyn Store>;
 
 const MINUTE: Duration = Duration::from_secs(60);
 const SOON: Duration = Duration::from_secs(10);
+/// The upstream may be asked at once.
+const NOW: Settle = Settle { lost: Duration::ZERO, orphaned: Duration::ZERO };
 
 fn deadline() -> Instant {
     Instant::now() + MINUTE
@@ -292,6 +297,11 @@ async fn made(store: &Tested, scope: &Scope, fence: Fence, change: Change) -> bo
             let from = Takeover::Unknown(fence);
             store.take_over(proposal, from).await.unwrap() == Changed::Yes
         }
+        Change::Ask => {
+            let proposal = proposal(scope, owner(store).await);
+            let from = Takeover::Question(fence, NOW);
+            store.take_over(proposal, from).await.unwrap() == Changed::Yes
+        }
         Change::OperatorComplete => {
             let completion = completion(scope, fence, vec![]);
             store.operator_complete(&completion, &somebody()).await.unwrap().is_ok()
@@ -329,6 +339,8 @@ async fn each_change_leads_where_the_transition_function_says(store: Tested) {
             let again = matches!(change, Change::Retry | Change::OperatorComplete);
             if next.is_some() && again {
                 assert_eq!(found.unwrap().fence.attempt, attempt.next(), "{case}");
+            } else if next.is_some() && change == Change::Ask {
+                assert_eq!(found.unwrap().fence, fence, "{case}");
             }
         }
     }
@@ -623,6 +635,123 @@ async fn only_a_dead_owners_records_are_marked(store: Tested) {
     assert_eq!(status(&store, &single).await, Some((Status::Unknown, 1)));
     assert_eq!(status(&store, &alive).await, Some((Status::InProgress, 1)));
     assert!(is_done(complete(&store, completion(&dead, dead_fence, vec![])).await));
+}
+
+/// Takes an unknown record to ask about it, as a new process.
+async fn asked(store: &Tested, scope: &Scope, fence: Fence, settle: Settle) -> Changed {
+    let by = owner(store).await;
+    store.take_over(proposal(scope, by), Takeover::Question(fence, settle)).await.unwrap()
+}
+
+async fn due(store: &Tested, settle: Settle, limit: u32) -> Vec<Fence> {
+    let operation = scope().operation;
+    let due = store.questions(&[Asking { operation, settle }], limit).await.unwrap();
+    due.into_iter().map(|due| due.fence).collect()
+}
+
+async fn an_unknown_record_is_asked_about_by_one_at_a_time(store: Tested) {
+    let scope = scope();
+    let fence = brought_to(&store, &scope, Status::Unknown, Attempt::FIRST.next()).await;
+    let asking = Asking { operation: scope.operation.clone(), settle: NOW };
+    let found = store.questions(std::slice::from_ref(&asking), 9).await.unwrap();
+    assert_eq!(found.len(), 1);
+    assert_eq!((&found[0].scope, found[0].fence), (&scope, fence));
+    assert_eq!(found[0].fingerprint, fingerprint(1));
+    assert_eq!(found[0].context.as_deref(), Some(b"{\"n\":1}".as_slice()));
+    let tasks: Vec<_> = (0..8)
+        .map(|_| {
+            let (store, scope) = (Arc::clone(&store), scope.clone());
+            tokio::spawn(async move { asked(&store, &scope, fence, NOW).await })
+        })
+        .collect();
+    let mut taken = 0;
+    for task in tasks {
+        taken += usize::from(task.await.unwrap() == Changed::Yes);
+    }
+    assert_eq!(taken, 1);
+    assert_eq!(status(&store, &scope).await, Some((Status::InProgress, 2)), "the same attempt");
+    assert!(store.questions(&[asking], 9).await.unwrap().is_empty(), "somebody asks");
+    assert_eq!(store.unresolved(fence.id).await.unwrap(), None);
+    let row = store.show_record(fence.id).await.unwrap().unwrap();
+    assert_eq!(row.context.as_deref(), Some(b"{\"n\":1}".as_slice()), "kept for the events");
+    assert!(is_done(complete(&store, completion(&scope, fence, vec![])).await));
+    assert!(due(&store, NOW, 9).await.is_empty());
+    let dead = OwnerId::fresh();
+    let from = Takeover::Question(fence, NOW);
+    assert_eq!(store.take_over(proposal(&scope, dead), from).await.unwrap(), Changed::No);
+}
+
+async fn a_doubt_begins_when_the_outcome_is_lost_and_goes_on_through_questions(store: Tested) {
+    let scope = scope();
+    let (mut fence, by) = held(&store, &scope).await;
+    assert_eq!(store.unresolved(fence.id).await.unwrap(), None);
+    store.mark_unknown(&scope, fence).await.unwrap();
+    let first = store.unresolved(fence.id).await.unwrap().unwrap();
+    assert_eq!((first.asked, first.orphaned), (0, false));
+    assert_eq!(first.next_ask_at, first.since);
+    assert_eq!(asked(&store, &scope, fence, NOW).await, Changed::Yes);
+    assert_eq!(store.mark_unknown(&scope, fence).await.unwrap(), Changed::Yes);
+    let second = store.unresolved(fence.id).await.unwrap().unwrap();
+    assert_eq!((second.asked, second.since), (1, first.since), "a question is no new doubt");
+    let pause = second.next_ask_at.duration_since(second.since).unwrap();
+    assert!(pause >= Duration::from_millis(500), "{pause:?}");
+    assert_eq!(asked(&store, &scope, fence, NOW).await, Changed::No, "not again at once");
+    assert!(due(&store, NOW, 9).await.is_empty());
+    // A later attempt that is known not to have executed leaves the doubt about the one before.
+    let taken = store.take_over(proposal(&scope, by), Takeover::Unknown(fence)).await.unwrap();
+    assert_eq!(taken, Changed::Yes);
+    fence.attempt = fence.attempt.next();
+    store.release(&scope, fence).await.unwrap();
+    let third = store.unresolved(fence.id).await.unwrap().unwrap();
+    assert_eq!((third.asked, third.since), (2, first.since));
+    // One that may have executed is a doubt of its own. The clocks of both stores count milliseconds.
+    store.take_over(proposal(&scope, by), Takeover::Unknown(fence)).await.unwrap();
+    fence.attempt = fence.attempt.next();
+    happens("time passes", SOON, async || {
+        third.since.elapsed().unwrap() > Duration::from_millis(5)
+    })
+    .await;
+    store.mark_unknown(&scope, fence).await.unwrap();
+    let last = store.unresolved(fence.id).await.unwrap().unwrap();
+    assert_eq!((last.asked, last.next_ask_at), (0, last.since));
+    assert!(last.since > first.since);
+}
+
+async fn the_upstream_is_left_alone_until_it_has_settled(store: Tested) {
+    let (lost, orphaned) = (scope(), scope());
+    let lost_fence = brought_to(&store, &lost, Status::Unknown, Attempt::FIRST).await;
+    let (orphan_fence, by) = held(&store, &orphaned).await;
+    store.retire(by).await.unwrap();
+    assert_eq!(store.mark_dead(None, 9).await.unwrap(), 1);
+    assert!(store.unresolved(orphan_fence.id).await.unwrap().unwrap().orphaned);
+    let only_lost = Settle { lost: Duration::ZERO, orphaned: MINUTE };
+    let only_orphaned = Settle { lost: MINUTE, orphaned: Duration::ZERO };
+    assert_eq!(due(&store, only_lost, 9).await, [lost_fence]);
+    assert_eq!(due(&store, only_orphaned, 9).await, [orphan_fence]);
+    assert_eq!(due(&store, NOW, 9).await, [lost_fence, orphan_fence]);
+    assert_eq!(due(&store, NOW, 1).await, [lost_fence], "the one that waits longest");
+    for (scope, fence, no, yes) in [
+        (&lost, lost_fence, only_orphaned, only_lost),
+        (&orphaned, orphan_fence, only_lost, only_orphaned),
+    ] {
+        assert_eq!(asked(&store, scope, fence, no).await, Changed::No);
+        assert_eq!(asked(&store, scope, fence, yes).await, Changed::Yes);
+    }
+    // Whoever asked dies: it is asked about later, and the doubt goes on.
+    let since = |doubt: Option<oncegate::store::Unresolved>| doubt.unwrap().since;
+    let scope = self::scope();
+    let (fence, by) = held(&store, &scope).await;
+    store.mark_unknown(&scope, fence).await.unwrap();
+    let before = since(store.unresolved(fence.id).await.unwrap());
+    let from = Takeover::Question(fence, NOW);
+    assert_eq!(store.take_over(proposal(&scope, by), from).await.unwrap(), Changed::Yes);
+    store.retire(by).await.unwrap();
+    assert_eq!(store.mark_dead(Some((&scope, fence)), 9).await.unwrap(), 1);
+    let after = store.unresolved(fence.id).await.unwrap().unwrap();
+    assert_eq!((after.since, after.asked, after.orphaned), (before, 1, false));
+    let other = Asking { operation: Operation::parse("other").unwrap(), settle: NOW };
+    assert!(store.questions(&[other], 9).await.unwrap().is_empty());
+    assert!(store.questions(&[], 9).await.unwrap().is_empty());
 }
 
 async fn an_ended_lease_is_never_renewed(store: Tested) {

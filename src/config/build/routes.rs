@@ -5,12 +5,17 @@
 //!
 //! What must stay true: a mistake in `[policy]` is noted even where no route uses it, and once, not per route.
 
+use std::time::Duration;
+
 use super::{
     BTreeMap, BTreeSet, Builder, Code, DAY, DEFAULT_UPSTREAM, Derive, File, HeaderName, Lists, MIB,
     Maybe, Method, OnUnknown, Operation, Pattern, Place, Placed, Policy, Route, RouteFacts, Routes,
-    SECOND, Source, Spec, StatusCode, Templates, Tenant, covers, file, fingerprint, payload_max,
-    read_code, read_header, read_method, same_answer, scope, unknown, upstream,
+    SECOND, Source, Spec, StatusCode, Templates, Tenant, covers, file, fingerprint, lookup,
+    payload_max, read_code, read_header, read_method, same_answer, scope, unknown, upstream,
 };
+
+/// How long the upstream may take, unless something else is said.
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A field of the route, else of the policy.
 fn pick<'f, T>(route: &'f Maybe<T>, policy: &'f Maybe<T>) -> &'f Maybe<T> {
@@ -22,8 +27,8 @@ fn pick_or<T: Clone>(route: &Maybe<T>, policy: &Maybe<T>, default: T) -> T {
 }
 
 /// What all routes share.
-struct Common<'f> {
-    file: &'f File,
+pub(super) struct Common<'f> {
+    pub(super) file: &'f File,
     sinks: &'f [String],
     upstreams: &'f BTreeMap<String, upstream::Settings>,
 }
@@ -39,7 +44,9 @@ impl Builder<'_> {
         let common = Common { file, sinks, upstreams };
         // [policy] alone, so that its mistakes are seen without a route.
         let none = file::Policy::default();
-        let _ = (self.scope(&none, &file.policy, ""), self.policy(&none, &file.policy));
+        let hold = OnUnknown::Hold;
+        let _ = (self.scope(&none, &file.policy, ""), self.policy(&none, &file.policy, hold));
+        self.check_on_unknown(&common);
         let _ = (self.outcome(&none, &file.policy), self.fingerprint(None, &file.policy));
         let made = if without_file { every_write() } else { Vec::new() };
         let raws = if without_file { &made } else { &file.routes };
@@ -129,13 +136,20 @@ impl Builder<'_> {
             return None;
         };
         let events = self.events(raw, &operation, common);
+        let timeout = pick_or(&raw.policy.timeout, &policy.timeout, TIMEOUT);
+        let asked = lookup::Route { own: &raw.policy, timeout, upstream };
+        let on_unknown = self.on_unknown(&asked, common);
+        let events = match &on_unknown {
+            OnUnknown::Lookup(lookup) => events.map(|events| events.beside(&lookup.template)),
+            OnUnknown::Hold | OnUnknown::Retry => events,
+        };
         let route = Route {
             operation,
             scope: self.scope(&raw.policy, policy, path),
             fingerprint: self.fingerprint(raw.policy.fingerprint.as_ref(), policy)?,
             outcome: self.outcome(&raw.policy, policy),
             events: events?,
-            policy: self.policy(&raw.policy, policy),
+            policy: self.policy(&raw.policy, policy, on_unknown),
             upstream: upstream.to_owned(),
         };
         Some((Pattern { methods, path: path.to_owned() }, route))
@@ -161,7 +175,16 @@ impl Builder<'_> {
     }
 
     fn route_upstream(&self, raw: &file::Route, common: &Common<'_>) -> String {
-        let Some(named) = &raw.upstream else { return DEFAULT_UPSTREAM.to_owned() };
+        let named = self.named_upstream(raw.upstream.as_ref(), common);
+        named.unwrap_or_else(|| DEFAULT_UPSTREAM.to_owned())
+    }
+
+    pub(super) fn named_upstream(
+        &self,
+        named: Option<&Placed<String>>,
+        common: &Common<'_>,
+    ) -> Option<String> {
+        let named = named?;
         let defined = named.value == DEFAULT_UPSTREAM
             || common.file.upstreams.iter().any(|(name, _)| *name == named.value);
         if !defined {
@@ -169,7 +192,7 @@ impl Builder<'_> {
             let hint = unknown("no such upstream", &named.value, names);
             self.notes.mistake(&named.place, hint);
         }
-        named.value.clone()
+        Some(named.value.clone())
     }
 
     fn events(
@@ -220,20 +243,11 @@ impl Builder<'_> {
         })
     }
 
-    fn policy(&self, route: &file::Policy, policy: &file::Policy) -> Policy {
+    fn policy(&self, route: &file::Policy, policy: &file::Policy, on_unknown: OnUnknown) -> Policy {
         for times in [route, policy] {
             self.above_zero(&times.timeout);
             self.above_zero(&times.retention);
         }
-        let on_unknown = |text: &str| match text {
-            "hold" => Ok(OnUnknown::Hold),
-            "retry" => Ok(OnUnknown::Retry),
-            "lookup" => {
-                Err("\"lookup\" is not supported yet; use \"hold\" or \"retry\"".to_owned())
-            }
-            _ => Err("must be \"hold\" or \"retry\"".to_owned()),
-        };
-        let chosen = pick(&route.on_unknown, &policy.on_unknown).as_ref();
         let mismatch = super::or(pick(&route.mismatch_status, &policy.mismatch_status), 409);
         let mismatch =
             u16::try_from(mismatch).ok().and_then(|code| StatusCode::from_u16(code).ok());
@@ -244,14 +258,12 @@ impl Builder<'_> {
         };
         Policy {
             wait: pick_or(&route.wait, &policy.wait, 10 * SECOND),
-            timeout: pick_or(&route.timeout, &policy.timeout, 30 * SECOND),
+            timeout: pick_or(&route.timeout, &policy.timeout, TIMEOUT),
             late_answer: pick_or(&route.late_answer, &policy.late_answer, 60 * SECOND),
             retention: pick_or(&route.retention, &policy.retention, DAY),
             request_body_max: pick_or(&route.max_request_body, &policy.max_request_body, MIB),
             response_body_max: pick_or(&route.max_response_body, &policy.max_response_body, MIB),
-            on_unknown: chosen
-                .and_then(|placed| self.checked(placed, on_unknown))
-                .unwrap_or(OnUnknown::Hold),
+            on_unknown,
             mismatch_status: mismatch.unwrap_or(StatusCode::CONFLICT),
             replay_drop,
         }

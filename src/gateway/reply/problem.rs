@@ -3,6 +3,7 @@
 //! A detail says what to do next. It shows no stored content, no SQL, no host of the inside and not which field differed.
 
 use std::borrow::Cow;
+use std::time::Duration;
 
 use http::header::{CONTENT_TYPE, RETRY_AFTER};
 use http::{HeaderValue, Response, StatusCode};
@@ -117,6 +118,8 @@ pub(in crate::gateway) struct Problem {
     status: StatusCode,
     detail: Cow<'static, str>,
     record: Option<RecordId>,
+    /// From and to how many seconds.
+    retry_after: Option<(u32, u32)>,
 }
 
 #[derive(Serialize)]
@@ -136,7 +139,8 @@ impl Problem {
     /// As the table has it.
     pub(in crate::gateway) fn new(name: Name) -> Self {
         let row = name.row();
-        Self { name, status: row.status, detail: Cow::Borrowed(row.detail), record: None }
+        let detail = Cow::Borrowed(row.detail);
+        Self { name, status: row.status, detail, record: None, retry_after: row.retry_after }
     }
 
     /// With this status instead of the table's.
@@ -148,6 +152,13 @@ impl Problem {
     /// With a detail of its own.
     pub(in crate::gateway) fn detail(mut self, detail: impl Into<Cow<'static, str>>) -> Self {
         self.detail = detail.into();
+        self
+    }
+
+    /// To be sent again after this long, or a little longer.
+    pub(in crate::gateway) fn after(mut self, wait: Duration) -> Self {
+        let seconds = u32::try_from(wait.as_secs().saturating_add(1)).unwrap_or(u32::MAX);
+        self.retry_after = Some((seconds, seconds.saturating_add(seconds / 4 + 1)));
         self
     }
 
@@ -208,7 +219,7 @@ impl Problem {
         if let Some(record) = self.record {
             name_record(headers, record);
         }
-        if let Some((least, most)) = row.retry_after {
+        if let Some((least, most)) = self.retry_after {
             headers.insert(RETRY_AFTER, HeaderValue::from(fastrand::u32(least..=most)));
         }
         response

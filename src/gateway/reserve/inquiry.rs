@@ -5,10 +5,10 @@
 //! end is not known is never taken for undone.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::{Ask, Desk, Lead, News, POLL_FIRST, Refusal, Replay, Unreserved, replay_of};
-use crate::record::{Attempt, Fence, Fingerprint, OwnerId, Record, RecordId, State};
+use crate::record::{Attempt, Fence, Fingerprint, OwnerId, Record, RecordId, Settle, State};
 use crate::route::OnUnknown;
 use crate::store::{Changed, Error, Proposal, Reserved, Takeover};
 use crate::telemetry::{self, causes};
@@ -29,8 +29,8 @@ pub(super) enum Step {
     Doubt(Fence),
     /// There is an answer.
     Replay(Arc<Replay>),
-    /// Nobody knows how the record ended.
-    Unknown(RecordId),
+    /// Nobody knows how the record ended; when more may be known.
+    Unknown(RecordId, Option<Duration>),
     /// It tells its caller no.
     Refuse(Refusal),
     /// The row moved on: propose again.
@@ -175,12 +175,28 @@ impl<'a> Inquiry<'a> {
     }
 
     async fn meet_unknown(&mut self, fence: Fence, fingerprint: Fingerprint) -> Step {
-        match self.ask.on_unknown {
-            OnUnknown::Retry if !self.saw_running => {
-                self.take_over(Takeover::Unknown(fence), fingerprint).await
-            }
-            OnUnknown::Retry | OnUnknown::Hold => Step::Unknown(fence.id),
+        if self.saw_running {
+            return Step::Unknown(fence.id, None);
         }
+        match &self.ask.on_unknown {
+            OnUnknown::Hold => Step::Unknown(fence.id, None),
+            OnUnknown::Retry => self.take_over(Takeover::Unknown(fence), fingerprint).await,
+            OnUnknown::Lookup(lookup) => match self.unsettled(fence.id, lookup.settle).await {
+                Ok(Duration::ZERO) => self.take_over(Takeover::Unknown(fence), fingerprint).await,
+                Ok(left) => Step::Unknown(fence.id, Some(left)),
+                Err(error) => unavailable(&error, Unreserved::Perhaps),
+            },
+        }
+    }
+
+    /// How long the upstream has to be left alone still. It stays as it is while the attempt is unknown.
+    async fn unsettled(&self, record: RecordId, settle: Settle) -> Result<Duration, Error> {
+        let left = match self.desk.store.unresolved(record).await? {
+            Some(doubt) if doubt.orphaned => settle.orphaned.saturating_sub(doubt.age),
+            Some(doubt) => settle.lost.saturating_sub(doubt.age),
+            None => settle.orphaned,
+        };
+        Ok(left)
     }
 
     async fn meet_running(
@@ -211,7 +227,7 @@ impl<'a> Inquiry<'a> {
         }
     }
 
-    async fn take_over(&self, from: Takeover, fingerprint: Fingerprint) -> Step {
+    pub(super) async fn take_over(&self, from: Takeover, fingerprint: Fingerprint) -> Step {
         if self.desk.settler.spill().is_full() {
             return self.no_room();
         }
@@ -220,6 +236,7 @@ impl<'a> Inquiry<'a> {
         let taken = match from {
             Takeover::Expired(_) => Fence { id: proposal.id, attempt: Attempt::FIRST },
             Takeover::Unknown(fence) => Fence { id: fence.id, attempt: fence.attempt.next() },
+            Takeover::Question(fence, _) => fence,
         };
         let deadline = Instant::now() + self.desk.settings.reserve_timeout;
         let mut doubt = false;

@@ -46,6 +46,9 @@ pub(crate) enum Debt {
     /// A reservation that may still be committed by a backend that was lost: deleted, again and again, until
     /// that backend cannot commit any more.
     Withdraw { scope: Scope, fence: Fence, window: Duration },
+    /// A takeover for a question that may still be committed in the same way: unknown again. The attempt itself may have
+    /// executed, so it is never deleted.
+    Unask { scope: Scope, fence: Fence, window: Duration },
     /// An outcome whose record has gone on.
     Late(Box<LateOutcome>),
 }
@@ -65,8 +68,11 @@ impl Debt {
     fn paid(self) {
         match self {
             Self::Complete { keeping, .. } => keeping.paid(),
-            Self::Unknown { .. } | Self::Release { .. } | Self::Withdraw { .. } | Self::Late(_) => {
-            }
+            Self::Unknown { .. }
+            | Self::Release { .. }
+            | Self::Withdraw { .. }
+            | Self::Unask { .. }
+            | Self::Late(_) => {}
         }
     }
 }
@@ -245,16 +251,27 @@ impl Settler {
                 Ok(Ending::LookAgain)
             }
             Debt::Withdraw { scope, fence, window } => {
-                let until = Instant::now() + *window;
-                loop {
-                    // Found and deleted: it had been committed, and cannot be once more.
-                    let found = self.store.release(scope, *fence).await? == Changed::Yes;
-                    if found || Instant::now() >= until {
-                        return Ok(Ending::LookAgain);
-                    }
-                    tokio::time::sleep(WITHDRAW_EVERY.min(*window)).await;
-                }
+                self.undo(*window, || self.store.release(scope, *fence)).await
             }
+            Debt::Unask { scope, fence, window } => {
+                self.undo(*window, || self.store.mark_unknown(scope, *fence)).await
+            }
+        }
+    }
+
+    /// Undoes what may still be committed, again and again.
+    async fn undo<F>(&self, window: Duration, undo: impl Fn() -> F) -> Result<Ending, Error>
+    where
+        F: Future<Output = Result<Changed, Error>>,
+    {
+        let until = Instant::now() + window;
+        loop {
+            // Found and undone: it had been committed, and cannot be once more.
+            let found = undo().await? == Changed::Yes;
+            if found || Instant::now() >= until {
+                return Ok(Ending::LookAgain);
+            }
+            tokio::time::sleep(WITHDRAW_EVERY.min(window)).await;
         }
     }
 

@@ -7,8 +7,8 @@ use http::HeaderMap;
 use minijinja::value::{Serde, Value};
 use serde_json::{Map, Value as Json, json};
 
-use super::{Origin, RequestParts};
-use crate::record::KeptBody;
+use super::RequestParts;
+use crate::record::{Answer, KeptBody, RecordId, Scope};
 
 /// Longest context, in bytes.
 const CONTEXT_MAX: usize = 64 * 1024;
@@ -80,10 +80,32 @@ fn headers(headers: &HeaderMap) -> Json {
     Json::Object(map)
 }
 
-/// The variables of a record's templates.
-pub(super) fn variables(origin: &Origin<'_>) -> Value {
-    let context = origin.context.and_then(|bytes| serde_json::from_slice::<Json>(bytes).ok());
-    let answer = origin.answer;
+/// Of which record templates speak.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::record) struct Subject<'a> {
+    pub(in crate::record) record: RecordId,
+    pub(in crate::record) scope: &'a Scope,
+    pub(in crate::record) context: Option<&'a [u8]>,
+}
+
+/// What is known of a record, and of an answer where there is one.
+pub(in crate::record) fn of(subject: &Subject<'_>, answer: Option<&Answer>) -> Json {
+    let mut known = json!({
+        "tenant": subject.scope.tenant.as_str(),
+        "operation": subject.scope.operation.as_str(),
+        "key": subject.scope.key.as_str(),
+        "record": subject.record.to_string(),
+    });
+    let context = subject.context.and_then(|bytes| serde_json::from_slice::<Json>(bytes).ok());
+    let request = context.as_ref().and_then(|context| context.get("request"));
+    if let Json::Object(known) = &mut known {
+        known.extend(request.map(|request| ("request".to_owned(), request.clone())));
+        known.extend(answer.map(|answer| ("response".to_owned(), response(answer))));
+    }
+    known
+}
+
+fn response(answer: &Answer) -> Json {
     let (json, text) = match &answer.body {
         KeptBody::Whole(body) => (
             serde_json::from_slice(body).unwrap_or(Json::Null),
@@ -91,21 +113,15 @@ pub(super) fn variables(origin: &Origin<'_>) -> Value {
         ),
         KeptBody::NotRetained => (Json::Null, Json::Null),
     };
-    let mut variables = json!({
-        "response": {
-            "status": answer.status.as_u16(),
-            "headers": headers(&answer.headers),
-            "json": json,
-            "text": text,
-        },
-        "tenant": origin.scope.tenant.as_str(),
-        "operation": origin.scope.operation.as_str(),
-        "key": origin.scope.key.as_str(),
-        "record": origin.record.to_string(),
-    });
-    let request = context.as_ref().and_then(|context| context.get("request"));
-    if let (Some(request), Json::Object(variables)) = (request, &mut variables) {
-        variables.insert("request".to_owned(), request.clone());
-    }
-    Value::from(Serde(&variables))
+    json!({
+        "status": answer.status.as_u16(),
+        "headers": headers(&answer.headers),
+        "json": json,
+        "text": text,
+    })
+}
+
+/// The same as variables of templates.
+pub(in crate::record) fn values(known: &Json) -> Value {
+    Value::from(Serde(known))
 }

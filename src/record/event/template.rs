@@ -4,16 +4,20 @@
 //! and whatever goes wrong is an error text, never a panic.
 
 use std::collections::{BTreeSet, HashSet};
+use std::fmt;
 use std::io;
 use std::sync::{Arc, LazyLock};
 
 use minijinja::value::{Value, ValueKind};
-use minijinja::{Environment, UndefinedBehavior};
+use minijinja::{Environment, Error, ErrorKind, Output, State, UndefinedBehavior};
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 
 /// Longest text that one template may write, in bytes.
 const TEXT_MAX: usize = 1024 * 1024;
 /// What an expression may name.
 const ROOTS: [&str; 6] = ["request", "response", "tenant", "operation", "key", "record"];
+/// What stands for itself in a path or a query (RFC 3986, 2.3); everything else is encoded.
+const PIECE: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
 /// What is known of a request.
 const REQUEST: [&str; 7] = ["method", "path", "query", "headers", "params", "json", "form"];
 
@@ -27,8 +31,18 @@ fn environment() -> Environment<'static> {
     environment
 }
 
+/// Writes a value as one piece of a path or a query: nothing in it ends the piece, and it is never empty.
+fn write_piece(out: &mut Output<'_>, _: &mut State<'_, '_>, value: &Value) -> Result<(), Error> {
+    let plain = matches!(value.kind(), ValueKind::String | ValueKind::Number | ValueKind::Bool);
+    let text = if plain { value.to_string() } else { String::new() };
+    if text.is_empty() {
+        return Err(Error::new(ErrorKind::InvalidOperation, "nothing to put into a path"));
+    }
+    write!(out, "{}", utf8_percent_encode(&text, PIECE)).map_err(Error::from)
+}
+
 #[derive(Debug)]
-pub(super) struct Expression {
+pub(in crate::record) struct Expression {
     source: String,
     compiled: minijinja::Expression<'static, 'static>,
 }
@@ -43,11 +57,20 @@ impl Expression {
         Ok(value)
     }
 
-    pub(super) fn is_true(&self, variables: &Value) -> Result<bool, String> {
+    pub(in crate::record) fn is_true(&self, variables: &Value) -> Result<bool, String> {
         self.value(variables).map(|value| value.is_true())
     }
 
-    pub(super) fn elements(&self, variables: &Value, max: usize) -> Result<Vec<Value>, String> {
+    /// The dotted names in it.
+    pub(in crate::record) fn names(&self) -> HashSet<String> {
+        self.compiled.undeclared_variables(true)
+    }
+
+    pub(in crate::record) fn elements(
+        &self,
+        variables: &Value,
+        max: usize,
+    ) -> Result<Vec<Value>, String> {
         let value = self.value(variables)?;
         if !matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable) {
             return Err(format!("{}: it is not a list", self.source));
@@ -73,13 +96,13 @@ fn failed(source: &str, error: &minijinja::Error) -> String {
 
 /// A text with expressions in it.
 #[derive(Debug)]
-pub(super) enum Text {
+pub(in crate::record) enum Text {
     Fixed(String),
     Template { source: String, environment: Arc<Environment<'static>> },
 }
 
 impl Text {
-    pub(super) fn render(&self, variables: &Value) -> Result<String, String> {
+    pub(in crate::record) fn render(&self, variables: &Value) -> Result<String, String> {
         let (source, environment) = match self {
             Self::Fixed(text) => return Ok(text.clone()),
             Self::Template { source, environment } => (source, environment),
@@ -110,7 +133,7 @@ impl io::Write for Bounded {
 }
 
 #[derive(Debug)]
-pub(super) enum Leaf {
+pub(in crate::record) enum Leaf {
     Value(serde_json::Value),
     Expression(Expression),
     Text(Text),
@@ -118,14 +141,14 @@ pub(super) enum Leaf {
 
 /// A payload.
 #[derive(Debug)]
-pub(super) enum Tree {
+pub(in crate::record) enum Tree {
     Leaf(Leaf),
     List(Vec<Self>),
     Members(Vec<(String, Self)>),
 }
 
 impl Tree {
-    pub(super) fn render(&self, variables: &Value) -> Result<serde_json::Value, String> {
+    pub(in crate::record) fn render(&self, variables: &Value) -> Result<serde_json::Value, String> {
         match self {
             Self::Leaf(Leaf::Value(value)) => Ok(value.clone()),
             Self::Leaf(Leaf::Expression(expression)) => expression.json(variables),
@@ -140,28 +163,58 @@ impl Tree {
 }
 
 /// The variables of one element: those of the record, `item` and `index`.
-pub(super) fn with_element(variables: &Value, item: Value, index: usize) -> Value {
+pub(in crate::record) fn with_element(variables: &Value, item: Value, index: usize) -> Value {
     let index = Value::from(index);
     minijinja::context! { item, index, ..variables.clone() }
 }
 
+/// A field that cannot be used, and why.
+#[derive(Debug)]
+pub(in crate::record) struct Wrong {
+    /// Of which event; empty: of none.
+    pub(in crate::record) event: String,
+    pub(in crate::record) field: String,
+    text: String,
+    error: String,
+}
+
+impl fmt::Display for Wrong {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if !self.event.is_empty() {
+            write!(f, "event {:?}: ", self.event)?;
+        }
+        write!(f, "{} {:?}: {}", self.field, self.text, self.error)
+    }
+}
+
 /// Compiles a route's templates, and collects what they name of the request and what is wrong with them.
 #[derive(Debug, Default)]
-pub(super) struct Compiler {
+pub(in crate::record) struct Compiler {
     /// The event that is compiled now.
-    pub(super) event: String,
+    pub(in crate::record) event: String,
     /// Whether `item` and `index` are known.
-    pub(super) in_element: bool,
-    pub(super) needs: BTreeSet<String>,
-    pub(super) errors: Vec<String>,
+    pub(in crate::record) in_element: bool,
+    /// There is no `response` yet.
+    pub(in crate::record) before_answer: bool,
+    pub(in crate::record) needs: BTreeSet<String>,
+    pub(in crate::record) errors: Vec<Wrong>,
 }
 
 impl Compiler {
-    pub(super) fn wrong(&mut self, field: &str, text: &str, error: &str) {
-        self.errors.push(format!("event {:?}: {field} {text:?}: {error}", self.event));
+    pub(in crate::record) fn wrong(&mut self, field: &str, text: &str, error: &str) {
+        self.errors.push(Wrong {
+            event: self.event.clone(),
+            field: field.to_owned(),
+            text: text.to_owned(),
+            error: error.to_owned(),
+        });
     }
 
-    pub(super) fn expression(&mut self, field: &str, source: Option<&str>) -> Option<Expression> {
+    pub(in crate::record) fn expression(
+        &mut self,
+        field: &str,
+        source: Option<&str>,
+    ) -> Option<Expression> {
         let source = source?;
         match ENVIRONMENT.compile_expression_owned(source.to_owned()) {
             Ok(compiled) => {
@@ -175,12 +228,30 @@ impl Compiler {
         }
     }
 
-    pub(super) fn text(&mut self, field: &str, source: Option<&str>) -> Option<Text> {
-        let source = source?;
+    pub(in crate::record) fn text(&mut self, field: &str, source: Option<&str>) -> Option<Text> {
+        self.text_in(environment(), field, source?)
+    }
+
+    /// Path and query, in which each value is one piece.
+    pub(in crate::record) fn path(&mut self, field: &str, source: &str) -> Option<Text> {
+        if !source.starts_with('/') || source.contains('#') {
+            self.wrong(field, source, "it must begin with a slash, and hold no '#'");
+            return None;
+        }
+        let mut environment = environment();
+        environment.set_formatter(write_piece);
+        self.text_in(environment, field, source)
+    }
+
+    fn text_in(
+        &mut self,
+        mut environment: Environment<'static>,
+        field: &str,
+        source: &str,
+    ) -> Option<Text> {
         if !["{{", "{%", "{#"].iter().any(|mark| source.contains(mark)) {
             return Some(Text::Fixed(source.to_owned()));
         }
-        let mut environment = environment();
         if let Err(error) = environment.add_template_owned("", source.to_owned()) {
             self.wrong(field, source, &error.to_string());
             return None;
@@ -191,7 +262,7 @@ impl Compiler {
         Some(Text::Template { source: source.to_owned(), environment })
     }
 
-    pub(super) fn tree(&mut self, field: &str, tree: &serde_json::Value) -> Tree {
+    pub(in crate::record) fn tree(&mut self, field: &str, tree: &serde_json::Value) -> Tree {
         match tree {
             serde_json::Value::String(text) => Tree::Leaf(self.leaf(field, text)),
             serde_json::Value::Array(items) => {
@@ -229,7 +300,7 @@ impl Compiler {
         names.sort_unstable();
         for name in names {
             let (root, rest) = name.split_once('.').unwrap_or((&name, ""));
-            let known = ROOTS.contains(&root)
+            let known = (ROOTS.contains(&root) && !(self.before_answer && root == "response"))
                 || functions.contains(root)
                 || (self.in_element && matches!(root, "item" | "index"));
             if !known {

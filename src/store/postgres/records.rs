@@ -16,7 +16,7 @@ use uuid::Uuid;
 use super::door::{Door, Effect, Lane, Param, Params};
 use super::rows::{self, attempt, get, record_columns, unreadable};
 use super::seconds;
-use crate::record::{Attempt, Fence, Record, RecordId, Scope};
+use crate::record::{Attempt, Fence, Record, RecordId, Scope, Settle};
 use crate::store::batch::{RunError, Work};
 use crate::store::{Changed, Error, Proposal, Reserved, Takeover};
 
@@ -248,6 +248,20 @@ WITH taken AS (
     RETURNING r.id)
 SELECT count(*) AS count FROM taken";
 
+// Whoever asks holds the record as whoever executes it does, so that one at a time asks.
+const TAKE_OVER_QUESTION: &str = "-- take_over_question
+WITH taken AS (
+    UPDATE idempotency_records r SET status = 'in_progress', owner = $6
+    FROM oncegate_unknown u
+    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
+      AND r.status = 'unknown' AND u.id = r.id AND u.next_ask_at <= clock_timestamp()
+      AND u.since + make_interval(secs => CASE WHEN u.orphaned THEN $8 ELSE $7 END)
+          <= clock_timestamp()
+      AND EXISTS (SELECT FROM oncegate_owners o
+                  WHERE o.owner = $6 AND o.lease_until > clock_timestamp())
+    RETURNING r.id)
+SELECT count(*) AS count FROM taken";
+
 pub(super) async fn take_over(
     door: &Door,
     proposal: &Proposal,
@@ -256,6 +270,7 @@ pub(super) async fn take_over(
     let (sql, fence) = match from {
         Takeover::Expired(fence) => (TAKE_OVER_EXPIRED, fence),
         Takeover::Unknown(fence) => (TAKE_OVER_UNKNOWN, fence),
+        Takeover::Question(fence, settle) => return ask(door, proposal, fence, settle).await,
     };
     let fenced = Fenced::new(&proposal.scope, fence);
     let id = Uuid::from(proposal.id);
@@ -282,6 +297,22 @@ pub(super) async fn take_over(
         return changed(door.change(sql, &params).await?);
     }
     Ok(taken)
+}
+
+async fn ask(
+    door: &Door,
+    proposal: &Proposal,
+    fence: Fence,
+    settle: Settle,
+) -> Result<Changed, Error> {
+    let fenced = Fenced::new(&proposal.scope, fence);
+    let owner = Uuid::from(proposal.owner);
+    let (lost, orphaned) = (seconds(settle.lost), seconds(settle.orphaned));
+    let mut params = fenced.params();
+    params.push((&owner, Type::UUID));
+    params.push((&lost, Type::FLOAT8));
+    params.push((&orphaned, Type::FLOAT8));
+    changed(door.change(TAKE_OVER_QUESTION, &params).await?)
 }
 
 const FIND: &str = concat!(

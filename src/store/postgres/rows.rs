@@ -52,7 +52,7 @@ pub(super) fn fence(row: &Row) -> Result<Fence, Error> {
     Ok(Fence { id: id.into(), attempt: Attempt::from_number(unsigned(attempt)) })
 }
 
-fn fingerprint(row: &Row) -> Result<Fingerprint, Error> {
+pub(super) fn fingerprint(row: &Row) -> Result<Fingerprint, Error> {
     fn array<const N: usize>(row: &Row, column: &str) -> Result<[u8; N], Error> {
         get::<&[u8]>(row, column)?
             .try_into()
@@ -70,7 +70,7 @@ pub(super) fn status(row: &Row) -> Result<Status, Error> {
     Status::parse(text).ok_or_else(|| unreadable(format!("no such status: {text}")))
 }
 
-fn scope(row: &Row, key: &str) -> Result<Scope, Error> {
+pub(super) fn scope(row: &Row, key: &str) -> Result<Scope, Error> {
     Ok(Scope {
         tenant: Tenant::stored(get(row, "tenant_id")?),
         operation: Operation::stored(get(row, "operation")?),

@@ -8,9 +8,9 @@ use std::time::Duration;
 use rusqlite::params;
 
 use super::super::{Beat, Changed, Completion, Proposal, Reserved, Settled, Takeover};
-use super::outbox;
 use super::row::{self, micros, record_columns};
 use super::thread::Tx;
+use super::{outbox, questions};
 use crate::fault::{self, Point};
 use crate::record::{
     Answer, Attempt, Fence, KeptBody, OwnerId, Record, Scope, State, encode_headers,
@@ -117,6 +117,7 @@ pub(super) fn take_over(
     match from {
         Takeover::Expired(fence) => take_over_expired(tx, proposal, fence),
         Takeover::Unknown(fence) => take_over_unknown(tx, proposal, fence),
+        Takeover::Question(fence, settle) => questions::take_over(tx, proposal, fence, settle),
     }
 }
 
@@ -181,7 +182,7 @@ fn take_over_unknown(tx: &Tx<'_>, proposal: &Proposal, fence: Fence) -> rusqlite
     Ok(changed(taken))
 }
 
-fn changed(rows: usize) -> Changed {
+pub(super) fn changed(rows: usize) -> Changed {
     if rows == 0 { Changed::No } else { Changed::Yes }
 }
 

@@ -192,6 +192,12 @@ impl Store for Fake {
         self.judged.fetch_add(1, Ordering::SeqCst);
         Ok(0)
     }
+    async fn questions(&self, _: &[Asking], _: u32) -> Result<Vec<Due>, Error> {
+        no()
+    }
+    async fn unresolved(&self, _: RecordId) -> Result<Option<Unresolved>, Error> {
+        no()
+    }
     async fn note_late_outcome(&self, _: &LateOutcome) -> Result<(), Error> {
         no()
     }

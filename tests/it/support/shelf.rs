@@ -15,9 +15,9 @@ use oncegate::record::{
     Scope, Spelling, Status, Tenant,
 };
 use oncegate::store::{
-    Acknowledgement, Acted, AuditRow, Beat, Changed, Claim, Claimed, Completion, Error,
-    EventFilter, EventRow, EventStatus, Gauges, LateOutcome, Objection, Operator, Proposal,
-    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Untold,
+    Acknowledgement, Acted, Asking, AuditRow, Beat, Changed, Claim, Claimed, Completion, Due,
+    Error, EventFilter, EventRow, EventStatus, Gauges, LateOutcome, Objection, Operator, Proposal,
+    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
 };
 use uuid::Uuid;
 
@@ -311,6 +311,13 @@ impl Store for Shelf {
     }
     async fn mark_dead(&self, _: Option<(&Scope, Fence)>, _: u32) -> Result<u64, Error> {
         Err(unavailable())
+    }
+    async fn questions(&self, _: &[Asking], _: u32) -> Result<Vec<Due>, Error> {
+        Err(unavailable())
+    }
+    async fn unresolved(&self, _: RecordId) -> Result<Option<Unresolved>, Error> {
+        self.reach().await?;
+        Ok(None)
     }
     async fn note_late_outcome(&self, _: &LateOutcome) -> Result<(), Error> {
         Err(unavailable())

@@ -1,0 +1,69 @@
+//! About which unknown records the upstream may be asked, by what `oncegate_unknown` holds of them.
+
+use bytes::Bytes;
+use tokio_postgres::Row;
+use tokio_postgres::types::Type;
+use uuid::Uuid;
+
+use super::door::{Door, Params};
+use super::rows::{self, duration, get};
+use super::seconds;
+use crate::record::RecordId;
+use crate::store::{Asking, Due, Error, Unresolved};
+
+// The list is short; LATERAL with OFFSET keeps the planner to one look-up by id for each row of it, whatever it
+// believes of the tables.
+const QUESTIONS: &str = "-- questions
+SELECT r.tenant_id, r.operation, r.key, r.id, r.attempt, r.request_hash, r.raw_hash, r.recipe,
+       r.request_context
+FROM oncegate_unknown u
+CROSS JOIN LATERAL (
+    SELECT * FROM idempotency_records r WHERE r.id = u.id AND r.status = 'unknown' OFFSET 0) r
+JOIN unnest($1::text[], $2::float8[], $3::float8[]) AS a(operation, lost, orphaned)
+  ON a.operation = r.operation
+WHERE u.next_ask_at <= (SELECT clock_timestamp())
+  AND u.since + make_interval(secs => CASE WHEN u.orphaned THEN a.orphaned ELSE a.lost END)
+      <= (SELECT clock_timestamp())
+ORDER BY u.next_ask_at, u.id LIMIT $4";
+
+pub(super) async fn due(door: &Door, asking: &[Asking], limit: u32) -> Result<Vec<Due>, Error> {
+    let operations: Vec<&str> = asking.iter().map(|asking| asking.operation.as_str()).collect();
+    let lost: Vec<f64> = asking.iter().map(|asking| seconds(asking.settle.lost)).collect();
+    let orphaned: Vec<f64> = asking.iter().map(|asking| seconds(asking.settle.orphaned)).collect();
+    let limit = i64::from(limit);
+    let params: Params<'_> = &[
+        (&operations, Type::TEXT_ARRAY),
+        (&lost, Type::FLOAT8_ARRAY),
+        (&orphaned, Type::FLOAT8_ARRAY),
+        (&limit, Type::INT8),
+    ];
+    let read = |row: &Row| {
+        Ok(Due {
+            scope: rows::scope(row, "key")?,
+            fence: rows::fence(row)?,
+            fingerprint: rows::fingerprint(row)?,
+            context: get::<Option<&[u8]>>(row, "request_context")?.map(Bytes::copy_from_slice),
+        })
+    };
+    door.read(QUESTIONS, params).await?.iter().map(read).collect()
+}
+
+const UNRESOLVED: &str = "-- unresolved
+SELECT u.since, u.orphaned, u.asked, u.next_ask_at,
+       extract(epoch FROM clock_timestamp() - u.since)::float8 AS age
+FROM idempotency_records r JOIN oncegate_unknown u ON u.id = r.id
+WHERE r.id = $1 AND r.status = 'unknown'";
+
+pub(super) async fn unresolved(door: &Door, id: RecordId) -> Result<Option<Unresolved>, Error> {
+    let rows = door.read(UNRESOLVED, &[(&Uuid::from(id), Type::UUID)]).await?;
+    let read = |row: &Row| {
+        Ok(Unresolved {
+            since: get(row, "since")?,
+            age: duration(get(row, "age")?),
+            orphaned: get(row, "orphaned")?,
+            asked: rows::unsigned(get(row, "asked")?),
+            next_ask_at: get(row, "next_ask_at")?,
+        })
+    };
+    rows.first().map(read).transpose()
+}

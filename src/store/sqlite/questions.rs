@@ -1,0 +1,86 @@
+//! About which unknown records the upstream may be asked, by what `oncegate_unknown` holds of them.
+
+use rusqlite::{Row, params};
+
+use super::super::{Asking, Changed, Due, Proposal, Unresolved};
+use super::records::changed;
+use super::row::{self, left, micros};
+use super::thread::Tx;
+use crate::record::{Fence, RecordId, Scope, Settle};
+
+pub(super) fn due(tx: &Tx<'_>, asking: &[Asking], limit: u32) -> rusqlite::Result<Vec<Due>> {
+    const SQL: &str = "SELECT u.next_ask_at, r.tenant_id, r.operation, r.key, r.id, r.attempt,
+          r.request_hash, r.raw_hash, r.recipe, r.request_context
+        FROM oncegate_unknown u CROSS JOIN idempotency_records r ON r.id = u.id
+        WHERE r.status = 'unknown' AND r.operation = ?2 AND u.next_ask_at <= ?1
+          AND u.since + iif(u.orphaned, ?4, ?3) <= ?1
+        ORDER BY u.next_ask_at, u.id LIMIT ?5";
+    let read = |row: &Row<'_>| {
+        let due = Due {
+            scope: row::scope(row, 1)?,
+            fence: row::fence(row, 4)?,
+            fingerprint: row::fingerprint(row, 6)?,
+            context: row.get::<_, Option<Vec<u8>>>(9)?.map(Into::into),
+        };
+        Ok((row.get::<_, i64>(0)?, due))
+    };
+    let mut all = Vec::new();
+    for Asking { operation, settle } in asking {
+        let (lost, orphaned) = (micros(settle.lost), micros(settle.orphaned));
+        all.extend(tx.rows(
+            SQL,
+            params![tx.now, operation.as_str(), lost, orphaned, limit],
+            read,
+        )?);
+    }
+    all.sort_by_key(|(next_ask_at, _)| *next_ask_at);
+    all.truncate(usize::try_from(limit).unwrap_or(usize::MAX));
+    Ok(all.into_iter().map(|(_, due)| due).collect())
+}
+
+/// Whoever asks holds the record as whoever executes it does, so that one at a time asks.
+pub(super) fn take_over(
+    tx: &Tx<'_>,
+    proposal: &Proposal,
+    fence: Fence,
+    settle: Settle,
+) -> rusqlite::Result<Changed> {
+    const SQL: &str = "UPDATE idempotency_records SET status = 'in_progress', owner = ?1
+        WHERE tenant_id = ?2 AND operation = ?3 AND key = ?4 AND id = ?5 AND attempt = ?6
+          AND status = 'unknown'
+          AND EXISTS (SELECT 1 FROM oncegate_unknown u WHERE u.id = ?5 AND u.next_ask_at <= ?7
+            AND u.since + iif(u.orphaned, ?9, ?8) <= ?7)
+          AND EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?1 AND lease_until > ?7)";
+    let Scope { tenant, operation, key } = &proposal.scope;
+    let taken = tx.execute(
+        SQL,
+        params![
+            proposal.owner.to_string(),
+            tenant.as_str(),
+            operation.as_str(),
+            key.as_str(),
+            fence.id.to_string(),
+            fence.attempt.number(),
+            tx.now,
+            micros(settle.lost),
+            micros(settle.orphaned),
+        ],
+    )?;
+    Ok(changed(taken))
+}
+
+pub(super) fn unresolved(tx: &Tx<'_>, id: RecordId) -> rusqlite::Result<Option<Unresolved>> {
+    const SQL: &str = "SELECT u.since, u.orphaned, u.asked, u.next_ask_at
+        FROM idempotency_records r JOIN oncegate_unknown u ON u.id = r.id
+        WHERE r.id = ?1 AND r.status = 'unknown'";
+    tx.first(SQL, [id.to_string()], |row| {
+        let since: i64 = row.get(0)?;
+        Ok(Unresolved {
+            since: row::time(since),
+            age: left(tx.now, since),
+            orphaned: row.get(1)?,
+            asked: row.get(2)?,
+            next_ask_at: row::time(row.get(3)?),
+        })
+    })
+}
