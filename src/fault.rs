@@ -119,6 +119,10 @@ named! {
         AnswerBody = "answer-body",
         /// An answer came after its time-out; the caller has its 504, and the record says `unknown`.
         LateAnswer = "late-answer",
+        /// The database did not take the outcome, and it is about to be written to the spill.
+        Spilling = "spilling",
+        /// It is in the spill, synced (or did not fit); nobody has been told.
+        Spilled = "spilled",
         /// The end is durable (or owed), the caller has nothing yet.
         BeforeReply = "before-reply",
         /// A caller's socket took bytes of an answer. Passed at each write.

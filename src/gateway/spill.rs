@@ -37,6 +37,7 @@ use self::disk::Held;
 pub use self::drain::DrainError;
 use self::format::{FileHead, Place};
 use self::writer::{Order, Writer};
+use crate::fault::{self, Point};
 use crate::record::Fingerprint;
 use crate::store::Completion;
 use crate::telemetry::{Drained, Metrics};
@@ -130,10 +131,12 @@ impl Spill {
         let record = completion.fence.id;
         let (reply, told) = oneshot::channel();
         let body = format::encode(completion, fingerprint);
+        fault::point(Point::Spilling).await;
         let kept = match self.orders.try_send(Order::Keep { body, reply }) {
             Ok(()) => told.await.unwrap_or(Err(NotKept::Closed)),
             Err(_) => Err(NotKept::Closed),
         };
+        fault::point(Point::Spilled).await;
         match kept {
             Ok(place) => {
                 tracing::info!(%record, "an outcome that the database did not take is in the spill");
