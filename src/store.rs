@@ -677,7 +677,7 @@ pub trait Store: Send + Sync + 'static {
     /// By which id a spill knows this database again: random, made with the schema.
     async fn database_id(&self) -> Result<Uuid, Error>;
 
-    /// Whether the database answers.
+    /// Whether the database answers and takes writes, and whoever writes to it here is alive.
     async fn ping(&self) -> Result<(), Error>;
 
     /// How much stands in the store.

@@ -85,6 +85,9 @@ impl Turns {
     }
 }
 
+/// Why nothing is done any more.
+const ENDED: &str = "the store's worker has ended: restart the process";
+
 const QUEUED: u8 = 0;
 const BEGUN: u8 = 1;
 const WITHDRAWN: u8 = 2;
@@ -106,6 +109,17 @@ impl<W: Work> Batcher<W> {
     pub fn new(work: W, turns: Turns) -> (Self, impl Future<Output = ()> + Send) {
         let (queue, jobs) = mpsc::channel(QUEUE_MAX);
         (Self { queue }, work_off(work, jobs, turns))
+    }
+
+    /// Whether there is still a worker. One that panicked never comes back: the process must be replaced.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] where it has ended.
+    pub fn works(&self) -> Result<(), Error> {
+        if self.queue.is_closed() {
+            return Err(Error::Unavailable(ENDED.into()));
+        }
+        Ok(())
     }
 
     /// Queues an item and waits for its batch, until `deadline`.
@@ -132,14 +146,14 @@ impl<W: Work> Batcher<W> {
         self.queue.try_send(job).map_err(|refused| {
             let why = match refused {
                 TrySendError::Full(_) => "the store's queue is full",
-                TrySendError::Closed(_) => "the store's worker ended",
+                TrySendError::Closed(_) => ENDED,
             };
             Error::Unavailable(why.into())
         })?;
         let withdraw = Withdraw(&stage);
         match tokio::time::timeout_at(deadline.into(), answer).await {
             Ok(Ok(result)) => result,
-            Ok(Err(_)) => Err(Error::InDoubt("the store's worker ended".into())),
+            Ok(Err(_)) => Err(Error::InDoubt(ENDED.into())),
             Err(_) if withdraw.withdraw() => Err(Error::Late),
             Err(_) => Err(Error::InDoubt("the deadline passed while the statement ran".into())),
         }
@@ -466,6 +480,31 @@ mod tests {
         }
         let sizes: Vec<_> = fake.runs().iter().map(Vec::len).collect();
         assert_eq!(sizes, [1, BATCH_MAX, 1]);
+    }
+
+    #[tokio::test]
+    async fn a_worker_that_panicked_is_known_to_have_ended_and_its_item_is_in_doubt() {
+        struct Panics;
+        #[async_trait]
+        impl super::Work for Panics {
+            type Item = Item;
+            type Reply = ();
+            fn scope(item: &Item) -> &Scope {
+                &item.scope
+            }
+            async fn run(&self, _: &[Arc<Item>]) -> Result<Vec<()>, RunError> {
+                panic!("as a bug would")
+            }
+        }
+        let (batcher, worker) = Batcher::new(Panics, Turns::default());
+        let worker = tokio::spawn(worker);
+        batcher.works().unwrap();
+        let told = batcher.submit(item("a"), soon()).await.unwrap_err();
+        assert!(matches!(told, Error::InDoubt(_)), "{told:?}");
+        assert!(worker.await.unwrap_err().is_panic());
+        assert!(batcher.works().is_err());
+        let refused = batcher.submit(item("b"), soon()).await.unwrap_err();
+        assert!(matches!(refused, Error::Unavailable(_)), "{refused:?}");
     }
 
     #[tokio::test]

@@ -340,6 +340,8 @@ impl Store for Postgres {
     }
 
     async fn ping(&self) -> Result<(), Error> {
+        self.reservations.works()?;
+        self.completions.works()?;
         // Once more on another connection: the one at hand may be the last of a server that has been failed over.
         match self.door.run(&Ping).await {
             Err(Error::Unavailable(_)) => self.door.run(&Ping).await,

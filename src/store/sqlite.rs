@@ -422,6 +422,8 @@ impl Store for Sqlite {
     }
 
     async fn ping(&self) -> Result<(), Error> {
+        self.reservations.works()?;
+        self.completions.works()?;
         self.pen.works().await?;
         let answers = |tx: &Tx<'_>| tx.first("SELECT 1 FROM oncegate_meta", [], |_| Ok(()));
         self.reader.read(answers).await.map(drop)

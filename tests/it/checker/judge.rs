@@ -238,7 +238,8 @@ impl<'h> Judge<'h> {
         let (id, number, class) = (op.id, run.number, class(&run.answer));
         let (kept, replayed) = (answer.kept(), answer.replayed());
         let stored = match class {
-            Class::Stored => kept != answer.not_stored(),
+            // Neither: it is in the spill, see `spilled`.
+            Class::Stored => !kept || !answer.not_stored(),
             // Its record had gone on meanwhile.
             Class::Released => !kept,
             Class::Unknown => !kept && !answer.not_stored(),
@@ -252,6 +253,9 @@ impl<'h> Judge<'h> {
         self.check(!replayed || !too_large(run), Rule::SameAnswer, || {
             format!("op {id} got a replay of a body that is not retained")
         });
+        if class == Class::Stored && !kept && !answer.not_stored() {
+            self.spilled(op, run);
+        }
         let own = run.op == id;
         self.check(own || replayed || class == Class::Released, Rule::SameAnswer, || {
             format!("op {id} got the answer of op {} without the mark of a replay", run.op)
@@ -259,6 +263,19 @@ impl<'h> Judge<'h> {
         let session = answer.header("set-cookie").is_some();
         self.check(session == (own && !replayed), Rule::Foreign, || {
             format!("op {id}: the session of op {} is {session}", run.op)
+        });
+    }
+
+    /// What a replica has spilled is in the database in the end, unless somebody else had the record by then.
+    fn spilled(&mut self, op: &Op, run: &Execution) {
+        let record = run.record.as_str();
+        let acted = self.released.contains(record) || self.completed.contains(record);
+        let row = self.rows.get(&run.scope).copied();
+        let stands = row.is_some_and(|row| {
+            row.record == record && (row.status == "completed" || row.attempt > run.attempt)
+        });
+        self.check(acted || stands, Rule::Remembered, || {
+            format!("op {} was answered from a spill, and the record is {row:?}", op.id)
         });
     }
 

@@ -328,8 +328,8 @@ fn another_answer_than_the_first_is_found_out() {
         h.executions[0].answer.status = 502;
         (h.answer(1).status, h.answer(2).status) = (502, 502);
     });
-    breaks(rule, "an answer that says nothing of being kept", |h| {
-        h.answer(1).headers.retain(|(name, _)| name != "oncegate-expires");
+    breaks(rule, "an answer that is kept and is not", |h| {
+        h.answer(1).headers.push(("oncegate-stored".into(), "false".into()));
     });
     breaks(rule, "unknown after it was kept", |h| {
         h.asks_again(3).body = br#"{"type":"urn:oncegate:problem:outcome-unknown"}"#.to_vec();
@@ -440,5 +440,10 @@ fn an_execution_that_is_forgotten_is_found_out() {
     let rule = Rule::Remembered;
     breaks(rule, "its row is gone", |h| h.rows.retain(|row| row.scope != lost()));
     breaks(rule, "its row is another's", |h| h.row(&lost()).record = "r10".into());
+    breaks(rule, "though it was in the spill", |h| {
+        let free = h.ops.iter().position(|op| op.scope == freed_by_hand()).unwrap() + 2;
+        h.answer(free).headers.retain(|(name, _)| name != "oncegate-stored");
+        h.row(&freed_by_hand()).status = "unknown".into();
+    });
     breaks(rule, "though it was told to be kept", |h| h.row(&order()).status = "unknown".into());
 }
