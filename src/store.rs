@@ -222,6 +222,9 @@ pub enum Settled {
     },
     /// The record is no longer at this fence, or is completed already: nothing was written, no event either.
     Fenced,
+    /// An open transaction of somebody else held the row until the deadline: nothing was written. It may be about to
+    /// complete the record with another answer.
+    Locked,
 }
 
 /// What a heartbeat found.
@@ -585,7 +588,7 @@ pub trait Store: Send + Sync + 'static {
 
     /// Keeps an outcome and its events: one transaction, grouped with what else is waiting.
     /// Leaves `in_progress`, and `unknown` of the same attempt. A row that somebody's open transaction holds stops no
-    /// other completion; this one is tried again until `deadline`, and is [`Error::Unavailable`] then.
+    /// other completion; this one is tried again until `deadline`, and is [`Settled::Locked`] then.
     async fn complete(&self, completion: Completion, deadline: Instant) -> Result<Settled, Error>;
 
     /// Frees an attempt that is known not to have executed: attempt 1 deletes the row, a later one goes back to `unknown`.

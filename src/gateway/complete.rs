@@ -277,6 +277,7 @@ impl Closing<'_> {
                 }
                 Err(error) => error,
             },
+            Ok(Settled::Locked) => locked(),
             Err(error) => error,
         };
         self.spill(underway, completion, &error).await;
@@ -376,6 +377,11 @@ impl Closing<'_> {
                         return Finish::NotStored { first, counted: Reply::Executed };
                     }
                 }
+            }
+            // What that transaction commits will be the answer, so this one is not promised.
+            Ok(Settled::Locked) => {
+                self.spill(underway, completion, &locked()).await;
+                return Finish::NotStored { first, counted: Reply::Executed };
             }
             Err(error) => error,
         };

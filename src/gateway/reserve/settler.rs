@@ -295,6 +295,7 @@ impl Settler {
                 let standing = self.standing(scope, fence.id).await?;
                 self.stands(standing, scope, *fence, Some(completion.into())).await
             }
+            Settled::Locked => Err(locked()),
         }
     }
 

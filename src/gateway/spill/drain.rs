@@ -252,6 +252,9 @@ async fn settle(completion: &Completion, store: &dyn Store) -> Result<Drained, E
             }
             Some(_) | None => fenced_off(completion, store).await,
         },
+        Ok(Settled::Locked) => {
+            Err(Error::Unavailable("another transaction holds the record".into()))
+        }
         Err(Error::Refused(cause)) => {
             tracing::error!(%record, %cause, "the database refuses an outcome of the spill");
             Ok(Drained::Refused)

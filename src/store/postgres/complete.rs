@@ -301,7 +301,7 @@ pub(super) async fn complete(
         match lane.submit_shared(Arc::clone(&completion), deadline).await? {
             Tried::Settled(settled) => return Ok(settled),
             Tried::Skipped if Instant::now() + pause >= deadline => {
-                return Err(Error::Unavailable("another transaction holds the record".into()));
+                return Ok(Settled::Locked);
             }
             Tried::Skipped => {}
         }

@@ -133,7 +133,7 @@ pub(super) fn complete(
     match records::complete(tx, completion, Completer::Operator)? {
         Settled::Done { .. } => {}
         // The id stands, but not under this scope.
-        Settled::Fenced => return Ok(Err(Objection::NotFound)),
+        Settled::Fenced | Settled::Locked => return Ok(Err(Objection::NotFound)),
     }
     audit(tx, by, &action("record.complete", fence, &seen))?;
     Ok(Ok(()))
