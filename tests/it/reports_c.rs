@@ -434,6 +434,10 @@ payload = { amount = "{{ request.json.amount }}" }
     if which == Which::Sqlite {
         for file in std::fs::read_dir(rig.place.folder.path()).unwrap() {
             let path = file.unwrap().path();
+            if path.is_dir() {
+                // The spill, which holds answers and nothing of a request; see `spill`.
+                continue;
+            }
             let bytes = std::fs::read(&path).unwrap();
             for secret in secrets {
                 let found = crate::support::raw::find(&bytes, secret.as_bytes());
