@@ -110,6 +110,11 @@ fn files(folder: &std::path::Path, ending: &str) -> Vec<PathBuf> {
     paths.filter(|path| path.extension().is_some_and(|end| end == ending)).collect()
 }
 
+/// The log is read beside the test, and may come a moment later.
+async fn said(gateway: &Gateway, text: &str) {
+    eventually(text, async || gateway.log().contains(text)).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a10_an_outcome_is_kept_while_the_database_is_away_and_written_when_it_is_back() {
     let cut = Cut::start("").await;
@@ -345,7 +350,7 @@ async fn while_the_spill_is_full_nothing_new_is_reserved_and_what_is_stored_is_r
     assert_eq!(refused.problem(), "store-unavailable");
     assert_eq!(metric(gateway.admin, "oncegate_spill_refused_total").await, 1);
     assert_eq!(orders.runs_of("k-3"), 0);
-    assert!(gateway.log().contains("no reservation is made while the spill is full"));
+    said(&gateway, "no reservation is made while the spill is full").await;
     let replay = order("before").to(gateway.addr).await;
     assert!(replay.replayed());
     assert_eq!(replay.body, before.body);
@@ -400,7 +405,7 @@ async fn a_spill_is_never_drained_into_another_database() {
     let toml = rig::config(&other, &cut.orders.url(), "");
     let beside = process::config(cut.place.folder.path(), &toml);
     let gateway = tokio::task::block_in_place(|| Gateway::start(&beside));
-    assert!(gateway.log().contains("it owes 1 outcomes to another database"), "{}", gateway.log());
+    said(&gateway, "it owes 1 outcomes to another database").await;
     assert_eq!(metric(gateway.admin, "oncegate_spill_left_files").await, 1);
     assert_eq!(order("k").to(gateway.addr).await.status, StatusCode::CREATED, "it serves");
     assert_eq!(files(&cut.folder(), "spill").len(), 2, "the other's file, and its own");
@@ -505,6 +510,6 @@ async fn a_damaged_entry_loses_itself_only_and_its_file_is_set_aside() {
     assert_eq!(std::fs::read(&aside[0]).unwrap(), bytes, "for whoever can read more of it");
     assert_eq!(files(&cut.folder(), "spill").len(), 2, "the neighbour's, and the new one's");
     assert_eq!(metric(cut.gateway.admin, "oncegate_spill_left_files").await, 1);
-    assert!(cut.gateway.log().contains("not all of a spill file"), "{}", cut.gateway.log());
+    said(&cut.gateway, "not all of a spill file").await;
     assert_eq!(cut.orders.runs(), 3);
 }
