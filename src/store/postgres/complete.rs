@@ -15,7 +15,7 @@ use tokio_postgres::Row;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::door::{Door, Effect, Lane, Param, Params};
+use super::door::{Door, Effect, Forms, Lane, Param, Params, bounded};
 use super::records::committed;
 use super::rows::{attempt, get};
 use super::seconds;
@@ -69,16 +69,15 @@ macro_rules! fits {
     };
 }
 
-// The lock is taken row by row, in the order of the scopes, and not waited for. What the statement's snapshot says may
-// be completed and was not is held by somebody, or has just been changed: it is looked at again. OFFSET keeps the
-// planner from reading the whole table for that.
 macro_rules! complete {
-    ($($queue:tt)*) => {
+    ($bounded:expr, $free:expr, $skipped:expr, $queue:expr) => {
         concat!(
             "-- complete
 WITH c AS MATERIALIZED (
     SELECT x.*, clock_timestamp() AS at
-    FROM unnest($1::uuid[], $2::int[], $3::text[], $4::text[], $5::text[],
+    FROM ",
+            $bounded,
+            "unnest($1::uuid[], $2::int[], $3::text[], $4::text[], $5::text[],
                 $6::int[], $7::bytea[], $8::bytea[], $9::float8[])
       AS x(id, attempt, tenant_id, operation, key, response_status, headers, body, retention)
     ORDER BY x.tenant_id, x.operation, x.key),
@@ -88,32 +87,61 @@ done AS (
         expires_at = c.at + make_interval(secs => c.retention),
         response_status = c.response_status, response_headers = c.headers,
         response_body = c.body, request_context = NULL
-    FROM c CROSS JOIN LATERAL (
-        SELECT 1 FROM idempotency_records r
-        WHERE ",
-            fits!(),
+    FROM c",
+            $free,
             "
-        FOR NO KEY UPDATE SKIP LOCKED) free
     WHERE ",
             fits!(),
             "
     RETURNING r.id, r.tenant_id, r.operation, r.key, r.expires_at, c.at)",
             write_messages!(),
-            $($queue)*,
+            $queue,
             "
-SELECT c.id, done.expires_at, done.id IS NULL AND EXISTS (
-    SELECT FROM idempotency_records r
-    WHERE ",
-            fits!(),
-            " OFFSET 0) AS skipped
+SELECT c.id, done.expires_at, ",
+            $skipped,
+            " AS skipped
 FROM c LEFT JOIN done ON done.id = c.id"
         )
     };
 }
 
-const COMPLETE: &str = complete!(queue_messages!());
+/// The lock is taken row by row, in the order of the scopes, and not waited for.
+macro_rules! free {
+    () => {
+        concat!(
+            " CROSS JOIN LATERAL (
+        SELECT 1 FROM idempotency_records r
+        WHERE ",
+            fits!(),
+            "
+        FOR NO KEY UPDATE SKIP LOCKED) free"
+        )
+    };
+}
+
+/// What the statement's snapshot says may be completed and was not is held by somebody, or has just been changed: it is
+/// looked at again. OFFSET keeps the planner from reading the whole table for that.
+macro_rules! skipped {
+    () => {
+        concat!(
+            "done.id IS NULL AND EXISTS (
+    SELECT FROM idempotency_records r
+    WHERE ",
+            fits!(),
+            " OFFSET 0)"
+        )
+    };
+}
+
+const COMPLETE: Forms = Forms {
+    plain: complete!(bounded!(), "", "false", queue_messages!()),
+    passing: complete!("", free!(), skipped!(), queue_messages!()),
+};
 /// Where no event of the batch has a sink: each statement is planned anew, so what it cannot need is left out.
-const COMPLETE_UNWANTED: &str = complete!("");
+const COMPLETE_UNWANTED: Forms = Forms {
+    plain: complete!(bounded!(), "", "false", ""),
+    passing: complete!("", free!(), skipped!(), ""),
+};
 
 // What was not completed here may be this completion itself, run before, whose answer was lost. See
 // `CONFIRM_RESERVED`: what the caller will read is durable then.
@@ -177,7 +205,7 @@ impl<'a> Columns<'a> {
     }
 
     /// The statement for these completions.
-    fn statement(&self) -> &'static str {
+    fn statement(&self) -> Forms {
         if self.sinks.is_empty() { COMPLETE_UNWANTED } else { COMPLETE }
     }
 
@@ -256,7 +284,7 @@ impl Work for Completions {
         let rows = {
             let mut columns = Columns::default();
             items.iter().for_each(|item| columns.add(item));
-            self.0.run(Effect::Write, columns.statement(), &columns.statement_params()).await?
+            self.0.write(columns.statement(), &columns.statement_params()).await?
         };
         let tried: HashMap<RecordId, Tried> =
             rows.iter().map(tried).collect::<Result<_, Error>>().map_err(RunError::from)?;

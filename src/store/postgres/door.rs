@@ -13,8 +13,8 @@
 //!   so far are closed before their next use, so that nobody goes on reading from the old one.
 
 use std::future::Future;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -589,11 +589,57 @@ impl Door {
 pub(super) struct Lane {
     dial: Dial,
     slot: Arc<Mutex<Option<Connection>>>,
+    /// Until when rows are passed by that somebody's transaction holds.
+    passing: Arc<std::sync::Mutex<Option<Instant>>>,
 }
+
+/// A write in two forms that do the same. What is passed by costs a look and a lock for each row, and is rarely there.
+#[derive(Clone, Copy)]
+pub(super) struct Forms {
+    /// Waits for a row that somebody's transaction holds, for as long as [`bounded!`] says.
+    pub(super) plain: &'static str,
+    /// Passes such rows by.
+    pub(super) passing: &'static str,
+}
+
+/// For how long rows are passed by after one was held.
+const PASSING: Duration = Duration::from_secs(1);
+
+/// In the FROM of a statement's first part: whoever holds a row is waited for 20 ms, which is long enough for a change
+/// of ours that is about to commit, and then the statement fails and has changed nothing. It ends with the transaction.
+macro_rules! bounded {
+    () => {
+        "(SELECT set_config('lock_timeout', '20ms', true)) AS bounded, "
+    };
+}
+pub(super) use bounded;
 
 impl Lane {
     pub(super) fn new(dial: Dial) -> Self {
-        Self { dial, slot: Arc::default() }
+        Self { dial, slot: Arc::default(), passing: Arc::default() }
+    }
+
+    /// Runs a write in its plain form, or, where a row was held lately, in the one that passes such rows by.
+    pub(super) async fn write(
+        &self,
+        forms: Forms,
+        params: Params<'_>,
+    ) -> Result<Vec<Row>, RunError> {
+        if !self.passes() {
+            match self.run(Effect::Write, forms.plain, params).await {
+                Err(RunError::Failed(Error::Unavailable(cause))) if is_lock(&cause) => {
+                    let until = Instant::now() + PASSING;
+                    *self.passing.lock().unwrap_or_else(PoisonError::into_inner) = Some(until);
+                }
+                result => return result,
+            }
+        }
+        self.run(Effect::Write, forms.passing, params).await
+    }
+
+    fn passes(&self) -> bool {
+        let until = *self.passing.lock().unwrap_or_else(PoisonError::into_inner);
+        until.is_some_and(|until| Instant::now() < until)
     }
 
     /// Runs one statement.

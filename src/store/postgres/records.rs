@@ -13,18 +13,24 @@ use tokio_postgres::Row;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::door::{Door, Effect, Lane, Param, Params};
+use super::door::{Door, Effect, Forms, Lane, Param, Params, bounded};
 use super::rows::{self, attempt, get, record_columns, unreadable};
 use super::seconds;
 use crate::record::{Attempt, Fence, Record, RecordId, Scope, Settle};
 use crate::store::batch::{RunError, Work};
 use crate::store::{Changed, Error, Proposal, Reserved, Takeover};
 
-// The rows go in sorted by scope, so that two replicas wait for each other in one direction only. What stands already is
-// not even tried: ON CONFLICT waits for a transaction that changes the row in the way, and an application's may last.
-const RESERVE: &str = "-- reserve
+// The rows go in sorted by scope, so that two replicas wait for each other in one direction only. ON CONFLICT waits for a
+// transaction that changes the row in the way, and an application's may last: where one does, what stands already is
+// not even tried.
+macro_rules! reserve {
+    ($bounded:expr, $absent:expr) => {
+        concat!(
+            "-- reserve
 WITH p AS MATERIALIZED (
-    SELECT * FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bytea[], $6::bytea[],
+    SELECT p.* FROM ",
+            $bounded,
+            "unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bytea[], $6::bytea[],
                          $7::bytea[], $8::uuid[], $9::text[], $10::bytea[], $11::float8[])
       AS p(id, tenant_id, operation, key, request_hash, raw_hash, recipe, owner, caller, context,
            retention)),
@@ -38,15 +44,27 @@ made AS (
     SELECT id, tenant_id, operation, key, request_hash, raw_hash, recipe,
            'in_progress', 1, owner, caller, context, clock_timestamp(),
            make_interval(secs => retention)
-    FROM p WHERE owner IN (SELECT owner FROM live)
-      AND NOT EXISTS (
-        SELECT FROM idempotency_records r
-        WHERE r.tenant_id = p.tenant_id AND r.operation = p.operation AND r.key = p.key OFFSET 0)
+    FROM p WHERE owner IN (SELECT owner FROM live)",
+            $absent,
+            "
     ORDER BY tenant_id, operation, key
     ON CONFLICT (tenant_id, operation, key) DO NOTHING
     RETURNING id)
 SELECT p.id, p.id IN (SELECT id FROM made) AS held, p.owner IN (SELECT owner FROM live) AS live
-FROM p";
+FROM p"
+        )
+    };
+}
+
+const RESERVE: Forms = Forms {
+    plain: reserve!(bounded!(), ""),
+    passing: reserve!(
+        "",
+        " AND NOT EXISTS (
+        SELECT FROM idempotency_records r
+        WHERE r.tenant_id = p.tenant_id AND r.operation = p.operation AND r.key = p.key OFFSET 0)"
+    ),
+};
 
 // A second statement has a new snapshot, and so sees what the insert met. LATERAL with OFFSET keeps the planner to
 // one look-up by primary key for each row, whatever it believes of the table's size.
@@ -136,7 +154,7 @@ impl Reservations {
             (&contexts, Type::BYTEA_ARRAY),
             (&retentions, Type::FLOAT8_ARRAY),
         ];
-        let rows = self.0.run(Effect::Write, RESERVE, params).await?;
+        let rows = self.0.write(RESERVE, params).await?;
         let outcome = |row: &Row| {
             let outcome = match (get(row, "held")?, get(row, "live")?) {
                 (true, _) => Reserved::Held,
