@@ -357,9 +357,14 @@ async fn stored_bytes(rig: &Rig, which: Which) -> Vec<u8> {
     let mut stored = Vec::new();
     match which {
         Which::Sqlite => {
-            for entry in std::fs::read_dir(rig.place.folder.path()).unwrap() {
-                let path = entry.unwrap().path();
-                if path.to_string_lossy().contains(".db") {
+            let files = |folder: &std::path::Path| {
+                std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path())
+            };
+            for path in files(rig.place.folder.path()) {
+                if path.is_dir() {
+                    let spilled = files(&path).map(|file| std::fs::read(file).unwrap());
+                    stored.extend(spilled.flatten());
+                } else if path.to_string_lossy().contains(".db") {
                     stored.extend(std::fs::read(path).unwrap());
                 }
             }
