@@ -1,6 +1,7 @@
-//! Who executes: what public bug reports say goes wrong (A1 to A21), against the real program.
+//! Who executes: what public bug reports say goes wrong (A1 to A23), against the real program.
 
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -65,6 +66,7 @@ on_both_stores! {
     a20_a_wait_shorter_than_the_work_ends_without_a_second_run,
     a21_an_expired_row_that_is_not_swept_yet_blocks_nothing,
     a21_an_expired_row_is_not_compared,
+    a23_only_what_is_completed_and_expired_is_swept_however_old_the_rest_is,
 }
 
 /// Fifty times the same request through each gateway; what the API and the answers say of it.
@@ -584,4 +586,40 @@ async fn a21_an_expired_row_is_not_compared(which: Which) {
     })
     .await;
     assert_eq!(rig.orders.runs(), 2);
+}
+
+async fn a23_only_what_is_completed_and_expired_is_swept_however_old_the_rest_is(which: Which) {
+    let rig = Rig::with(which, "sweep_every = \"100ms\"", "timeout = \"60s\"", "").await;
+    let addr = rig.gateway.addr;
+    let ask = |key: String| async move { order().key(&key).to(addr).await };
+    join_all((0..20).map(|n| ask(format!("over-{n}")))).await;
+    ask("kept".to_owned()).await;
+    rig.orders.answer_status(502);
+    ask("lost".to_owned()).await;
+    rig.orders.answer_created();
+    rig.orders.hold_only(rig.orders.runs() + 1);
+    let running = tokio::spawn(ask("runs".to_owned()));
+    rig.orders.asked(23).await;
+    let past = match which {
+        Which::Sqlite => "1000000",
+        Which::Postgres => "timestamptz '2001-01-01'",
+    };
+    for change in ["created_at = PAST", "expires_at = PAST where key like 'over-%'"] {
+        let sql = format!("update idempotency_records set {}", change.replace("PAST", past));
+        rig.place.rows(&sql).await;
+    }
+    let over = "select count(*) from idempotency_records where key like 'over-%'";
+    let more = AtomicUsize::new(0);
+    eventually("what is over is swept, and reservations go on meanwhile", async || {
+        let key = format!("more-{}", more.fetch_add(1, Relaxed));
+        assert_eq!(ask(key).await.status, StatusCode::CREATED);
+        rig.place.count(over).await == 0
+    })
+    .await;
+    for (key, status) in [("kept", "completed"), ("lost", "unknown"), ("runs", "in_progress")] {
+        assert_eq!(rig.place.status_of(key).await.as_deref(), Some(status), "{key}");
+    }
+    rig.orders.go();
+    assert_eq!(running.await.unwrap().status, StatusCode::CREATED);
+    assert!(ask("kept".to_owned()).await.replayed());
 }
