@@ -376,6 +376,14 @@ pub struct Answer {
     pub body: KeptBody,
 }
 
+impl Answer {
+    /// Whether status, headers and body are the same. How the names are spelled says nothing.
+    #[must_use]
+    pub fn says_the_same(&self, other: &Self) -> bool {
+        (self.status, &self.headers, &self.body) == (other.status, &other.headers, &other.body)
+    }
+}
+
 /// How the names of headers were spelled by their sender, line by line in the order of the map; HTTP/1.1 callers that read
 /// names by their letters get them so again. Empty where all of them are lower-case.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -17,7 +17,7 @@ use tokio_util::task::TaskTracker;
 use crate::admin::{self, Readiness, Token};
 use crate::config::{self, Config, StoreKind};
 use crate::gateway::accept::{self, Listener};
-use crate::gateway::spill::{DrainError, Spill, Unwritable};
+use crate::gateway::spill::{self, DrainError, Spill, Unwritable};
 use crate::gateway::upstream::Upstream;
 use crate::gateway::{Gateway, Parts, Serve};
 use crate::lease::{self, Contact};
@@ -117,7 +117,7 @@ async fn open_to_serve(
             }
             sqlite.migrate(migrate).await?;
             let store = store::with_fault_points(Arc::<Sqlite>::clone(&sqlite));
-            let spill = spill(settings, &store, metrics).await?;
+            let spill = own_spill(settings, &store, metrics).await?;
             // The lock says that no other process lives: every lease in the file is a dead one's.
             sqlite.end_all_leases().await?;
             while store.mark_dead(None, MARK_BATCH).await? > 0 {}
@@ -128,22 +128,22 @@ async fn open_to_serve(
             store.migrate(migrate).await?;
             store.name_sinks(sinks).await?;
             let store = store::with_fault_points(Arc::new(store));
-            let spill = spill(settings, &store, metrics).await?;
+            let spill = own_spill(settings, &store, metrics).await?;
             Ok(Opened { store, alone: false, spill, _lock: None })
         }
     }
 }
 
 /// This process's spill, after what dead ones left there is in the database: before it is marked as lost.
-async fn spill(
+async fn own_spill(
     settings: &config::Store,
     store: &Arc<dyn Store>,
     metrics: &Arc<Metrics>,
 ) -> Result<Spill, StartError> {
     let database = store.database_id().await?;
-    let spill = Spill::open(&settings.spill, database, Arc::clone(metrics))?;
-    spill.drain(&settings.spill.dir, store).await?;
-    Ok(spill)
+    spill::drain(&settings.spill.dir, database, store, metrics).await?;
+    // Last: on a full disk, what was drained is its room.
+    Ok(Spill::open(&settings.spill, database, Arc::clone(metrics))?)
 }
 
 /// A gateway that serves.

@@ -2,7 +2,7 @@
 //!
 //! An outcome that the store does not take goes here before its caller is answered, with all that its completion needs:
 //! answer, rendered events, retention, fence. The settler goes on writing it to the database from memory and notes here
-//! what is paid. When the process dies first, the next one that is started on the folder writes it ([`Spill::drain`]).
+//! what is paid. When the process dies first, the next one that is started on the folder writes it ([`drain()`]).
 //! What must stay true:
 //!
 //! - An outcome counts as kept when its entry is synced, and not before. What is waiting shares one write and one sync;
@@ -13,7 +13,7 @@
 //!   reserved ([`Spill::is_full`]).
 //! - Draining is fenced by record and attempt, so what was written before is found as written, and what was taken over
 //!   meanwhile is left alone: such an outcome goes to the audit table. It is done before the process marks or serves
-//!   anything.
+//!   anything, and before its own file is made: on a full disk, that is what makes room.
 //!
 //! A process that dies while it writes leaves a torn entry, of which nobody was told. A file with damage, or of another
 //! database, is never deleted: an operator has to look.
@@ -34,7 +34,7 @@ use uuid::Uuid;
 
 pub use self::disk::Disk;
 use self::disk::Held;
-pub use self::drain::DrainError;
+pub use self::drain::{DrainError, drain};
 use self::format::{FileHead, Place};
 use self::writer::{Order, Writer};
 use crate::fault::{self, Point};
@@ -87,7 +87,6 @@ pub fn probe(dir: &Path) -> Result<(), Unwritable> {
 pub struct Spill {
     orders: SyncSender<Order>,
     level: Arc<Level>,
-    database: Uuid,
 }
 
 impl Spill {
@@ -123,7 +122,7 @@ impl Spill {
         std::thread::Builder::new()
             .name("spill-writer".to_owned())
             .spawn(move || writer.run(&queue))?;
-        Ok(Self { orders, level, database })
+        Ok(Self { orders, level })
     }
 
     /// Keeps an outcome until the database has taken it. When this returns `Spilled`, it is durable.
@@ -204,11 +203,11 @@ pub(crate) enum Keeping {
 }
 
 impl Keeping {
-    /// The database has taken it.
-    pub(super) fn paid(self) {
+    /// It is owed no more, and why.
+    pub(super) fn paid(self, how: Drained) {
         match self {
             Self::Spilled(Receipt { spill, place }) => {
-                spill.level.metrics.spill_drained(Drained::Completed);
+                spill.level.metrics.spill_drained(how);
                 // Where the note is lost, the next process asks the database and finds it written.
                 drop(spill.orders.try_send(Order::Paid(place)));
             }

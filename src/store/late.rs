@@ -53,6 +53,12 @@ impl LateOutcome {
     /// The column `action`.
     pub const ACTION: &'static str = "late_outcome";
 
+    /// Whether it is this answer: then there is nothing to note where that stands.
+    #[must_use]
+    pub fn is(&self, stands: &Answer) -> bool {
+        matches!(&self.end, LateEnd::Completed { answer, .. } if answer.says_the_same(stands))
+    }
+
     /// The row's id: the same for each try to write it.
     #[must_use]
     pub fn id(&self) -> Uuid {

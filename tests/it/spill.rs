@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
@@ -81,6 +82,11 @@ impl Cut {
 
     fn folder(&self) -> PathBuf {
         self.place.folder.path().join("oncegate-spill")
+    }
+
+    /// How many outcomes stand in the audit table only.
+    async fn late_outcomes(&self) -> i64 {
+        self.place.count("select count(*) from audit_log where action = 'late_outcome'").await
     }
 
     async fn is_completed(&self, key: &str) -> bool {
@@ -459,6 +465,80 @@ async fn an_outcome_that_was_committed_unseen_is_drained_without_a_second_event(
     let replay = order("k").to(cut.gateway.addr).await;
     assert_eq!((replay.record(), &replay.body), (first.record(), &first.body));
     assert_eq!(cut.orders.runs(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_living_process_tells_that_an_outcome_was_committed_unseen() {
+    let cut = Cut::start("completion_timeout = \"300ms\"").await;
+    // From here on there is a connection for completions.
+    assert_eq!(order("before").to(cut.gateway.addr).await.status, StatusCode::CREATED);
+    cut.orders.hold();
+    let first = sending(order("k"), cut.gateway.addr);
+    cut.orders.asked(2).await;
+    cut.fault.swallow_the_answer_to("-- complete");
+    cut.fault.refuse();
+    cut.orders.go();
+    assert_kept(&first.await.unwrap());
+    eventually("the database has it", async || cut.is_completed("k").await).await;
+    cut.fault.cut();
+    cut.fault.pass();
+    let admin = cut.gateway.admin;
+    eventually("it is found", async || drained(admin, "already").await == 1).await;
+    assert_eq!(drained(admin, "completed").await, 0);
+    assert_eq!(cut.late_outcomes().await, 0, "it is what stands");
+    assert_eq!(cut.place.events().await, 4);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_outcome_whose_attempt_has_another_answer_by_now_is_audited() {
+    for dies in [false, true] {
+        let mut cut = Cut::start("").await;
+        assert_kept(&cut.outcomes_without_a_database(&["k"]).await[0]);
+        if dies {
+            cut.gateway.kill9();
+        }
+        let by_the_application =
+            "select oncegate_complete(id, attempt, 202, 'text/plain', 'own')::text
+            from idempotency_records where key = 'k'";
+        cut.place.rows(by_the_application).await;
+        if dies {
+            cut.killed_and_started();
+        } else {
+            cut.fault.pass();
+        }
+        let admin = cut.gateway.admin;
+        eventually("it is paid", async || drained(admin, "fenced_off").await == 1).await;
+        assert_eq!((drained(admin, "already").await, drained(admin, "completed").await), (0, 0));
+        assert_eq!(metric(admin, "oncegate_late_outcomes_total").await, 1);
+        assert_eq!(cut.late_outcomes().await, 1);
+        let replay = order("k").to(cut.gateway.addr).await;
+        assert!(replay.replayed());
+        assert_eq!((replay.status, &replay.body[..]), (StatusCode::ACCEPTED, &b"own"[..]));
+        assert_eq!((cut.orders.runs(), cut.place.events().await), (1, 0));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn on_a_full_disk_a_start_drains_first_and_leaves_no_file_behind() {
+    let mut cut = Cut::start("").await;
+    let first = cut.outcomes_without_a_database(&["k"]).await.remove(0);
+    assert_kept(&first);
+    cut.gateway.kill9();
+    cut.fault.pass();
+    // No file can grow: what a full disk does. The signal for it would end the process; without it, the write fails.
+    let mut command = Command::new("sh");
+    command.args(["-c", "trap '' XFSZ; ulimit -f 0; exec \"$@\"", "sh"]);
+    command.arg(env!("CARGO_BIN_EXE_oncegate")).args(["serve", "--config"]);
+    command.arg(&cut.gateway.config);
+    let start = || Gateway::launch(command, &cut.gateway.config).err();
+    let refused = tokio::task::block_in_place(start).expect("it has no room of its own");
+    assert!(refused.contains("cannot keep outcomes in "), "{refused}");
+    assert!(cut.is_completed("k").await, "what was there is drained");
+    assert_eq!(files(&cut.folder(), "spill"), [] as [PathBuf; 0], "and its room is free");
+    cut.gateway = tokio::task::block_in_place(|| cut.gateway.restart());
+    let replay = order("k").to(cut.gateway.addr).await;
+    assert!(replay.replayed() && replay.body == first.body);
+    assert_eq!((cut.orders.runs(), cut.place.events().await), (1, 2));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -22,7 +22,7 @@ use crate::fault::{self, Point};
 use crate::gateway::spill::{Keeping, Spill};
 use crate::record::{Fence, Fingerprint, Record, RecordId, Scope, State};
 use crate::store::{self, Changed, Completion, Error, LateOutcome, Settled, Store};
-use crate::telemetry::{Metrics, causes};
+use crate::telemetry::{Drained, Metrics, causes};
 
 /// First pause between two tries of a debt; it doubles. The first debt that is paid wakes all others.
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
@@ -63,11 +63,26 @@ pub(crate) enum Standing {
     Gone,
 }
 
-impl Debt {
+/// A debt that is owed no more.
+struct Paid {
+    /// How the entry of its scope ends.
+    ending: Ending,
+    /// What the store made of it.
+    how: Drained,
+}
+
+impl Paid {
     /// The store has taken it.
-    fn paid(self) {
+    fn taken(ending: Ending) -> Self {
+        Self { ending, how: Drained::Completed }
+    }
+}
+
+impl Debt {
+    /// It is owed no more.
+    fn paid(self, how: Drained) {
         match self {
-            Self::Complete { keeping, .. } => keeping.paid(),
+            Self::Complete { keeping, .. } => keeping.paid(how),
             Self::Unknown { .. }
             | Self::Release { .. }
             | Self::Withdraw { .. }
@@ -190,8 +205,8 @@ impl Settler {
             let back = self.back.notified();
             fault::point(Point::Settling).await;
             let error = match self.before_the_end(self.try_pay(&debt)).await {
-                Ok(ending) => {
-                    debt.paid();
+                Ok(Paid { ending, how }) => {
+                    debt.paid(how);
                     self.back.notify_waiters();
                     return ending;
                 }
@@ -220,35 +235,35 @@ impl Settler {
         Ending::LookAgain
     }
 
-    async fn try_pay(&self, debt: &Debt) -> Result<Ending, Error> {
+    async fn try_pay(&self, debt: &Debt) -> Result<Paid, Error> {
         match debt {
             Debt::Complete { completion, fingerprint, .. } => {
                 self.complete(completion, *fingerprint).await
             }
             Debt::Unknown { scope, fence } => match self.store.mark_unknown(scope, *fence).await? {
-                Changed::Yes => Ok(Ending::Unknown(fence.id)),
+                Changed::Yes => Ok(Paid::taken(Ending::Unknown(fence.id))),
                 Changed::Locked => Err(locked()),
-                Changed::No => Ok(match self.standing(scope, fence.id).await? {
+                Changed::No => Ok(Paid::taken(match self.standing(scope, fence.id).await? {
                     Standing::Completed(replay) => self.kept(scope, replay),
                     Standing::Open | Standing::Gone => Ending::Unknown(fence.id),
-                }),
+                })),
             },
             Debt::Release { scope, fence, ending, late } => {
                 match self.store.release(scope, *fence).await? {
-                    Changed::Yes => return Ok(ending.clone()),
+                    Changed::Yes => return Ok(Paid::taken(ending.clone())),
                     Changed::Locked => return Err(locked()),
                     Changed::No => {}
                 }
                 let standing = self.standing(scope, fence.id).await?;
                 // Gone by the first try of this very release, most likely, of which no word came.
                 if matches!(standing, Standing::Gone) {
-                    return Ok(ending.clone());
+                    return Ok(Paid::taken(ending.clone()));
                 }
                 self.stands(standing, scope, *fence, late.as_deref().cloned()).await
             }
             Debt::Late(late) => {
                 self.store.note_late_outcome(late).await?;
-                Ok(Ending::LookAgain)
+                Ok(Paid::taken(Ending::LookAgain))
             }
             Debt::Withdraw { scope, fence, window } => {
                 self.undo(*window, || self.store.release(scope, *fence)).await
@@ -260,7 +275,7 @@ impl Settler {
     }
 
     /// Undoes what may still be committed, again and again.
-    async fn undo<F>(&self, window: Duration, undo: impl Fn() -> F) -> Result<Ending, Error>
+    async fn undo<F>(&self, window: Duration, undo: impl Fn() -> F) -> Result<Paid, Error>
     where
         F: Future<Output = Result<Changed, Error>>,
     {
@@ -269,7 +284,7 @@ impl Settler {
             // Found and undone: it had been committed, and cannot be once more.
             let found = undo().await? == Changed::Yes;
             if found || Instant::now() >= until {
-                return Ok(Ending::LookAgain);
+                return Ok(Paid::taken(Ending::LookAgain));
             }
             tokio::time::sleep(WITHDRAW_EVERY.min(window)).await;
         }
@@ -279,7 +294,7 @@ impl Settler {
         &self,
         completion: &Completion,
         fingerprint: Fingerprint,
-    ) -> Result<Ending, Error> {
+    ) -> Result<Paid, Error> {
         let begun = Instant::now();
         let deadline = begun + TRY;
         let settled = store::complete_or_plain(&*self.store, completion.clone(), deadline).await?;
@@ -288,7 +303,7 @@ impl Settler {
                 let ends = begun + completion.retention;
                 let answer = completion.answer.clone();
                 let replay = Replay::new(completion.fence, fingerprint, answer, expires_at, ends);
-                Ok(self.kept(&completion.scope, Arc::new(replay)))
+                Ok(Paid::taken(self.kept(&completion.scope, Arc::new(replay))))
             }
             Settled::Fenced => {
                 let Completion { scope, fence, .. } = completion;
@@ -304,17 +319,19 @@ impl Settler {
         Ending::Kept(replay)
     }
 
-    /// How an entry ends whose attempt was overtaken; what the attempt came to is noted, unless it is what stands.
+    /// How an entry ends whose attempt was overtaken; what the attempt came to is noted, unless that very answer stands. One
+    /// of the same attempt that differs is a look-up's or the application's.
     async fn stands(
         &self,
         standing: Standing,
         scope: &Scope,
         fence: Fence,
         late: Option<LateOutcome>,
-    ) -> Result<Ending, Error> {
+    ) -> Result<Paid, Error> {
         let (ending, own) = match standing {
             Standing::Completed(replay) => {
-                let own = replay.fence == fence;
+                let own = replay.fence == fence
+                    && late.as_ref().is_none_or(|late| late.is(&replay.answer));
                 (self.kept(scope, replay), own)
             }
             Standing::Open | Standing::Gone => (Ending::LookAgain, false),
@@ -324,7 +341,8 @@ impl Settler {
             self.store.note_late_outcome(&late).await?;
             self.noted(&late);
         }
-        Ok(ending)
+        let how = if own { Drained::Already } else { Drained::FencedOff };
+        Ok(Paid { ending, how })
     }
 }
 

@@ -58,13 +58,26 @@ impl Held {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 Err(error) => return Err(error),
             };
-            // Another process may have taken the empty file for a dead one's before it was locked.
-            if lock(&file)? && stands(&file, &path)? {
-                sync_folder(folder)?;
-                return Ok(Self { file, path });
+            let held = Self { file, path };
+            match held.settle(folder) {
+                Ok(true) => return Ok(held),
+                Ok(false) => {}
+                Err(error) => {
+                    Box::new(held).remove();
+                    return Err(error);
+                }
             }
         }
         Err(io::Error::other("other processes remove what is made there"))
+    }
+
+    /// Locks a new file. Not where another process has taken the empty file for a dead one's before.
+    fn settle(&self, folder: &Path) -> io::Result<bool> {
+        let ours = lock(&self.file)? && stands(&self.file, &self.path)?;
+        if ours {
+            sync_folder(folder)?;
+        }
+        Ok(ours)
     }
 
     /// Where it is.
@@ -121,7 +134,8 @@ fn stands(file: &File, path: &Path) -> io::Result<bool> {
     }
 }
 
-fn make_folder(folder: &Path) -> io::Result<()> {
+/// Makes the folder, for its owner only, where there is none.
+pub(super) fn make_folder(folder: &Path) -> io::Result<()> {
     let made = missing(folder);
     DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
     // Their names must outlive a power cut as well as what is in them.

@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 use uuid::Uuid;
 
-use super::Spill;
+use super::Unwritable;
 use super::disk::{self, ENDING};
 use super::format::{self, BadHead, Contents, FileHead, HEAD, Place, ReadAt as _};
 use crate::record::{Record, State};
 use crate::store::{self, Completion, Error, LateOutcome, Settled, Store};
-use crate::telemetry::{Drained, causes};
+use crate::telemetry::{Drained, Metrics, causes};
 
 /// How many outcomes are under way at a time: one batch of the store.
 const AT_ONCE: usize = store::batch::BATCH_MAX;
@@ -33,6 +33,9 @@ const ASIDE: &str = "aside";
 /// Why the spill was not drained. Nothing of it is lost.
 #[derive(Debug, thiserror::Error)]
 pub enum DrainError {
+    /// The folder cannot be made.
+    #[error(transparent)]
+    Unwritable(#[from] Unwritable),
     /// The folder cannot be looked through.
     #[error("the spill's folder cannot be read")]
     Folder(#[source] io::Error),
@@ -67,89 +70,98 @@ struct Tally {
     stuck: u64,
 }
 
-impl Spill {
-    /// Writes to the database what dead processes left in this folder. To be called before anything of theirs is marked.
-    ///
-    /// # Errors
-    /// [`DrainError`]: the process must not serve then.
-    pub async fn drain(&self, folder: &Path, store: &Arc<dyn Store>) -> Result<(), DrainError> {
-        let mut alone = 0;
-        for path in files(folder).map_err(DrainError::Folder)? {
-            let (database, place) = (self.database, path.clone());
-            let examined = tokio::task::spawn_blocking(move || examine(&place, database)).await;
-            let found = match examined.map_err(io::Error::other) {
-                Ok(Ok(found)) => found,
-                Ok(Err(error)) | Err(error) => Found::Alone(format!("it cannot be read: {error}")),
-            };
-            match found {
-                Found::Nothing => {}
-                Found::Left(left) => alone += u64::from(!self.pay_off(*left, store).await?),
-                Found::Alone(why) => {
-                    alone += 1;
-                    let path = path.display();
-                    tracing::error!(%path, "a spill file is left alone: {why}");
-                }
+/// Writes to the database what dead processes left in this folder, and removes their files. To be called before anything of
+/// theirs is marked, and before the process makes a file of its own: where the disk is full, this makes room.
+///
+/// # Errors
+/// [`DrainError`]: the process must not serve then.
+pub async fn drain(
+    folder: &Path,
+    database: Uuid,
+    store: &Arc<dyn Store>,
+    metrics: &Metrics,
+) -> Result<(), DrainError> {
+    disk::make_folder(folder).map_err(|cause| Unwritable::new(folder, cause))?;
+    let mut alone = 0;
+    for path in files(folder).map_err(DrainError::Folder)? {
+        let place = path.clone();
+        let examined = tokio::task::spawn_blocking(move || examine(&place, database)).await;
+        let found = match examined.map_err(io::Error::other) {
+            Ok(Ok(found)) => found,
+            Ok(Err(error)) | Err(error) => Found::Alone(format!("it cannot be read: {error}")),
+        };
+        match found {
+            Found::Nothing => {}
+            Found::Left(left) => alone += u64::from(!pay_off(*left, store, metrics).await?),
+            Found::Alone(why) => {
+                alone += 1;
+                let path = path.display();
+                tracing::error!(%path, "a spill file is left alone: {why}");
             }
         }
-        self.level.metrics.spill_left_files(alone);
-        Ok(())
     }
+    metrics.spill_left_files(alone);
+    Ok(())
+}
 
-    /// Pays all that a file owes, and removes it. Whether that was all of it; else the file is set aside.
-    async fn pay_off(&self, left: Left, store: &Arc<dyn Store>) -> Result<bool, DrainError> {
-        let Left { file, path, head, contents } = left;
-        let (file, mut tally) = (Arc::new((file, head)), Tally::default());
-        for places in contents.owed.chunks(AT_ONCE) {
-            self.pay_some(&file, places, store, &mut tally).await?;
-        }
-        let shown = path.display();
-        if contents.torn {
-            tracing::warn!(path = %shown, "the last entry of a spill file is torn: its process died while it wrote, and told nobody of it");
-        }
-        let Tally { drained, stuck } = tally;
-        tracing::warn!(path = %shown, drained, "the outcomes that a dead process left in the spill are in the database");
-        if contents.damaged == 0 && stuck == 0 {
-            drop(std::fs::remove_file(&path));
-            return Ok(true);
-        }
-        let aside = path.with_extension(format!("{ENDING}.{ASIDE}"));
-        let renamed = std::fs::rename(&path, &aside).err();
-        tracing::error!(
-            path = %aside.display(), damaged = contents.damaged, refused = stuck, ?renamed,
-            "not all of a spill file could be written to the database: it is set aside; records of it stay unknown until an operator resolves them"
-        );
-        Ok(false)
+/// Pays all that a file owes, and removes it. Whether that was all of it; else the file is set aside.
+async fn pay_off(
+    left: Left,
+    store: &Arc<dyn Store>,
+    metrics: &Metrics,
+) -> Result<bool, DrainError> {
+    let Left { file, path, head, contents } = left;
+    let (file, mut tally) = (Arc::new((file, head)), Tally::default());
+    for places in contents.owed.chunks(AT_ONCE) {
+        pay_some(&file, places, store, metrics, &mut tally).await?;
     }
+    let shown = path.display();
+    if contents.torn {
+        tracing::warn!(path = %shown, "the last entry of a spill file is torn: its process died while it wrote, and told nobody of it");
+    }
+    let Tally { drained, stuck } = tally;
+    tracing::warn!(path = %shown, drained, "the outcomes that a dead process left in the spill are in the database");
+    if contents.damaged == 0 && stuck == 0 {
+        drop(std::fs::remove_file(&path));
+        return Ok(true);
+    }
+    let aside = path.with_extension(format!("{ENDING}.{ASIDE}"));
+    let renamed = std::fs::rename(&path, &aside).err();
+    tracing::error!(
+        path = %aside.display(), damaged = contents.damaged, refused = stuck, ?renamed,
+        "not all of a spill file could be written to the database: it is set aside; records of it stay unknown until an operator resolves them"
+    );
+    Ok(false)
+}
 
-    async fn pay_some(
-        &self,
-        file: &Arc<(File, FileHead)>,
-        places: &[Place],
-        store: &Arc<dyn Store>,
-        tally: &mut Tally,
-    ) -> Result<(), DrainError> {
-        let mut tasks = JoinSet::new();
-        for place in places.iter().copied() {
-            let (file, store) = (Arc::clone(file), Arc::clone(store));
-            tasks.spawn(async move { pay_one(file, place, &*store).await });
-        }
-        while let Some(ended) = tasks.join_next().await {
-            match ended.map_err(|panic| Error::InDoubt(panic.into())).flatten() {
-                Ok(Some(result)) => {
-                    self.level.metrics.spill_drained(result);
-                    if result == Drained::FencedOff {
-                        self.level.metrics.late_outcome();
-                    }
-                    let stuck = result == Drained::Refused;
-                    tally.stuck += u64::from(stuck);
-                    tally.drained += u64::from(!stuck);
+async fn pay_some(
+    file: &Arc<(File, FileHead)>,
+    places: &[Place],
+    store: &Arc<dyn Store>,
+    metrics: &Metrics,
+    tally: &mut Tally,
+) -> Result<(), DrainError> {
+    let mut tasks = JoinSet::new();
+    for place in places.iter().copied() {
+        let (file, store) = (Arc::clone(file), Arc::clone(store));
+        tasks.spawn(async move { pay_one(file, place, &*store).await });
+    }
+    while let Some(ended) = tasks.join_next().await {
+        match ended.map_err(|panic| Error::InDoubt(panic.into())).flatten() {
+            Ok(Some(result)) => {
+                metrics.spill_drained(result);
+                if result == Drained::FencedOff {
+                    metrics.late_outcome();
                 }
-                Ok(None) => tally.stuck += 1,
-                Err(error) => return Err(DrainError::Store(error)),
+                let stuck = result == Drained::Refused;
+                tally.stuck += u64::from(stuck);
+                tally.drained += u64::from(!stuck);
             }
+            Ok(None) => tally.stuck += 1,
+            Err(error) => return Err(DrainError::Store(error)),
         }
-        Ok(())
     }
+    Ok(())
 }
 
 /// The folder's files that may hold outcomes. Their order means nothing.
@@ -247,7 +259,9 @@ async fn settle(completion: &Completion, store: &dyn Store) -> Result<Drained, E
     match store::complete_or_plain(store, completion.clone(), Instant::now() + TRY).await {
         Ok(Settled::Done { .. }) => Ok(Drained::Completed),
         Ok(Settled::Fenced) => match store.find(&completion.scope).await? {
-            Some(Record { fence, state: State::Completed(_), .. }) if fence == completion.fence => {
+            Some(Record { fence, state: State::Completed(stands), .. })
+                if fence == completion.fence && stands.answer.says_the_same(&completion.answer) =>
+            {
                 Ok(Drained::Already)
             }
             Some(_) | None => fenced_off(completion, store).await,
@@ -263,8 +277,8 @@ async fn settle(completion: &Completion, store: &dyn Store) -> Result<Drained, E
     }
 }
 
-/// A late outcome: the record is at another attempt by now, or gone, by an operator or by another replica. What stands
-/// is what counts; this goes to the audit table.
+/// A late outcome: the record is at another attempt by now, or gone, or has another answer, by an operator, another replica
+/// or the application. What stands is what counts; this goes to the audit table.
 async fn fenced_off(completion: &Completion, store: &dyn Store) -> Result<Drained, Error> {
     let (record, late) = (completion.fence.id, LateOutcome::from(completion));
     store.note_late_outcome(&late).await?;

@@ -45,14 +45,16 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    /// Begins the file.
+    /// Begins the file. One that cannot be begun is removed: it holds nothing.
     pub(super) fn begin(
         mut disk: Box<dyn Disk>,
         head: FileHead,
         level: Arc<Level>,
     ) -> io::Result<Self> {
-        disk.write(&head.encode(), 0)?;
-        disk.sync()?;
+        if let Err(error) = disk.write(&head.encode(), 0).and_then(|()| disk.sync()) {
+            disk.remove();
+            return Err(error);
+        }
         Ok(Self { disk, head, end: HEAD, owed: HashMap::new(), level })
     }
 
@@ -233,6 +235,18 @@ mod tests {
         let contents = head.read(&bytes, bytes.len() as u64).unwrap();
         assert_eq!((contents.damaged, contents.torn), (0, false));
         contents.owed.into_iter().map(|place| head.body(&bytes, place).unwrap()).collect()
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_begun_is_not_left_behind() {
+        for unsyncable in [false, true] {
+            let paper = Paper::default();
+            *paper.0.lock().unwrap() = Sheet { full: !unsyncable, unsyncable, ..Sheet::default() };
+            let level = Arc::new(Level::new(1000, Arc::new(Metrics::default())));
+            let head = FileHead::new(Uuid::from_u128(1));
+            assert!(Writer::begin(Box::new(paper.clone()), head, level).is_err());
+            assert!(paper.0.lock().unwrap().removed);
+        }
     }
 
     #[test]
