@@ -107,6 +107,20 @@ fn about_unknown(config: &Config, warn: &mut impl FnMut(&str, String)) {
         );
         warn("policy.lookup", text);
     }
+    if let Some(names) = on(asks_about_nothing) {
+        let text = format!(
+            "{names}: the look-up names neither `key` nor anything of `request`: it asks the same about every request, and \
+             would take somebody else's for this one"
+        );
+        warn("policy.lookup", text);
+    }
+    if let Some(names) = on(asks_for_any_tenant) {
+        let text = format!(
+            "{names}: the look-up does not name `tenant`: equal keys of two tenants would get one answer. Name it in path \
+             or headers, or what it is taken from"
+        );
+        warn("policy.lookup", text);
+    }
 }
 
 fn about_sink(sink: &sink::Settings, warn: &mut impl FnMut(&str, String)) {
@@ -135,6 +149,24 @@ fn settles_early(route: &Route) -> bool {
         OnUnknown::Lookup(lookup) => lookup.settle.lost < route.policy.timeout,
         OnUnknown::Hold | OnUnknown::Retry => false,
     }
+}
+
+fn asks_about_nothing(route: &Route) -> bool {
+    let OnUnknown::Lookup(lookup) = &route.policy.on_unknown else { return false };
+    !["key", "request"].iter().any(|name| lookup.template.names(name))
+}
+
+/// A tenant may also be named by the part of the request that it is taken from.
+fn asks_for_any_tenant(route: &Route) -> bool {
+    let OnUnknown::Lookup(lookup) = &route.policy.on_unknown else { return false };
+    let origin = match &route.scope.tenant {
+        Source::Fixed(_) => return false,
+        Source::Header(name) => format!("request.headers.{name}"),
+        Source::Path(name) => format!("request.params.{name}"),
+        Source::Host => "request.headers.host".to_owned(),
+        Source::BasicUser | Source::Credential => "request.headers.authorization".to_owned(),
+    };
+    !lookup.template.names("tenant") && !lookup.template.names(&origin)
 }
 
 fn resent_by_nginx(method: &Method) -> bool {

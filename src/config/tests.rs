@@ -133,6 +133,10 @@ const CASES: &[(&str, &str)] = &[
         "og.toml:6: route[0].lookup: does nothing here: on_unknown is not \"lookup\"",
     ),
     (
+        "[[route]]\nmethod = \"POST\"\npath = \"/a\"\nlookup = { path = \"/o\", found = \"true\" }",
+        "og.toml:5: route[0].lookup: does nothing here: on_unknown is not \"lookup\"",
+    ),
+    (
         "policy.late_answer = 60",
         "og.toml:2: policy.late_answer: this is an integer; write a duration with its unit, such as \"500ms\", \"10s\" or \"24h\"",
     ),
@@ -686,4 +690,50 @@ fn a_look_up_is_taken_from_the_policy_and_settles_after_the_timeout_by_itself() 
     let own = "lookup = { path = \"/o\", found = \"true\", settle = \"2s\", timeout = \"1s\", upstream = \"b\" }\n";
     let other = "[upstreams.b]\nurl = \"http://127.0.0.1:1\"\n";
     assert_eq!(lookup(&format!("{shared}{route}{own}{other}")), (2, 9, 1, "b".to_owned(), true));
+}
+
+#[test]
+fn a_look_up_that_may_find_somebody_elses_is_warned_of() {
+    const NOTHING: &str = "neither `key` nor anything of `request`";
+    const TENANT: &str = "does not name `tenant`";
+    let header = "tenant = { header = \"X-Tenant-Id\" }\n";
+    let credential = "tenant = { basic_user = true }\n";
+    for (tenant, asked, expected) in [
+        ("", "path = \"/o\", found = \"true\"", vec![NOTHING]),
+        ("", "path = \"/o/{{ tenant }}\", found = \"true\", body = \"{{ key }}\"", vec![NOTHING]),
+        ("", "path = \"/o/{{ key }}\", found = \"true\"", vec![]),
+        ("", "path = \"/o/{{ request.json.ref }}\", found = \"true\"", vec![]),
+        ("", "path = \"/o\", found = \"key in response.json\"", vec![]),
+        ("", "path = \"/o\", headers = { X-Key = \"{{ key }}\" }, found = \"true\"", vec![]),
+        (header, "path = \"/o\", found = \"true\"", vec![NOTHING, TENANT]),
+        (header, "path = \"/o/{{ key }}\", found = \"true\"", vec![TENANT]),
+        (header, "path = \"/o/{{ request.headers.other }}\", found = \"true\"", vec![TENANT]),
+        (
+            header,
+            "path = \"/o/{{ key }}\", found = \"true\", body = \"{{ tenant }}\"",
+            vec![TENANT],
+        ),
+        (header, "path = \"/{{ tenant }}/{{ key }}\", found = \"true\"", vec![]),
+        (
+            header,
+            "path = \"/{{ key }}\", headers = { T = \"{{ request.headers['x-tenant-id'] }}\" }, found = \"true\"",
+            vec![],
+        ),
+        (
+            credential,
+            "path = \"/{{ key }}\", headers = { A = \"{{ request.headers.authorization }}\" }, found = \"true\"",
+            vec![],
+        ),
+    ] {
+        let text = format!(
+            "[[route]]\nmethod = \"POST\"\npath = \"/a\"\non_unknown = \"lookup\"\n{tenant}lookup = {{ {asked} }}\n"
+        );
+        let warned = check::warnings(&good(&with(&text), &[]));
+        let warned = warned.iter().filter(|warning| warning.place == "policy.lookup");
+        let texts = warned.map(|warning| warning.text.as_str()).collect::<Vec<_>>();
+        assert_eq!(texts.len(), expected.len(), "{tenant}{asked}: {texts:?}");
+        for (text, part) in texts.iter().zip(expected) {
+            assert!(text.contains(part), "{tenant}{asked}: {texts:?}");
+        }
+    }
 }

@@ -12,6 +12,7 @@
 
 pub(in crate::record) mod context;
 pub mod doubt;
+mod ordered;
 pub(in crate::record) mod template;
 
 use std::collections::{BTreeSet, HashMap};

@@ -2,7 +2,7 @@
 //!
 //! Pure: templates make the question of the record and its kept request, and judge the answer to it. Three verdicts, and
 //! "not found" is never a guess: it needs an answer that was understood. Every value that `found` names must be there, an answer
-//! that is not JSON has no `response.json`, and `null` is not compared in order; whatever goes wrong is [`Verdict::Failed`].
+//! that is not JSON has no `response.json`, only numbers with numbers and texts with texts are compared in order, and `found` is true or false; whatever goes wrong is [`Verdict::Failed`].
 //!
 //! What must stay true: a value cannot change what is asked. In the path each value is percent-encoded as one piece, is never
 //! empty (an empty filter finds everything) and makes no dot segment; a header with a line break does not exist.
@@ -60,6 +60,7 @@ pub struct Template {
     status: Tree,
     body: Option<Tree>,
     needs: BTreeSet<String>,
+    named: BTreeSet<String>,
 }
 
 impl PartialEq for Template {
@@ -105,7 +106,8 @@ impl Template {
         };
         let headers: Vec<_> = spec.headers.iter().filter_map(header).collect();
         let mut judging = Compiler::default();
-        let found = judging.expression("found", Some(&spec.found));
+        let found = judging.decision("found", &spec.found);
+        let named = &asking.named | &judging.named;
         let status = judging.tree("status", &spec.status);
         let body = spec.body.as_ref().map(|body| judging.tree("body", body));
         let wrong = asking.errors.iter().chain(&judging.errors);
@@ -125,7 +127,7 @@ impl Template {
             (Some(path), Some(found)) if faults.is_empty() => {
                 let needs = asking.needs.into_iter().chain(judging.needs).collect();
                 let spec = spec.clone();
-                Ok(Self { spec, path, headers, found, status, body, needs })
+                Ok(Self { spec, path, headers, found, status, body, needs, named })
             }
             (_, _) => Err(faults),
         }
@@ -134,6 +136,14 @@ impl Template {
     /// What it names of the request: dotted paths, `json.ref` say.
     pub(super) fn needs(&self) -> &BTreeSet<String> {
         &self.needs
+    }
+
+    /// Whether the question, or `found`, names this or a part of it: `key`, `request` or `request.headers`, say.
+    #[must_use]
+    pub fn names(&self, what: &str) -> bool {
+        let is_part = |rest: &str| rest.is_empty() || rest.starts_with('.');
+        let whole = |name: &str| what.strip_prefix(name).is_some_and(is_part);
+        self.named.iter().any(|name| name.strip_prefix(what).is_some_and(is_part) || whole(name))
     }
 
     /// The question.
@@ -176,12 +186,8 @@ impl Template {
         {
             response.remove("json");
         }
-        let orders = self.spec.found.contains(['<', '>']);
-        if orders && self.found.names().iter().any(|name| is_null(&known, name)) {
-            return Err(format!("{}: null has no order", self.spec.found));
-        }
         let variables = context::values(&known);
-        if !self.found.is_true(&variables)? {
+        if !self.found.verdict(&variables)? {
             return Ok(Verdict::NotFound);
         }
         let status = kept_status(&self.status.render(&variables)?)
@@ -216,12 +222,6 @@ fn kept_status(value: &Json) -> Option<StatusCode> {
     };
     let code = u16::try_from(number).ok().filter(|code| (200..=599).contains(code))?;
     StatusCode::from_u16(code).ok()
-}
-
-/// Whether a dotted name leads to `null`.
-fn is_null(known: &Json, name: &str) -> bool {
-    let found = name.split('.').try_fold(known, |value, step| value.get(step));
-    found.is_some_and(Json::is_null)
 }
 
 /// A target as it goes out: a path without dot segments, a query, and nothing else.
@@ -365,10 +365,59 @@ mod tests {
         assert_eq!(judged(&by_status, 404, "gone"), Verdict::NotFound);
         assert!(matches!(judged(&by_status, 410, "gone"), Verdict::Failed(_)));
         let truth = Spec { found: "response.json".to_owned(), ..spec() };
-        assert!(matches!(judged(&truth, 200, "<html>"), Verdict::Failed(_)));
-        assert_eq!(judged(&truth, 200, "[]"), Verdict::NotFound);
+        for body in ["<html>", "[]", "[1]", "{}", "0", "1", "\"x\"", "null"] {
+            assert!(matches!(judged(&truth, 200, body), Verdict::Failed(_)), "{body}");
+        }
+        assert_eq!(judged(&truth, 200, "false"), Verdict::NotFound);
         let order = Spec { found: "response.json.order is not none".to_owned(), ..spec() };
         assert_eq!(judged(&order, 200, r#"{"order":null}"#), Verdict::NotFound);
+    }
+
+    #[test]
+    fn values_of_different_kinds_are_not_compared() {
+        let judge = |found: &str, total: &str| {
+            let body = Some(json!("x"));
+            let spec = Spec { found: found.to_owned(), body, ..spec() };
+            judged(&spec, 200, &format!("{{\"total\":{total}}}"))
+        };
+        let none = [r#""0""#, r#""""#, "[]", "[1]", "{}", r#"{"a":1}"#, "true", "false", "null"];
+        for total in none {
+            for found in [
+                "response.json.total > 0",
+                "response.json.total >= 0",
+                "0 < response.json.total",
+                "response.json.total <= 0",
+                "not response.json.total < 1",
+                "response.json.total is gt(0)",
+                "response.json.total is lessthan 1",
+                "[response.json.total] | select('>', 0) | length == 1",
+                "[response] | selectattr('json.total', 'ge', 0) | length == 1",
+                "response.json.total is defined and response.json.total > 0",
+            ] {
+                let verdict = judge(found, total);
+                assert!(matches!(verdict, Verdict::Failed(_)), "{found}, {total}: {verdict:?}");
+            }
+        }
+        for (found, total, is_found) in [
+            ("response.json.total > 0", "1", true),
+            ("response.json.total > 0", "0", false),
+            ("response.json.total > 0", "0.5", true),
+            ("response.json.total | int > 0", r#""1""#, true),
+            ("response.json.total | int > 0", r#""0""#, false),
+            ("response.json.total | length > 0", "[7]", true),
+            ("response.json.total | length > 0", "[]", false),
+            ("response.json.total >= '2026-01'", r#""2026-02""#, true),
+            ("response.json.total is not none and response.json.total > 0", "null", false),
+            ("response.json.total is number and response.json.total > 0", r#""1""#, false),
+        ] {
+            let verdict = judge(found, total);
+            let as_said = match verdict {
+                Verdict::Found(_) => is_found,
+                Verdict::NotFound => !is_found,
+                Verdict::Failed(_) => false,
+            };
+            assert!(as_said, "{found}, {total}: {verdict:?}");
+        }
     }
 
     #[test]
@@ -403,6 +452,7 @@ mod tests {
             (Spec { path: "a".to_owned(), ..spec() }, "path"),
             (Spec { path: "/a#b".to_owned(), ..spec() }, "path"),
             (Spec { found: "response.".to_owned(), ..spec() }, "found"),
+            (Spec { found: "0 < response.json.total < 5".to_owned(), ..spec() }, "found"),
             (Spec { status: json!(99), ..spec() }, "status"),
             (Spec { status: json!("x"), ..spec() }, "status"),
             (Spec { body: Some(json!({"a": ["{{ nobody }}"]})), ..spec() }, "body"),

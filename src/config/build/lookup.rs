@@ -65,7 +65,7 @@ impl Builder<'_> {
     pub(super) fn on_unknown(&self, route: &Route<'_>, common: &Common<'_>) -> OnUnknown {
         let policy = &common.file.policy;
         let placed = route.own.on_unknown.as_ref().or(policy.on_unknown.as_ref());
-        let choice = placed.and_then(|placed| self.checked(placed, read_choice));
+        let choice = placed.map_or(Some(Choice::Hold), |placed| self.checked(placed, read_choice));
         if let Some(unused) = &route.own.lookup
             && choice.is_some_and(|choice| choice != Choice::Lookup)
         {
@@ -98,12 +98,14 @@ impl Builder<'_> {
         let method = raw.method.as_ref().map_or(Some(Method::GET), |m| self.checked(m, read));
         let path = self.required(raw.path.as_ref(), &raw.place, "path");
         let found = self.required(raw.found.as_ref(), &raw.place, "found");
+        let headers = self.question_headers(raw);
+        let not_found = self.each(&raw.not_found, read_not_found);
         let spec = Spec {
-            headers: self.question_headers(raw)?,
+            headers: headers?,
             method: method?,
             path: path?.value.clone(),
             found: found?.value.clone(),
-            not_found: self.each(&raw.not_found, read_not_found),
+            not_found,
             status: raw.status.as_ref().map_or(json!(200), |placed| placed.value.clone()),
             body: raw.body.as_ref().map(|placed| placed.value.clone()),
         };

@@ -12,6 +12,8 @@ use minijinja::value::{Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, Output, State, UndefinedBehavior};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 
+use super::ordered;
+
 /// Longest text that one template may write, in bytes.
 const TEXT_MAX: usize = 1024 * 1024;
 /// What an expression may name.
@@ -22,6 +24,13 @@ const PIECE: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_'
 const REQUEST: [&str; 7] = ["method", "path", "query", "headers", "params", "json", "form"];
 
 static ENVIRONMENT: LazyLock<Environment<'static>> = LazyLock::new(environment);
+
+/// As the other, and what has no order is not compared.
+static STRICT: LazyLock<Environment<'static>> = LazyLock::new(|| {
+    let mut strict = environment();
+    ordered::make_strict(&mut strict);
+    strict
+});
 
 fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
@@ -61,9 +70,13 @@ impl Expression {
         self.value(variables).map(|value| value.is_true())
     }
 
-    /// The dotted names in it.
-    pub(in crate::record) fn names(&self) -> HashSet<String> {
-        self.compiled.undeclared_variables(true)
+    /// Its value, which must be true or false.
+    pub(in crate::record) fn verdict(&self, variables: &Value) -> Result<bool, String> {
+        let value = self.value(variables)?;
+        bool::try_from(value.clone())
+            .ok()
+            .filter(|_| value.kind() == ValueKind::Bool)
+            .ok_or_else(|| format!("{}: it is neither true nor false", self.source))
     }
 
     pub(in crate::record) fn elements(
@@ -197,6 +210,8 @@ pub(in crate::record) struct Compiler {
     /// There is no `response` yet.
     pub(in crate::record) before_answer: bool,
     pub(in crate::record) needs: BTreeSet<String>,
+    /// All dotted names so far.
+    pub(in crate::record) named: BTreeSet<String>,
     pub(in crate::record) errors: Vec<Wrong>,
 }
 
@@ -223,6 +238,22 @@ impl Compiler {
             }
             Err(error) => {
                 self.wrong(field, source, &error.to_string());
+                None
+            }
+        }
+    }
+
+    /// An expression that decides: only numbers with numbers and texts with texts are compared in order.
+    pub(in crate::record) fn decision(&mut self, field: &str, source: &str) -> Option<Expression> {
+        // First as it stands: its names are checked, and errors show what is written.
+        self.expression(field, Some(source))?;
+        let compiled = ordered::as_tests(source).map_err(str::to_owned).and_then(|strict| {
+            STRICT.compile_expression_owned(strict).map_err(|error| error.to_string())
+        });
+        match compiled {
+            Ok(compiled) => Some(Expression { source: source.to_owned(), compiled }),
+            Err(error) => {
+                self.wrong(field, source, &error);
                 None
             }
         }
@@ -299,6 +330,7 @@ impl Compiler {
         let mut names = names.into_iter().collect::<Vec<_>>();
         names.sort_unstable();
         for name in names {
+            self.named.insert(name.clone());
             let (root, rest) = name.split_once('.').unwrap_or((&name, ""));
             let known = (ROOTS.contains(&root) && !(self.before_answer && root == "response"))
                 || functions.contains(root)
