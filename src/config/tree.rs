@@ -393,12 +393,12 @@ impl<'a> Section<'a> {
         word: &str,
     ) -> Option<Placed<Option<Duration>>> {
         let node = self.ask(name)?;
-        let read = match &node.value.value {
-            Value::Text(text) if text == word => Some(None),
-            Value::Text(text) => humantime::parse_duration(text).ok().map(Some),
-            _ => None,
+        let read = |text: &str| match text == word {
+            true => Some(None),
+            false => humantime::parse_duration(text).ok().map(Some),
         };
-        let Some(value) = read else {
+        let text = if let Value::Text(text) = &node.value.value { text } else { "" };
+        let Some(value) = read(text) else {
             let text = format!("must be {word:?}, or a duration with its unit such as \"500ms\"");
             self.notes.mistake(&node.place, text);
             return None;
