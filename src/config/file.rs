@@ -140,6 +140,8 @@ pub struct Store {
     pub on_unavailable: Maybe<String>,
     /// Where outcomes are kept that the database does not take.
     pub spill: Spill,
+    /// The keys of what is sealed at rest.
+    pub encryption_key_file: Maybe<String>,
 }
 
 /// `spill = { ... }`
@@ -440,6 +442,7 @@ fn store(mut s: Section<'_>) -> Store {
         sweep_every: s.duration("sweep_every"),
         sweep_batch: s.number("sweep_batch", 1..=100_000),
         on_unavailable: s.text("on_unavailable"),
+        encryption_key_file: s.text("encryption_key_file"),
         spill: s.section("spill").map(spill).unwrap_or_default(),
     };
     s.not_yet(&["encryption"]);
