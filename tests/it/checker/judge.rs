@@ -121,6 +121,9 @@ fn is_of(scope: &Scope, kind: fn(Operation) -> bool) -> bool {
     Operation::of_name(&scope.operation).is_some_and(kind)
 }
 
+/// How far the database's clock and the run's may be apart, in microseconds.
+const SKEW: i64 = 100_000;
+
 /// Between an end of a record's retention and the last replay of what a process has in memory, in microseconds.
 const OUTLIVES: i64 = 500_000;
 
@@ -530,7 +533,7 @@ impl<'h> Judge<'h> {
         let expires = self.history.lives.get(record).and_then(|life| life.expires);
         let expires = expires.filter(|_| is_of(scope, Operation::expires)).unwrap_or(i64::MAX);
         for op in ops.iter().filter(|op| op.invoked > first.ended) {
-            if (op.ended as i64) < expires {
+            if op.ended as i64 + SKEW < expires {
                 self.after(first, record, op);
             } else if op.invoked as i64 > expires.saturating_add(OUTLIVES) {
                 self.after_its_end(record, op);

@@ -315,11 +315,15 @@ fn requests(
 pub(crate) fn mood(seed: u64, scope: &Scope, nth: usize) -> Mood {
     let mut random = random(seed, &about(3, scope, nth));
     let report = scope.operation == Operation::Reports.name();
+    let refund = scope.operation == Operation::Refunds.name();
     let answer = match random.u8(0..100) {
         0..70 if report => {
             let bytes = *random.choice(&[90, 2048, 2049, 5000, 20_000]).unwrap_or(&90);
             Said::Report { bytes, chunked: random.bool() }
         }
+        0..45 if refund => Said::Created,
+        // Often, so that there is something to ask about.
+        45..90 if refund => Said::Doubtful(502),
         0..70 => Said::Created,
         70..85 => Said::Final(*random.choice(&[200, 204, 303, 404, 409, 422, 500]).unwrap_or(&200)),
         85..95 => Said::Busy(*random.choice(&[401, 408, 429, 429, 503]).unwrap_or(&429)),

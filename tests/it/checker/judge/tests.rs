@@ -534,7 +534,7 @@ fn another_answer_than_the_first_is_found_out() {
         (late.invoked, late.ended) = (late.invoked + 1_000_000, late.ended + 1_000_000);
     });
     breaks(rule, "a new answer before the old one has expired", |h| {
-        h.lives.get_mut("r12").unwrap().expires = Some(100_000);
+        h.lives.get_mut("r12").unwrap().expires = Some(10_000_000);
     });
     breaks(rule, "a problem for no reason", |h| {
         h.answer(3).body = br#"{"type":"urn:oncegate:problem:key-invalid"}"#.to_vec();
