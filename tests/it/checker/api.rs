@@ -34,7 +34,10 @@ impl Api {
             let mut books = ours.lock().unwrap();
             let calm = is_calm.load(Ordering::SeqCst);
             if let Some(scope) = asked_about(seen) {
-                return books.look_up(seed, scope, clock.now(), calm);
+                let gateway = header(&seen.head, "x-gateway").and_then(|text| text.parse().ok());
+                let (gateway, at) = (gateway.expect("who asks"), clock.now());
+                let question = Question { scope, gateway, at, told: Asked::Nothing };
+                return books.look_up(seed, question, calm);
             }
             let mut run = read(seen);
             run.at = clock.now();
@@ -73,18 +76,19 @@ impl Books {
     }
 
     /// Answers a question. What came unprotected is not in the books that are asked.
-    fn look_up(&mut self, seed: u64, scope: Scope, at: u64, calm: bool) -> Reply {
-        let made = |run: &&Execution| run.made && run.scope == scope && !run.record.is_empty();
+    fn look_up(&mut self, seed: u64, question: Question, calm: bool) -> Reply {
+        let scope = &question.scope;
+        let made = |run: &&Execution| run.made && run.scope == *scope && !run.record.is_empty();
         let found = self.ledger.iter().find(made).map(|run| run.number);
-        let nth = self.questions.iter().filter(|question| question.scope == scope).count();
-        let how = if calm { plan::Reply::Truth } else { plan::reply(seed, &scope, nth) };
+        let nth = self.questions.iter().filter(|other| other.scope == *scope).count();
+        let how = if calm { plan::Reply::Truth } else { plan::reply(seed, scope, nth) };
         let items: Vec<_> = found.iter().map(|number| found_body(*number)).collect();
         let truth = format!(r#"{{"total":{},"items":[{}]}}"#, items.len(), items.join(","));
         let told = match how {
-            plan::Reply::Truth => found.map_or(Asked::NotFound, Asked::Found),
-            plan::Reply::Late | plan::Reply::Cut | plan::Reply::Nonsense(..) => Asked::Nothing,
+            plan::Reply::Truth | plan::Reply::Late => found.map_or(Asked::NotFound, Asked::Found),
+            plan::Reply::Cut | plan::Reply::Nonsense(..) => Asked::Nothing,
         };
-        self.questions.push(Question { scope, at, told });
+        self.questions.push(Question { told, ..question });
         match how {
             plan::Reply::Truth => Reply::keep(json(200, &truth)),
             plan::Reply::Late => {

@@ -76,7 +76,11 @@ impl Clients {
             match next(&told, intent.operation) {
                 Next::Done => return self.afterwards(intent).await,
                 Next::Held => return,
-                Next::Again => tokio::time::sleep(Duration::from_millis(pause)).await,
+                Next::Again => {
+                    // Until the API may be asked.
+                    let slow = if intent.operation.asks() { 2 } else { 1 };
+                    tokio::time::sleep(Duration::from_millis(pause * slow)).await;
+                }
             }
             if self.over.load(Ordering::SeqCst) {
                 return;

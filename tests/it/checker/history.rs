@@ -177,6 +177,8 @@ pub(crate) struct Execution {
 #[derive(Clone, Debug)]
 pub(crate) struct Question {
     pub(crate) scope: Scope,
+    /// Who asked.
+    pub(crate) gateway: usize,
     pub(crate) at: u64,
     pub(crate) told: Asked,
 }
@@ -187,7 +189,7 @@ pub(crate) enum Asked {
     /// This execution.
     Found(u64),
     NotFound,
-    /// Nothing that may be taken for an answer.
+    /// Nothing that may be taken for an answer. (What comes late may be: whoever sleeps meanwhile has it in time.)
     Nothing,
 }
 
@@ -299,8 +301,8 @@ impl History {
             );
             lines.push((run.at, text));
         }
-        for Question { scope, at, told } in &self.questions {
-            lines.push((*at, format!("question about {scope}: {told:?}")));
+        for Question { scope, gateway, at, told } in &self.questions {
+            lines.push((*at, format!("question of g{gateway} about {scope}: {told:?}")));
         }
         lines.sort();
         let mut text = String::new();

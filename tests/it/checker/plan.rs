@@ -354,12 +354,12 @@ pub(crate) fn mood(seed: u64, scope: &Scope, nth: usize) -> Mood {
 pub(crate) fn reply(seed: u64, scope: &Scope, nth: usize) -> Reply {
     let mut random = random(seed, &about(6, scope, nth));
     match random.u8(0..20) {
-        0..14 => Reply::Truth,
-        14 => Reply::Late,
-        15 => Reply::Cut,
-        16 => Reply::Nonsense(500, r#"{"total":0,"items":[]}"#),
-        17 => Reply::Nonsense(404, r#"{"total":0,"items":[]}"#),
-        18 => Reply::Nonsense(200, r#"{"total":null}"#),
+        0..9 => Reply::Truth,
+        9 => Reply::Late,
+        10..12 => Reply::Cut,
+        12..14 => Reply::Nonsense(500, r#"{"total":0,"items":[]}"#),
+        14..16 => Reply::Nonsense(404, r#"{"total":0,"items":[]}"#),
+        16..18 => Reply::Nonsense(200, r#"{"total":null}"#),
         _ => Reply::Nonsense(200, "<html>please log in</html>"),
     }
 }
@@ -418,6 +418,20 @@ pub(crate) fn wires(
             17..19 => (Break::SinkCut, 0),
             19..21 => (Break::ApiDown { ms: long / 2 }, long / 2),
             _ => (Break::SinkAway { ms: long }, long),
+        }
+    })
+}
+
+/// What is done to the wires where requests may go past a store that is away: mostly that.
+pub(crate) fn outages(seed: u64, gateways: usize, length_ms: u64) -> Vec<Step<Break>> {
+    steps(&mut random(seed, &[7]), length_ms, |random| {
+        let (gateway, ms) = (random.usize(0..gateways), random.u64(100..600));
+        match random.u8(0..10) {
+            0..6 => (Break::StoreAway { gateway, ms: ms + 600 }, ms + 600),
+            6 => (Break::Crash { down_ms: ms }, ms + 300),
+            7 => (Break::ApiDown { ms }, ms),
+            8 => (Break::ApiStalls { ms }, ms),
+            _ => (Break::StoreMute { gateway, statement: "-- reserve" }, 0),
         }
     })
 }

@@ -73,7 +73,8 @@ impl Made {
     /// The API is asked about a scope.
     fn question(&mut self, scope: &Scope, told: Asked) {
         self.time += 1;
-        self.history.questions.push(Question { scope: scope.clone(), at: self.time, told });
+        let (scope, at) = (scope.clone(), self.time);
+        self.history.questions.push(Question { scope, gateway: 0, at, told });
     }
 
     /// Forwarded past the store: its place in the ledger.
@@ -380,6 +381,10 @@ fn what_is_excused_is_no_violation() {
     history.executes_again(1, "r2", 0);
     // A replica that has lost its database says so, whatever is kept elsewhere.
     history.asks_again(3).body = br#"{"type":"urn:oncegate:problem:store-unavailable"}"#.to_vec();
+    // The API finds what an operator has released, since the key is the same.
+    let made = history.run("r10", 1);
+    history.executions[made].record = "r20".into();
+    history.acts.push(("r20".into(), Act::Release));
     // An attempt of a process that slept too long, after a question has let the next one go.
     let late = history.run("r11", 1);
     let mut late = history.executions.remove(late);
@@ -435,6 +440,14 @@ fn an_execution_without_an_answer_to_the_question_is_found_out() {
     breaks(rule, "the question failed", |h| not_found(h, |q| q.told = Asked::Nothing));
     breaks(rule, "it was asked before the first attempt", |h| not_found(h, |q| q.at = 0));
     breaks(rule, "it was asked afterwards", |h| not_found(h, |q| q.at += 1000));
+    breaks(rule, "another one asked", |h| not_found(h, |q| q.gateway = 1));
+    breaks(rule, "a later question failed", |h| {
+        let failed = h.questions.last().unwrap().clone();
+        h.questions.push(Question { told: Asked::Nothing, ..failed });
+        // All that happened since is later by as much.
+        let at = h.questions.last().unwrap().at;
+        h.executions.iter_mut().filter(|run| run.at > at).for_each(|run| run.at += HELD_UP);
+    });
     breaks(rule, "it was asked about another", |h| not_found(h, |q| q.scope = refund()));
 }
 
@@ -518,6 +531,10 @@ fn another_answer_than_the_first_is_found_out() {
     });
     breaks(rule, "not retained, though small", |h| h.executions[3].answer.body.truncate(3));
     breaks(rule, "what no question has found", |h| h.questions.clear());
+    breaks(rule, "what was found of another record", |h| {
+        let found = h.run("r10", 1);
+        h.executions[found].record = "r20".into();
+    });
     breaks(rule, "something else than was found", |h| {
         let body = br#"{"execution":8,"id":"o-9"}"#.to_vec();
         let found = h.run("r10", 1);
