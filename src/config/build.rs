@@ -293,6 +293,7 @@ impl Builder<'_> {
             answer_timeout: or(&raw.answer_timeout, 60 * SECOND),
             answer_idle_timeout: Some(or(&raw.answer_idle_timeout, 600 * SECOND))
                 .filter(|limit| !limit.is_zero()),
+            reuse_for_keyed: or(&raw.reuse_for_keyed, None),
             ca_file: raw.ca_file.as_ref().map(|placed| self.readable(placed)),
         })
     }

@@ -103,6 +103,8 @@ pub struct Upstream {
     pub answer_timeout: Maybe<Duration>,
     /// How long the upstream may be silent within the body of an answer that is streamed.
     pub answer_idle_timeout: Maybe<Duration>,
+    /// How long a connection may have been idle and still carry a keyed request.
+    pub reuse_for_keyed: Maybe<Option<Duration>>,
     /// The only certificates to trust.
     pub ca_file: Maybe<String>,
     /// `keep` or `set`; `[upstream]` only.
@@ -415,10 +417,10 @@ fn upstream(mut s: Section<'_>, main: bool) -> Upstream {
         idle_timeout: s.duration("idle_timeout"),
         answer_timeout: s.duration("answer_timeout"),
         answer_idle_timeout: s.duration("answer_idle_timeout"),
+        reuse_for_keyed: s.duration_or("reuse_for_keyed", "never"),
         ca_file: s.text("ca_file"),
         host: if main { s.text("host") } else { None },
     };
-    s.only("reuse_for_keyed", "never", &[]);
     s.not_yet(&["tls", "http2"]);
     s.finish();
     read
