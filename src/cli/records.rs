@@ -228,7 +228,8 @@ pub async fn release(
     };
     let by = print::operator(args.reason.as_deref());
     let fence = Fence { id: row.id, attempt: row.attempt };
-    if let Err(why) = store.operator_release(fence, args.completed, &by).await? {
+    let released = store.operator_release(fence, args.completed, &by).await;
+    if let Err(why) = print::changed(released, &format!("records show {id}"))? {
         return objection(out, json, &id, &why);
     }
     if json {
@@ -273,7 +274,8 @@ pub async fn complete(
         events,
     };
     let by = print::operator(args.reason.as_deref());
-    if let Err(why) = store.operator_complete(&completion, &by).await? {
+    let completed = store.operator_complete(&completion, &by).await;
+    if let Err(why) = print::changed(completed, &format!("records show {id}"))? {
         return objection(out, json, &id, &why);
     }
     print_completed(out, json, &row, &completion, &by)?;

@@ -825,6 +825,13 @@ async fn give(which: Which, given: Order) {
         assert_eq!(status.signal(), Some(9), "{errors}");
     } else {
         assert_eq!(status.code(), Some(1), "what may not be done is not called done: {errors}");
+        let look = if given.what == What::Redeliver { "events show" } else { "records show" };
+        let says = if given.done {
+            format!("nobody knows whether that was done: look with `oncegate {look} {id}`")
+        } else {
+            "the database is not available".to_owned()
+        };
+        assert!(errors.contains(&says), "{errors}");
     }
     let audit = format!("select count(*) from audit_log where action = '{action}'");
     assert_eq!(world.place.count(&audit).await, i64::from(given.done), "rows of the audit");

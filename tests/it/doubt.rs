@@ -11,23 +11,28 @@ use crate::support::rig::{self, Place, Which};
 use crate::support::sink::{Act, OK, Seen, Sink};
 use crate::support::wire::{Loss, Wire};
 
-struct Parts {
-    orders: Orders,
-    place: Place,
-    wire: Wire,
-    gateway: Gateway,
+pub(crate) struct Parts {
+    pub(crate) orders: Orders,
+    pub(crate) place: Place,
+    pub(crate) wire: Wire,
+    pub(crate) gateway: Gateway,
 }
 
 /// A gateway that reaches its database over a wire that can be cut.
 async fn parts(policy: &str, more: &str) -> Parts {
+    // The sweeper looks so seldom that it is never there first.
+    parts_with("sweep_every = \"1h\"", policy, more).await
+}
+
+/// The same, with lines for `[store]`.
+pub(crate) async fn parts_with(store: &str, policy: &str, more: &str) -> Parts {
     let (orders, mut place) = (Orders::start().await, Place::new(Which::Postgres).await);
     let port = Cluster::shared().port();
     let wire = Wire::start(port).await;
     let direct = place.url.clone();
     place.url = wire.url(&direct, port);
-    // The sweeper looks so seldom that it is never there first.
-    let store = "lease = \"3s\"\nsweep_every = \"1h\"";
-    let toml = rig::config_at(&place, &orders.url(), "127.0.0.1:0", store, policy, more);
+    let store = format!("lease = \"3s\"\n{store}");
+    let toml = rig::config_at(&place, &orders.url(), "127.0.0.1:0", &store, policy, more);
     let gateway = Gateway::start(&process::config(place.folder.path(), &toml));
     place.url = direct;
     Parts { orders, place, wire, gateway }
@@ -301,11 +306,11 @@ async fn an_event_is_delivered_although_the_end_of_its_claim_was_lost() {
     let sent = "select count(*) from outbox_events where status = 'sent'";
     eventually("all is quiet", async || place.count(sent).await == 2).await;
     for (n, loss) in [Loss::Statement, Loss::Answer].into_iter().enumerate() {
-        wire.lose("COMMIT", loss);
+        wire.lose("COMMIT\0", loss);
         eventually("a commit is lost", async || wire.losses() == n + 1).await;
     }
     order("k").to(gateway.addr).await;
-    wire.lose("COMMIT", Loss::Answer);
+    wire.lose("COMMIT\0", Loss::Answer);
     eventually("it is delivered", async || place.count(sent).await == 3).await;
     assert_eq!(sink.ids().len(), 3);
 }
