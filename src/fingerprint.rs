@@ -10,6 +10,7 @@
 //!
 //! A new form (multipart, XML, a decoded content coding) is a new variant of `Form`, and a new `VERSION`.
 
+pub mod coding;
 pub mod form;
 pub mod json;
 
