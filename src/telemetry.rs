@@ -61,6 +61,8 @@ label_enum!(
         Held = "held",
         /// Refused: executed, its answer was too large to keep.
         NotRetained = "not_retained",
+        /// Refused: executed, its answer is kept in a coding that the caller does not accept.
+        NotAcceptable = "not_acceptable",
         /// Refused: key, tenant or request not valid.
         Invalid = "invalid",
         /// Refused: a limit is reached.

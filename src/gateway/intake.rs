@@ -15,7 +15,7 @@ use http_body_util::{BodyExt, Full};
 use super::accept;
 use super::headers::{self, Forwarding, Hop};
 use super::prefixed::Prefixed;
-use super::reply::{self, Name, Problem};
+use super::reply::{self, Name, Problem, Takes};
 use super::reserve::Ask;
 use super::room::{Limits, NoRoom, Room};
 use super::upstream::{Body, Upstream};
@@ -40,6 +40,8 @@ pub(super) struct Keyed {
     hop: Hop,
     body: Bytes,
     pub(super) ask: Ask,
+    /// Of the answer.
+    pub(super) takes: Takes,
     /// Held until the request is answered.
     pub(super) room: Room,
 }
@@ -64,7 +66,7 @@ impl Intake {
         params: &Params,
         request: Request<Body>,
     ) -> Read {
-        let hop = hop(&request);
+        let (hop, takes) = (hop(&request), Takes::of(&request));
         let target = target(request.uri());
         let (mut head, body) = request.into_parts();
         let recipe = &route.scope;
@@ -123,7 +125,7 @@ impl Intake {
             Err(refusal) => return refused(refusal, route),
         };
         let route = Arc::clone(route);
-        Read::Keyed(Box::new(Keyed { route, head, hop, body, ask, room }))
+        Read::Keyed(Box::new(Keyed { route, head, hop, body, ask, takes, room }))
     }
 
     /// Scope, fingerprint and what is kept of the request.

@@ -36,6 +36,7 @@ mod functions;
 mod late;
 mod lease;
 mod lookup;
+mod negotiation;
 mod outage;
 mod outcomes;
 mod overload;

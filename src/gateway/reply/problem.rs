@@ -99,6 +99,8 @@ table! {
         "An execution under this key began and its end is not known. It is not executed again by itself. Keep the key, ask the operator with the record's id, and do not send the same intent under a new key.";
     ResponseNotRetained = "response-not-retained", CONFLICT, "The request was executed; its answer is not kept", No, None, NotRetained,
         "The first request under this key was executed. Its answer was too large to keep. Read the result from the API itself.";
+    NotAcceptable = "not-acceptable", NOT_ACCEPTABLE, "The answer has no form that the request accepts", SameKey, None, NotAcceptable,
+        "The first request under this key was executed. Its answer is kept in a content coding that this request does not accept.";
     UpstreamUnreachable = "upstream-unreachable", BAD_GATEWAY, "The service behind the gateway cannot be reached", SameKey, None, Released,
         "Nothing was sent to the service; the key is free. Send it again with the same key.";
     UpstreamFailed = "upstream-failed", BAD_GATEWAY, "The service's answer was lost", SameKey, None, Unknown,
