@@ -17,6 +17,7 @@ mod intake;
 mod late;
 mod lookup;
 mod notes;
+mod observe;
 pub mod pass;
 mod prefixed;
 pub mod reply;
@@ -58,10 +59,10 @@ use crate::fault::{self, Point};
 use crate::record::lookup::{About, Verdict};
 use crate::record::outcome::Failure;
 use crate::record::{Answer, Attempt, KeptBody, LeaseView, Operation, RecordId};
-use crate::route::{Found, Lookup, OnUnknown, Route, Routes};
+use crate::route::{Found, Lookup, Mode, OnUnknown, Route, Routes};
 use crate::scope::{DigestKey, Params};
 use crate::store::{Asking, Due, Store};
-use crate::telemetry::{Metrics, Reply, Step};
+use crate::telemetry::{Metrics, Reply, Step, Would};
 
 /// How often the audit table is read for what operators did.
 const AUDIT_EVERY: Duration = Duration::from_millis(500);
@@ -130,6 +131,7 @@ pub struct Gateway {
     intake: Intake,
     late: LateReads,
     alarm: Alarm,
+    observed: observe::Memory,
     metrics: Arc<Metrics>,
     wake: Arc<Notify>,
     tasks: TaskTracker,
@@ -204,6 +206,7 @@ impl Gateway {
             intake,
             late,
             alarm: Alarm::default(),
+            observed: observe::Memory::default(),
             metrics,
             wake,
             tasks,
@@ -223,9 +226,47 @@ impl Gateway {
         headers::to_origin_form(&mut request);
         match self.routes.find(request.method(), request.uri().path()) {
             Found::Nothing => self.pass(&self.default, request).await,
-            Found::Ambiguous => Problem::new(Name::PathAmbiguous).into_response(None),
-            Found::Keyed { route, params } => self.keyed(route, &params, request).await,
+            Found::Ambiguous { split, decoded } => {
+                if [&split, &decoded].iter().any(|route| route.policy.mode == Mode::Protect) {
+                    return Problem::new(Name::PathAmbiguous).into_response(None);
+                }
+                let problem = Problem::new(Name::PathAmbiguous);
+                observe::tell(&self.metrics, &split, Would::Refuse, None, Some(&problem));
+                self.pass(&self.upstream(&split), request).await
+            }
+            Found::Keyed { route, params } => match route.policy.mode {
+                Mode::Protect => self.keyed(route, &params, request).await,
+                Mode::Observe => self.observe(route, params, request).await,
+            },
         }
+    }
+
+    /// Forwards a request at once, and tells what would have become of it.
+    async fn observe(
+        self: Arc<Self>,
+        route: Arc<Route>,
+        params: Params,
+        request: Request<Body>,
+    ) -> Response<Body> {
+        self.metrics.replied(route.operation.as_str(), Reply::Passed);
+        let upstream = self.upstream(&route);
+        let max = route.policy.request_body_max;
+        let Ok(room) = self.intake.room_for_a_copy(request.headers(), max) else {
+            observe::tell(&self.metrics, &route, Would::Overloaded, None, None);
+            return self.pass(&upstream, request).await;
+        };
+        let (request, copied, whole) = observe::copy(request, max, room);
+        let (gateway, observed) = (Arc::clone(&self), Arc::clone(&route));
+        let ended = observe::Ended::default();
+        let ends = ended.clone();
+        let judging = self.tasks.spawn(async move {
+            let Self { observed: memory, intake, metrics, .. } = &*gateway;
+            let to = (&observed, &params);
+            observe::judge(memory, intake, metrics, to, copied, &ends).await;
+        });
+        let passed = pass::pass(&upstream, &self.settings.forwarding, request).await;
+        observe::over(&ended, observe::End::of(&route, &passed), judging, &whole).await;
+        passed.unwrap_or_else(not_passed)
     }
 
     /// Answers a request on a keyed route.

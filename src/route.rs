@@ -63,6 +63,18 @@ pub struct Policy {
     pub mismatch_status: StatusCode,
     /// Headers of an answer that are not kept.
     pub replay_drop: Vec<HeaderName>,
+    /// Whether requests are protected at all.
+    pub mode: Mode,
+}
+
+/// Whether a route's requests are protected.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// They are.
+    #[default]
+    Protect,
+    /// They are forwarded, and it is told what would have become of them.
+    Observe,
 }
 
 /// What a duplicate of an unknown outcome gets.
@@ -119,7 +131,12 @@ pub enum Found {
         params: Params,
     },
     /// The two readings of the path name different routes.
-    Ambiguous,
+    Ambiguous {
+        /// Split, then decoded.
+        split: Arc<Route>,
+        /// Decoded, then split and resolved.
+        decoded: Arc<Route>,
+    },
 }
 
 impl Routes {
@@ -181,16 +198,17 @@ impl Routes {
         let path = path.split('?').next().unwrap_or_default();
         let split = self.look_up(table, &split_then_decoded(path));
         let decoded = self.look_up(table, &decoded_then_split(path));
-        match (split, decoded) {
-            (Some((one, _)), Some((other, _))) if one != other => Found::Ambiguous,
+        let route = |index: usize| self.routes.get(index).cloned();
+        let found = match (split, decoded) {
+            (Some((one, _)), Some((other, _))) if one != other => route(one)
+                .zip(route(other))
+                .map(|(split, decoded)| Found::Ambiguous { split, decoded }),
             (Some((index, params)), _) | (None, Some((index, params))) => {
-                match self.routes.get(index) {
-                    Some(route) => Found::Keyed { route: Arc::clone(route), params },
-                    None => Found::Nothing,
-                }
+                route(index).map(|route| Found::Keyed { route, params })
             }
-            (None, None) => Found::Nothing,
-        }
+            (None, None) => None,
+        };
+        found.unwrap_or(Found::Nothing)
     }
 
     /// The table of a method, also where it is written in lower case: some upstreams do not care.
@@ -364,6 +382,7 @@ mod tests {
                     on_unknown: OnUnknown::Hold,
                     mismatch_status: StatusCode::CONFLICT,
                     replay_drop: Vec::new(),
+                    mode: Mode::Protect,
                 },
                 upstream: String::new(),
             };
@@ -376,7 +395,7 @@ mod tests {
     fn named(routes: &Routes, method: &str, path: &str) -> String {
         match routes.find(&Method::from_bytes(method.as_bytes()).unwrap(), path) {
             Found::Nothing => "-".to_owned(),
-            Found::Ambiguous => "?".to_owned(),
+            Found::Ambiguous { .. } => "?".to_owned(),
             Found::Keyed { route, params } => {
                 let params = params.iter().map(|(name, value)| format!(" {name}={value}"));
                 format!("{}{}", route.operation, params.collect::<String>())

@@ -128,6 +128,17 @@ impl Intake {
         Read::Keyed(Box::new(Keyed { route, head, hop, body, ask, takes, room }))
     }
 
+    /// A key as logs name it.
+    pub(super) fn key_digest(&self, key: &Key) -> String {
+        self.digest.digest(key.as_str().as_bytes())
+    }
+
+    /// A share of the limits for a copy of a body, of at most this many bytes.
+    pub(super) fn room_for_a_copy(&self, headers: &HeaderMap, max: usize) -> Result<Room, NoRoom> {
+        let length = declared_length(headers).and_then(|length| usize::try_from(length).ok());
+        self.limits.admit(length.map_or(max, |length| length.min(max)), 0)
+    }
+
     /// Scope, fingerprint and what is kept of the request.
     fn ask(
         &self,

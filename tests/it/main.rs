@@ -37,6 +37,7 @@ mod late;
 mod lease;
 mod lookup;
 mod negotiation;
+mod observe;
 mod outage;
 mod outcomes;
 mod overload;

@@ -72,6 +72,11 @@ macro_rules! table {
                 #[expect(clippy::indexing_slicing, reason = "the table has a row for each variant, in their order")]
                 &TABLE[self as usize]
             }
+
+            /// The last part of its `type`.
+            pub(in crate::gateway) const fn as_str(self) -> &'static str {
+                self.row().id
+            }
         }
     };
 }
@@ -194,6 +199,11 @@ impl Problem {
                 Self::new(Name::TenantMissing).detail(detail)
             }
         }
+    }
+
+    /// Which one it is.
+    pub(in crate::gateway) fn name(&self) -> Name {
+        self.name
     }
 
     /// As what it counts.
