@@ -11,6 +11,7 @@
 pub mod accept;
 mod bypass;
 pub mod complete;
+pub mod explain;
 pub mod forward;
 pub mod headers;
 mod intake;

@@ -9,6 +9,8 @@
 //! one table for each method. A trailing slash and `;params` do not matter. A catch-all also matches nothing at all. What is
 //! forwarded and fingerprinted is the path as it came.
 
+mod near;
+
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -22,6 +24,8 @@ use crate::record::event::Templates;
 use crate::record::outcome::Lists;
 use crate::record::{Operation, Settle, lookup};
 use crate::scope::{self, Params};
+
+pub use self::near::{Look, Named, Near, Reading};
 
 /// Everything that is decided by which route a request takes.
 #[derive(Debug)]
@@ -114,6 +118,8 @@ pub struct Pattern {
 #[derive(Debug, Default)]
 pub struct Routes {
     routes: Vec<Arc<Route>>,
+    /// Of the routes, in their order.
+    patterns: Vec<Pattern>,
     tables: HashMap<Method, matchit::Router<usize>>,
     ignore_case: bool,
 }
@@ -158,6 +164,7 @@ impl Routes {
                 Err(wrong) => errors.extend(wrong.into_iter().map(named)),
             }
             built.routes.push(Arc::new(route));
+            built.patterns.push(pattern);
         }
         for (method, root, index) in roots {
             // A conflict here means that another route names this path itself.
@@ -500,6 +507,46 @@ mod tests {
             let routes = routes(&[("o", "POST", "/a/{x}"), ("r", "POST", "/{*rest}")], true).unwrap();
             let _found = named(&routes, "POST", &path);
             let _found = named(&routes, "POST", &odd);
+        }
+    }
+
+    #[test]
+    fn a_look_says_which_reading_matched_and_what_nearly_did() {
+        let list = [
+            ("orders", "POST", "/orders"),
+            ("lines", "POST", "/orders/{id}/lines"),
+            ("all", "PUT", "/files/{*rest}"),
+        ];
+        let routes = routes(&list, false).unwrap();
+        let look = |method: &str, path: &str| {
+            let look = routes.look(&Method::from_bytes(method.as_bytes()).unwrap(), path);
+            let operation =
+                |reading: Reading| reading.route.map(|route| route.operation.to_string());
+            let near =
+                look.near.iter().map(|near| format!("{}: {}", near.route.operation, near.why_not));
+            let near: Vec<_> = near.collect();
+            (operation(look.split), operation(look.decoded), near.join("; "))
+        };
+        let orders = || Some("orders".to_owned());
+        assert_eq!(look("POST", "/orders"), (orders(), orders(), String::new()));
+        assert_eq!(look("POST", "/x/../orders?a=1"), (None, orders(), String::new()));
+        for (method, path, why) in [
+            ("PUT", "/orders", "orders: the path fits, but the method is PUT and not POST"),
+            (
+                "POST",
+                "/Orders",
+                "orders: \"Orders\" is \"orders\" in other letters; see server.ignore_path_case",
+            ),
+            ("POST", "/orders/7/line", "lines: the path says \"line\" and not \"lines\""),
+            (
+                "POST",
+                "/orders/7",
+                "orders: the path has 2 segments and not 1; lines: the path has 2 segments and not 3",
+            ),
+            ("POST", "/files/a/b", "all: the path fits, but the method is POST and not PUT"),
+            ("POST", "/else", ""),
+        ] {
+            assert_eq!(look(method, path), (None, None, why.to_owned()), "{method} {path}");
         }
     }
 }

@@ -187,6 +187,13 @@ impl Intake {
 }
 
 impl Keyed {
+    /// The request as its fingerprint was made of it.
+    pub(super) fn as_compared<T>(&self, read: impl FnOnce(&fingerprint::Parts<'_>) -> T) -> T {
+        let (target, headers) = (target(&self.head.uri), &self.head.headers);
+        let (method, body) = (&self.head.method, &self.body);
+        read(&fingerprint::Parts { method, target: &target, headers, body })
+    }
+
     /// The request as the upstream gets it: one computed Content-Length, no hop's own headers, our ids where it is reserved.
     pub(super) fn outgoing(
         &mut self,

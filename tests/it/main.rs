@@ -30,6 +30,7 @@ mod commands;
 mod crash;
 mod crash_points;
 mod doubt;
+mod explain;
 mod files;
 mod fingerprint;
 mod functions;

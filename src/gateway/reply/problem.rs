@@ -211,10 +211,19 @@ impl Problem {
         self.name.row().counted
     }
 
-    /// The answer, about a request of this operation.
-    pub(in crate::gateway) fn into_response(self, operation: Option<&Operation>) -> Response<Body> {
+    /// What to do next.
+    pub(in crate::gateway) fn told(&self) -> &str {
+        &self.detail
+    }
+
+    /// The document, about a request of this operation.
+    pub(in crate::gateway) fn document(&self, operation: Option<&Operation>) -> serde_json::Value {
+        serde_json::to_value(self.fields(operation)).unwrap_or_default()
+    }
+
+    fn fields<'a>(&'a self, operation: Option<&'a Operation>) -> Document<'a> {
         let row = self.name.row();
-        let document = Document {
+        Document {
             r#type: format!("urn:oncegate:problem:{}", row.id),
             title: row.title,
             status: self.status.as_u16(),
@@ -222,8 +231,12 @@ impl Problem {
             operation: operation.map(Operation::as_str),
             record: self.record.map(|record| record.to_string()),
             retry: row.retry.as_str(),
-        };
-        let text = serde_json::to_vec(&document).unwrap_or_default();
+        }
+    }
+
+    /// The answer, about a request of this operation.
+    pub(in crate::gateway) fn into_response(self, operation: Option<&Operation>) -> Response<Body> {
+        let text = serde_json::to_vec(&self.fields(operation)).unwrap_or_default();
         let mut response = Response::new(whole(text.into()));
         *response.status_mut() = self.status;
         let headers = response.headers_mut();
