@@ -44,7 +44,7 @@ enum Command {
     /// Check a configuration: mistakes, and what is unsafe
     Check(ConfigArgs),
     /// Say what the gateway makes of a request: its route and why, its key, its canonical form and hash
-    Explain(ExplainArgs),
+    Explain(ExplainCommand),
     /// Bring the store's schema up to date
     Migrate(ConfigArgs),
     /// Look at records, and resolve them
@@ -83,7 +83,7 @@ struct DemoArgs {
 }
 
 #[derive(Debug, Args)]
-struct ExplainArgs {
+struct ExplainCommand {
     #[command(flatten)]
     config: ConfigArgs,
     #[command(flatten)]
@@ -285,7 +285,7 @@ fn check(args: &ConfigArgs) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-async fn explain_request(args: &ExplainArgs) -> ExitCode {
+async fn explain_request(args: &ExplainCommand) -> ExitCode {
     with_config(&args.config, async |config| {
         let unreadable = |error: std::io::Error| (1, format!("the digest key: {error}"));
         let digest = config.digest_key_file.look().map_err(unreadable)?;

@@ -241,12 +241,16 @@ pub struct Tenant {
 /// `fingerprint = { ... }`
 #[derive(Debug, Default)]
 pub struct Fingerprint {
+    /// What of the body counts.
+    pub only: Maybe<Vec<Placed<String>>>,
     /// What of the body does not count.
     pub ignore: Maybe<Vec<Placed<String>>>,
     /// Headers that count too.
     pub headers: Maybe<Vec<Placed<String>>>,
     /// Query pairs that do not count.
     pub ignore_query: Maybe<Vec<Placed<String>>>,
+    /// How many bytes a body may decode to.
+    pub max_decoded: Maybe<usize>,
 }
 
 /// `[[route]]`
@@ -520,11 +524,13 @@ fn tenant(mut s: Section<'_>) -> Tenant {
 
 fn fingerprint(mut s: Section<'_>) -> Fingerprint {
     let read = Fingerprint {
+        only: s.texts("only"),
         ignore: s.texts("ignore"),
         headers: s.texts("headers"),
         ignore_query: s.texts("ignore_query"),
+        max_decoded: s.size("max_decoded"),
     };
-    s.not_yet(&["only", "ignore_xml", "xml_namespaces"]);
+    s.not_yet(&["ignore_xml", "xml_namespaces"]);
     s.finish();
     read
 }

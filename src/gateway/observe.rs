@@ -23,7 +23,7 @@ use sha2::{Digest as _, Sha256};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use super::intake::{Intake, Read};
+use super::intake::{self, Intake, Read};
 use super::reply::{Name, Problem};
 use super::room::Room;
 use super::upstream::{Body, BodyError, PassError};
@@ -71,9 +71,9 @@ impl End {
         match passed {
             Ok(answer) => match route.outcome.class(answer.status(), answer.headers()) {
                 Class::Stored => {
-                    let bytes = usize::try_from(answer.body().size_hint().lower());
-                    let fits = bytes.is_ok_and(|bytes| bytes <= route.policy.response_body_max);
-                    if fits { Self::Stored } else { Self::TooLarge }
+                    let max = u64::try_from(route.policy.response_body_max).unwrap_or(u64::MAX);
+                    let longer = intake::declared_length(answer.headers()).is_some_and(|n| n > max);
+                    if longer { Self::TooLarge } else { Self::Stored }
                 }
                 Class::Released => Self::Released,
                 Class::Unknown => Self::Unknown,

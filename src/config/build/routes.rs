@@ -317,6 +317,15 @@ impl Builder<'_> {
             return fingerprint::Recipe::compile(&fingerprint::Settings::default()).ok();
         };
         // One by one first, so that a mistake is noted at its own entry.
+        let only = self.each(&raw.only, |entry| {
+            let alone =
+                fingerprint::Settings { only: vec![entry.to_owned()], ..Default::default() };
+            compiled(&alone).map(|_| entry.to_owned())
+        });
+        if let Some(placed) = raw.only.as_ref().filter(|placed| placed.value.is_empty()) {
+            let wrong = "names nothing; leave it out, and all of the body counts";
+            self.notes.mistake(&placed.place, wrong);
+        }
         let ignore = self.each(&raw.ignore, |entry| {
             let alone =
                 fingerprint::Settings { ignore: vec![entry.to_owned()], ..Default::default() };
@@ -328,7 +337,9 @@ impl Builder<'_> {
             read_header(entry).and_then(|_| compiled(&alone)).map(|_| entry.to_owned())
         });
         let ignore_query = self.each(&raw.ignore_query, |entry| Ok(entry.to_owned()));
-        compiled(&fingerprint::Settings { ignore, headers, ignore_query }).ok()
+        let decoded_max = raw.max_decoded.as_ref().map(|placed| placed.value);
+        let settings = fingerprint::Settings { only, ignore, headers, ignore_query, decoded_max };
+        compiled(&settings).ok()
     }
 
     fn scope(&self, route: &file::Policy, policy: &file::Policy, path: &str) -> scope::Recipe {
