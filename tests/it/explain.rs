@@ -83,8 +83,8 @@ async fn it_says_what_becomes_of_a_request_and_why() {
     assert_eq!(dotted["decoded"]["path"], "/orders");
     assert_eq!(dotted["decoded"]["route"]["operation"], "orders.create");
 
-    let by_path = keyed(&["--path", "/accounts/a%20b/orders"]);
-    assert_eq!(by_path["scope"]["tenant_id"], "a b");
+    let by_path = keyed(&["--path", "/accounts/a%2Bb/orders"]);
+    assert_eq!(by_path["scope"]["tenant_id"], "a+b");
     let nowhere = keyed(&["--path", "/accounts/7/order"]);
     assert_eq!(nowhere["becomes"], "passes_without_route");
     assert_eq!(nowhere["near"][0]["operation"], "accounts.orders");
@@ -102,7 +102,7 @@ async fn it_says_what_becomes_of_a_request_and_why() {
     refused(&["--path", "/orders", "--header", "X-Tenant-Id: a"], "key-missing");
     refused(&["--path", "/orders", "--header", "Idempotency-Key: a,b"], "key-invalid");
     refused(&["--path", "/orders", "--header", "Idempotency-Key: a"], "tenant-missing");
-    refused(&["--path", "/orders%2f..%2fsilent"], "path-ambiguous");
+    refused(&["--path", "/accounts/..%2f/orders"], "path-ambiguous");
     refused(&["--path", "/orders", "--header", "Transfer-Encoding: gzip"], "request-refused");
 
     let silent = |body: &str| {
@@ -198,18 +198,16 @@ async fn the_first_difference_is_a_path_into_what_counts() {
     assert_eq!(apart["verdict"], "They never meet: the keys differ.");
     let other =
         [&["explain", "--config", config.to_str().unwrap(), "--path", "/orders"], &KEYED[..]];
-    let bodies = ["--body", "{\"a\":\"\u{1b}[2J\"}", "--other-body", "{\"a\":2}"];
+    let bodies = ["--body", "{\"a\":\"\\u009b[2J\"}", "--other-body", "{\"a\":2}"];
     let (code, out, _) = run(&[&other.concat()[..], &bodies[..]].concat());
     assert_eq!(code, 0);
-    for line in [
-        "Protected. ",
-        "first differ at  $.a",
-        "the other        2",
-        "another request under a used key",
-    ] {
+    assert!(!out.contains('\u{9b}'), "nothing acts on the terminal: {out:?}");
+    let out = out.split_whitespace().collect::<Vec<_>>().join(" ");
+    for line in
+        ["Protected. ", "first differ at $.a", "the other 2", "another request under a used key"]
+    {
         assert!(out.contains(line), "{line}: {out}");
     }
-    assert!(!out.contains('\u{1b}'), "nothing acts on the terminal: {out:?}");
     for (wrong, why) in [
         (&["--path", "/a b"][..], "is not a path"),
         (&["--path", "/a", "--header", "nonsense"][..], "write it as 'Name: value'"),
