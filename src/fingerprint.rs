@@ -18,6 +18,7 @@
 pub mod coding;
 pub mod form;
 pub mod json;
+pub mod show;
 
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use http::{HeaderMap, HeaderName, Method};

@@ -11,11 +11,14 @@
 pub mod accept;
 mod bypass;
 pub mod complete;
+pub mod explain;
 pub mod forward;
 pub mod headers;
 mod intake;
 mod late;
 mod lookup;
+mod notes;
+mod observe;
 pub mod pass;
 mod prefixed;
 pub mod reply;
@@ -46,21 +49,21 @@ use self::headers::Forwarding;
 use self::intake::{Intake, Keyed, Read};
 use self::late::LateReads;
 use self::pass::PassError;
-use self::reply::{Kept, Name, Problem};
+use self::reply::{Decoded, Kept, Name, Problem, Takes};
 use self::reserve::{
-    Admission, Desk, Followed, Lead, MayJudge, Refusal, Reservation, Seat, Unreserved,
+    Admission, Desk, Followed, Lead, MayJudge, Refusal, Replay, Reservation, Seat, Unreserved,
 };
-use self::room::{Limits, NoRoom, Room};
+use self::room::{Limits, NoRoom};
 use self::spill::Spill;
 use self::upstream::{Body, Upstream};
 use crate::fault::{self, Point};
 use crate::record::lookup::{About, Verdict};
 use crate::record::outcome::Failure;
-use crate::record::{Attempt, LeaseView};
-use crate::route::{Found, Lookup, OnUnknown, Route, Routes};
+use crate::record::{Answer, Attempt, KeptBody, LeaseView, Operation, RecordId};
+use crate::route::{Found, Lookup, Mode, OnUnknown, Route, Routes};
 use crate::scope::{DigestKey, Params};
 use crate::store::{Asking, Due, Store};
-use crate::telemetry::{Metrics, Reply, Step};
+use crate::telemetry::{Metrics, Reply, Step, Would};
 
 /// How often the audit table is read for what operators did.
 const AUDIT_EVERY: Duration = Duration::from_millis(500);
@@ -129,6 +132,7 @@ pub struct Gateway {
     intake: Intake,
     late: LateReads,
     alarm: Alarm,
+    observed: observe::Memory,
     metrics: Arc<Metrics>,
     wake: Arc<Notify>,
     tasks: TaskTracker,
@@ -203,6 +207,7 @@ impl Gateway {
             intake,
             late,
             alarm: Alarm::default(),
+            observed: observe::Memory::default(),
             metrics,
             wake,
             tasks,
@@ -222,9 +227,47 @@ impl Gateway {
         headers::to_origin_form(&mut request);
         match self.routes.find(request.method(), request.uri().path()) {
             Found::Nothing => self.pass(&self.default, request).await,
-            Found::Ambiguous => Problem::new(Name::PathAmbiguous).into_response(None),
-            Found::Keyed { route, params } => self.keyed(route, &params, request).await,
+            Found::Ambiguous { split, decoded } => {
+                if [&split, &decoded].iter().any(|route| route.policy.mode == Mode::Protect) {
+                    return Problem::new(Name::PathAmbiguous).into_response(None);
+                }
+                let problem = Problem::new(Name::PathAmbiguous);
+                observe::tell(&self.metrics, &split, Would::Refuse, None, Some(&problem));
+                self.pass(&self.upstream(&split), request).await
+            }
+            Found::Keyed { route, params } => match route.policy.mode {
+                Mode::Protect => self.keyed(route, &params, request).await,
+                Mode::Observe => self.observe(route, params, request).await,
+            },
         }
+    }
+
+    /// Forwards a request at once, and tells what would have become of it.
+    async fn observe(
+        self: Arc<Self>,
+        route: Arc<Route>,
+        params: Params,
+        request: Request<Body>,
+    ) -> Response<Body> {
+        self.metrics.replied(route.operation.as_str(), Reply::Passed);
+        let upstream = self.upstream(&route);
+        let max = route.policy.request_body_max;
+        let Ok(room) = self.intake.room_for_a_copy(request.headers(), max) else {
+            observe::tell(&self.metrics, &route, Would::Overloaded, None, None);
+            return self.pass(&upstream, request).await;
+        };
+        let (request, copied, whole) = observe::copy(request, max, room);
+        let (gateway, observed) = (Arc::clone(&self), Arc::clone(&route));
+        let ended = observe::Ended::default();
+        let ends = ended.clone();
+        let judging = self.tasks.spawn(async move {
+            let Self { observed: memory, intake, metrics, .. } = &*gateway;
+            let to = (&observed, &params);
+            observe::judge(memory, intake, metrics, to, copied, &ends).await;
+        });
+        let passed = pass::pass(&upstream, &self.settings.forwarding, request).await;
+        observe::over(&ended, observe::End::of(&route, &passed), judging, &whole).await;
+        passed.unwrap_or_else(not_passed)
     }
 
     /// Answers a request on a keyed route.
@@ -247,7 +290,7 @@ impl Gateway {
         loop {
             match self.desk.seat(&keyed.ask) {
                 Seat::Decided(admission) => {
-                    return self.reply(&route, &mut keyed.room, admission, Reply::Replayed);
+                    return self.reply(&mut keyed, admission, Reply::Replayed).await;
                 }
                 // Dropping the lead lets the others look again.
                 Seat::Lead(lead) => match keyed.room.work() {
@@ -266,7 +309,7 @@ impl Gateway {
                             return self.bypass(*keyed).await;
                         }
                         Followed::Admitted(admission) => {
-                            return self.reply(&route, &mut keyed.room, admission, Reply::Waited);
+                            return self.reply(&mut keyed, admission, Reply::Waited).await;
                         }
                         Followed::LookAgain => {}
                     }
@@ -310,14 +353,14 @@ impl Gateway {
                 return self.bypass(keyed).await;
             }
             other @ (Admission::Replay(_) | Admission::Share(_) | Admission::Refuse(_)) => {
-                return self.reply(&route, &mut keyed.room, other, Reply::Replayed);
+                return self.reply(&mut keyed, other, Reply::Replayed).await;
             }
         };
         let _in_flight = self.metrics.in_flight();
         let context = keyed.ask.context.take();
         let reservation = match self.ask_first(&route, context.as_deref(), reservation).await {
             Asked::Send(reservation) => reservation,
-            Asked::Over(finish) => return self.finished(&route, *finish),
+            Asked::Over(finish) => return self.finished(&keyed, *finish).await,
         };
         let upstream = self.upstream(&route);
         let request =
@@ -338,7 +381,7 @@ impl Gateway {
             self.await_late(late, &route, context);
         }
         fault::point(Point::BeforeReply).await;
-        let response = self.finished(&route, finish);
+        let response = self.finished(&keyed, finish).await;
         match held {
             Some(held) => response.map(|body| held.carry(body, bytes)),
             None => response,
@@ -464,14 +507,8 @@ impl Gateway {
     }
 
     async fn pass(&self, upstream: &Upstream, request: Request<Body>) -> Response<Body> {
-        let name = match pass::pass(upstream, &self.settings.forwarding, request).await {
-            Ok(response) => return response,
-            Err(PassError::Unreachable) => Name::UpstreamUnreachable,
-            Err(PassError::Failed) => Name::UpstreamFailed,
-            Err(PassError::TimedOut) => Name::UpstreamTimeout,
-            Err(PassError::Caller) => Name::BodyIncomplete,
-        };
-        Problem::new(name).into_response(None)
+        let passed = pass::pass(upstream, &self.settings.forwarding, request).await;
+        passed.unwrap_or_else(not_passed)
     }
 
     fn upstream(&self, route: &Route) -> Arc<Upstream> {
@@ -488,37 +525,43 @@ impl Gateway {
     }
 
     /// Answers a request that is not executed by itself. `replayed`: how a stored answer counts.
-    fn reply(
+    async fn reply(
         &self,
-        route: &Route,
-        room: &mut Room,
+        keyed: &mut Keyed,
         admission: Admission,
         replayed: Reply,
     ) -> Response<Body> {
-        let bytes = admission.bytes();
+        let (route, stored) = (Arc::clone(&keyed.route), admission.answer());
+        let decoded = match self.fit(keyed, stored, admission.record()).await {
+            Ok(decoded) => decoded,
+            Err(problem) => return self.refuse(&route, problem),
+        };
+        let (decoded, held) = decoded.map(|it| (it.answer, it.held)).unzip();
+        let bytes = decoded.as_ref().or(stored).map_or(0, body_bytes);
         // A stored answer that finds no room is still stored: the caller comes again for it.
-        let held = match bytes {
-            0 => None,
-            bytes => match room.answer(bytes) {
+        let held = match (held, bytes) {
+            (None, 0) => None,
+            (Some(held), _) => Some(held),
+            (None, bytes) => match keyed.room.answer(bytes) {
                 Ok(held) => Some(held),
-                Err(NoRoom) => return self.overloaded(route),
+                Err(NoRoom) => return self.overloaded(&route),
             },
         };
-        let operation = &route.operation;
+        let (operation, takes) = (&route.operation, &keyed.takes);
         let response = match admission {
             Admission::Replay(replay) => {
                 self.metrics.replied(operation.as_str(), replayed);
-                reply::replay(&replay, operation)
+                reply::replay(&replay, decoded.as_ref().unwrap_or(&replay.answer), takes, operation)
             }
             Admission::Share(shared) => {
                 self.metrics.replied(operation.as_str(), Reply::Released);
-                reply::shared(&shared, operation)
+                reply::shared(&shared, decoded.as_ref(), takes, operation)
             }
             Admission::Refuse(refusal) => {
-                self.refuse(route, reply::refusal(refusal, &route.policy))
+                self.refuse(&route, reply::refusal(refusal, &route.policy))
             }
             // Only a leader executes, in `work`. Dropping the reservation releases it.
-            Admission::Execute(_) => self.refuse(route, Problem::new(Name::StoreUnavailable)),
+            Admission::Execute(_) => self.refuse(&route, Problem::new(Name::StoreUnavailable)),
         };
         match held {
             Some(held) => response.map(|body| held.carry(body, bytes)),
@@ -526,27 +569,71 @@ impl Gateway {
         }
     }
 
+    /// A stored answer in the form that this caller takes; `None`: as it is stored.
+    async fn fit(
+        &self,
+        keyed: &Keyed,
+        stored: Option<&Answer>,
+        record: Option<RecordId>,
+    ) -> Result<Option<Decoded>, Problem> {
+        let Some(stored) = stored else { return Ok(None) };
+        let kept_max = keyed.route.policy.response_body_max;
+        let fitted = reply::fit(&keyed.takes, stored, kept_max, &keyed.room).await;
+        fitted.map_err(|unfit| unfit.problem(stored).record(record))
+    }
+
+    /// A stored answer for the caller whose request was executed, or was to be. `write`: as what it is sent.
+    async fn found(
+        &self,
+        keyed: &Keyed,
+        replay: &Replay,
+        counted: Reply,
+        write: fn(&Replay, &Answer, &Takes, &Operation) -> Response<Body>,
+    ) -> Response<Body> {
+        let operation = &keyed.route.operation;
+        match self.fit(keyed, Some(&replay.answer), Some(replay.fence.id)).await {
+            Ok(decoded) => {
+                self.metrics.replied(operation.as_str(), counted);
+                let (decoded, held) = decoded.map(|it| (it.answer, it.held)).unzip();
+                let sent = decoded.as_ref().unwrap_or(&replay.answer);
+                let response = write(replay, sent, &keyed.takes, operation);
+                match held {
+                    Some(held) => response.map(|body| held.carry(body, body_bytes(sent))),
+                    None => response,
+                }
+            }
+            Err(problem) => self.refuse(&keyed.route, problem),
+        }
+    }
+
     /// The answer for the caller whose request was executed, or was to be.
-    fn finished(&self, route: &Route, finish: Finish) -> Response<Body> {
+    async fn finished(&self, keyed: &Keyed, finish: Finish) -> Response<Body> {
+        let (route, takes) = (&keyed.route, &keyed.takes);
         let (reply, response) = match finish {
             Finish::Kept { first, expires_at } => {
-                (Reply::Executed, reply::first(first, Kept::Until(expires_at)))
+                (Reply::Executed, reply::first(first, Kept::Until(expires_at), takes))
             }
-            Finish::Spilled { first } => (Reply::Executed, reply::first(first, Kept::Spilled)),
-            Finish::NotStored { first, counted } => (counted, reply::first(first, Kept::NotYet)),
+            Finish::Spilled { first } => {
+                (Reply::Executed, reply::first(first, Kept::Spilled, takes))
+            }
+            Finish::NotStored { first, counted } => {
+                (counted, reply::first(first, Kept::NotYet, takes))
+            }
             Finish::Recorded(replay) => {
-                (Reply::Executed, reply::recorded(&replay, &route.operation))
+                return self.found(keyed, &replay, Reply::Executed, reply::recorded).await;
             }
             Finish::Overtaken(replay) => {
-                (Reply::Executed, reply::replay(&replay, &route.operation))
+                return self.found(keyed, &replay, Reply::Executed, reply::replay).await;
             }
-            Finish::Found(replay) => (Reply::Replayed, reply::replay(&replay, &route.operation)),
+            Finish::Found(replay) => {
+                return self.found(keyed, &replay, Reply::Replayed, reply::replay).await;
+            }
             Finish::StillUnknown { record } => {
                 let refusal = Refusal::OutcomeUnknown { record, again: None };
                 return self.refuse(route, reply::refusal(refusal, &route.policy));
             }
-            Finish::Released { first } => (Reply::Released, reply::first(first, Kept::No)),
-            Finish::Unknown { first } => (Reply::Unknown, reply::first(first, Kept::No)),
+            Finish::Released { first } => (Reply::Released, reply::first(first, Kept::No, takes)),
+            Finish::Unknown { first } => (Reply::Unknown, reply::first(first, Kept::No, takes)),
             Finish::Failed { fence, failure } => {
                 let counted = match failure {
                     Failure::NothingSent | Failure::LeaseEnded => Reply::Released,
@@ -585,6 +672,25 @@ impl Gateway {
     /// becomes `unknown` once this process's lease has run out.
     pub async fn leave(&self) {
         tokio::join!(self.late.cut(), self.desk.settler().leave());
+    }
+}
+
+/// What the caller of a request gets that passed through and has no answer.
+fn not_passed(error: PassError) -> Response<Body> {
+    let name = match error {
+        PassError::Unreachable => Name::UpstreamUnreachable,
+        PassError::Failed => Name::UpstreamFailed,
+        PassError::TimedOut => Name::UpstreamTimeout,
+        PassError::Caller => Name::BodyIncomplete,
+    };
+    Problem::new(name).into_response(None)
+}
+
+/// The bytes of an answer's kept body.
+fn body_bytes(answer: &Answer) -> usize {
+    match &answer.body {
+        KeptBody::Whole(body) => body.len(),
+        KeptBody::NotRetained => 0,
     }
 }
 

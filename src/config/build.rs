@@ -29,7 +29,7 @@ use crate::record::event::{Spec, Templates};
 use crate::record::outcome::{Code, Lists};
 use crate::record::{Operation, Tenant};
 use crate::relay::{self, sink};
-use crate::route::{OnUnknown, Pattern, Policy, Route, Routes};
+use crate::route::{Mode, OnUnknown, Pattern, Policy, Route, Routes};
 use crate::scope::{self, Derive, Source};
 use crate::store::postgres;
 use crate::store::sealed::Keys;

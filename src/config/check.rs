@@ -7,7 +7,7 @@ use http::Method;
 use crate::config::{Config, StoreKind, Warning};
 use crate::gateway::OnUnavailable;
 use crate::relay::sink;
-use crate::route::{OnUnknown, Route};
+use crate::route::{Mode, OnUnknown, Route};
 use crate::scope::Source;
 
 /// So many of the largest answers a spill should have room for.
@@ -24,6 +24,12 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
         warn("route", "there is no [[route]]: everything passes through unprotected".to_owned());
     }
     let on = |test: fn(&Route) -> bool| operations(config, test);
+    if let Some(names) = on(|route| route.policy.mode == Mode::Observe) {
+        let text = format!(
+            "{names}: only observed: every request is forwarded, duplicates too, and no event is written"
+        );
+        warn("policy.mode", text);
+    }
     if config.gateway.on_unavailable == OnUnavailable::Bypass {
         let text = "while the store is away keyed requests are forwarded unprotected: duplicates execute again, no event \
                     is written, and a retry after the outage executes once more";

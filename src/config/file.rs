@@ -192,6 +192,8 @@ pub struct Policy {
     pub unknown_on: Maybe<Vec<Placed<String>>>,
     /// What makes two requests the same.
     pub fingerprint: Option<Fingerprint>,
+    /// `protect` or `observe`.
+    pub mode: Maybe<String>,
 }
 
 /// `lookup = { ... }`
@@ -486,8 +488,9 @@ fn policy(s: &mut Section<'_>) -> Policy {
         release_on: s.codes("release_on"),
         unknown_on: s.codes("unknown_on"),
         fingerprint: s.section("fingerprint").map(fingerprint),
+        mode: s.text("mode"),
     };
-    s.not_yet(&["replay_auth", "mode"]);
+    s.not_yet(&["replay_auth"]);
     read
 }
 

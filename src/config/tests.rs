@@ -99,6 +99,10 @@ const CASES: &[(&str, &str)] = &[
         "policy.on_unknown = \"ask\"",
         "og.toml:2: policy.on_unknown: must be \"hold\", \"retry\" or \"lookup\"",
     ),
+    (
+        "policy.mode = \"watch\"",
+        "og.toml:2: policy.mode: must be \"protect\" or \"observe\" (forward everything, and only tell what would have been done)",
+    ),
     ("policy.lookup = { found = \"true\" }", "og.toml:2: policy.lookup.path: is missing"),
     (
         "policy.lookup = { path = \"/o/{{ response.json.id }}\", found = \"true\" }",

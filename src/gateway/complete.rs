@@ -20,8 +20,9 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderName, StatusCode, response};
 use tokio::sync::Notify;
 
-use super::forward::{Evidence, GivenUp};
+use super::forward::{Evidence, GivenUp, Unasked};
 use super::headers;
+use super::notes;
 use super::reserve::{
     Debt, Desk, Ending, Parted, Replay, Shared, SharedAnswer, Standing, Underway,
     replay_of_completion,
@@ -52,8 +53,8 @@ enum Lost {
 
 /// A body on its way to the first caller.
 pub(super) enum FirstBody {
-    /// All of it.
-    Whole(Bytes),
+    /// All of it, and what came behind it.
+    Whole { body: Bytes, trailers: HeaderMap },
     /// What was read before it turned out too large to keep, and the rest.
     Streamed { begun: Vec<Bytes>, rest: upstream::Answer },
 }
@@ -171,7 +172,9 @@ impl Closing<'_> {
     /// An answer with its class, or why there is none.
     fn classify(&self, record: RecordId, evidence: Evidence) -> Result<(Class, First), Failure> {
         let (head, body) = match evidence {
-            Evidence::Answered { head, body } => (head, FirstBody::Whole(body)),
+            Evidence::Answered { head, body, trailers } => {
+                (head, FirstBody::Whole { body, trailers })
+            }
             Evidence::Large { head, begun, rest } => (head, FirstBody::Streamed { begun, rest }),
             Evidence::Failed(failure) => return Err(failure),
         };
@@ -452,11 +455,15 @@ impl Closing<'_> {
 
     /// The answer as far as the route keeps it.
     fn answer(&self, first: &First) -> Answer {
+        let drop = &self.route.policy.replay_drop;
+        let mut headers = headers::kept(&first.head.headers, drop);
         let body = match &first.body {
-            FirstBody::Whole(body) => KeptBody::Whole(body.clone()),
+            FirstBody::Whole { body, trailers } => {
+                note(&mut headers, first, &headers::kept(trailers, drop));
+                KeptBody::Whole(body.clone())
+            }
             FirstBody::Streamed { .. } => KeptBody::NotRetained,
         };
-        let headers = headers::kept(&first.head.headers, &self.route.policy.replay_drop);
         let spelling = spelling_of(&headers, &first.head);
         Answer { status: first.head.status, headers, spelling, body }
     }
@@ -511,14 +518,26 @@ fn owed(error: &Error) {
 /// An answer that is not kept, for those who waited for it; a stream cannot be shared. Like a replay it leaves `drop`
 /// out: a session that was opened for the first caller is nobody else's.
 fn shared(first: &First, drop: &[HeaderName]) -> Option<Shared> {
-    let FirstBody::Whole(body) = &first.body else { return None };
-    let mut headers = end_to_end(&first.head.headers);
-    for name in drop {
-        headers.remove(name);
-    }
+    let FirstBody::Whole { body, trailers } = &first.body else { return None };
+    let without = |mut headers: HeaderMap| {
+        for name in drop {
+            headers.remove(name);
+        }
+        headers
+    };
+    let mut headers = without(end_to_end(&first.head.headers));
+    note(&mut headers, first, &without(trailers.clone()));
     let (status, spelling) = (first.head.status, spelling_of(&headers, &first.head));
     let answer = Answer { status, headers, spelling, body: KeptBody::Whole(body.clone()) };
     Some(Shared { record: first.record, answer: SharedAnswer::Released(answer) })
+}
+
+/// Notes among the headers that are kept what a replay needs besides.
+fn note(headers: &mut HeaderMap, first: &First, trailers: &HeaderMap) {
+    notes::keep_trailers(headers, trailers);
+    if first.head.extensions.get::<Unasked>().is_some() {
+        notes::keep_unasked(headers);
+    }
 }
 
 /// How the upstream spelled these headers of its answer.

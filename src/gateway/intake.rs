@@ -21,7 +21,7 @@ use tokio::sync::Semaphore;
 use super::accept;
 use super::headers::{self, Forwarding, Hop};
 use super::prefixed::Prefixed;
-use super::reply::{self, Name, Problem};
+use super::reply::{self, Name, Problem, Takes};
 use super::reserve::Ask;
 use super::room::{Limits, NoRoom, Room};
 use super::upstream::{Body, Upstream};
@@ -51,6 +51,8 @@ pub(super) struct Keyed {
     hop: Hop,
     body: Bytes,
     pub(super) ask: Ask,
+    /// Of the answer.
+    pub(super) takes: Takes,
     /// Held until the request is answered.
     pub(super) room: Room,
 }
@@ -76,7 +78,7 @@ impl Intake {
         params: &Params,
         request: Request<Body>,
     ) -> Read {
-        let hop = hop(&request);
+        let (hop, takes) = (hop(&request), Takes::of(&request));
         let target = target(request.uri());
         let (mut head, body) = request.into_parts();
         let recipe = &route.scope;
@@ -135,7 +137,18 @@ impl Intake {
             Err(refusal) => return refused(refusal, route),
         };
         let route = Arc::clone(route);
-        Read::Keyed(Box::new(Keyed { route, head, hop, body, ask, room }))
+        Read::Keyed(Box::new(Keyed { route, head, hop, body, ask, takes, room }))
+    }
+
+    /// A key as logs name it.
+    pub(super) fn key_digest(&self, key: &Key) -> String {
+        self.digest.digest(key.as_str().as_bytes())
+    }
+
+    /// A share of the limits for a copy of a body, of at most this many bytes.
+    pub(super) fn room_for_a_copy(&self, headers: &HeaderMap, max: usize) -> Result<Room, NoRoom> {
+        let length = declared_length(headers).and_then(|length| usize::try_from(length).ok());
+        self.limits.admit(length.map_or(max, |length| length.min(max)), 0)
     }
 
     /// Scope, fingerprint and what is kept of the request.
@@ -209,6 +222,13 @@ impl Intake {
 }
 
 impl Keyed {
+    /// The request as its fingerprint was made of it.
+    pub(super) fn as_compared<T>(&self, read: impl FnOnce(&fingerprint::Parts<'_>) -> T) -> T {
+        let (target, headers) = (target(&self.head.uri), &self.head.headers);
+        let (method, body) = (&self.head.method, &self.body);
+        read(&fingerprint::Parts { method, target: &target, headers, body })
+    }
+
     /// The request as the upstream gets it: one computed Content-Length, no hop's own headers, our ids where it is reserved.
     pub(super) fn outgoing(
         &mut self,
@@ -311,7 +331,7 @@ fn target(uri: &Uri) -> String {
     uri.path_and_query().map_or_else(|| uri.path().to_owned(), ToString::to_string)
 }
 
-fn declared_length(headers: &HeaderMap) -> Option<u64> {
+pub(super) fn declared_length(headers: &HeaderMap) -> Option<u64> {
     headers.get(CONTENT_LENGTH)?.to_str().ok()?.trim().parse().ok()
 }
 

@@ -33,8 +33,7 @@ use super::room::AnswerRoom;
 use super::spill::Spill;
 use crate::record::lookup::About;
 use crate::record::{
-    Completed, Fence, Fingerprint, KeptBody, LeaseView, OwnerId, Record, RecordId, Scope, Settle,
-    State,
+    Completed, Fence, Fingerprint, LeaseView, OwnerId, Record, RecordId, Scope, Settle, State,
 };
 use crate::route::OnUnknown;
 use crate::store::{self, Due, Store, Takeover};
@@ -90,19 +89,24 @@ pub(super) enum Admission {
 }
 
 impl Admission {
-    /// The bytes of the body that it is answered with, if that is a stored or shared answer.
-    pub(super) fn bytes(&self) -> usize {
-        let answer = match self {
-            Self::Replay(replay) => &replay.answer,
+    /// The stored or shared answer that it is answered with.
+    pub(super) fn answer(&self) -> Option<&crate::record::Answer> {
+        match self {
+            Self::Replay(replay) => Some(&replay.answer),
             Self::Share(shared) => match &shared.answer {
-                SharedAnswer::Released(answer) => answer,
-                SharedAnswer::Unreachable => return 0,
+                SharedAnswer::Released(answer) => Some(answer),
+                SharedAnswer::Unreachable => None,
             },
-            Self::Execute(_) | Self::Refuse(_) => return 0,
-        };
-        match &answer.body {
-            KeptBody::Whole(body) => body.len(),
-            KeptBody::NotRetained => 0,
+            Self::Execute(_) | Self::Refuse(_) => None,
+        }
+    }
+
+    /// The record that it is answered from.
+    pub(super) fn record(&self) -> Option<RecordId> {
+        match self {
+            Self::Replay(replay) => Some(replay.fence.id),
+            Self::Share(shared) => Some(shared.record),
+            Self::Execute(_) | Self::Refuse(_) => None,
         }
     }
 }

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use super::{
     BTreeMap, BTreeSet, Builder, Code, DAY, DEFAULT_UPSTREAM, Derive, File, HeaderName, Lists, MIB,
-    Maybe, Method, OnUnknown, Operation, Pattern, Place, Placed, Policy, Route, RouteFacts, Routes,
-    SECOND, Source, Spec, StatusCode, Templates, Tenant, covers, file, fingerprint, lookup,
+    Maybe, Method, Mode, OnUnknown, Operation, Pattern, Place, Placed, Policy, Route, RouteFacts,
+    Routes, SECOND, Source, Spec, StatusCode, Templates, Tenant, covers, file, fingerprint, lookup,
     payload_max, read_code, read_header, read_method, same_answer, scope, unknown, upstream,
 };
 
@@ -266,7 +266,19 @@ impl Builder<'_> {
             on_unknown,
             mismatch_status: mismatch.unwrap_or(StatusCode::CONFLICT),
             replay_drop,
+            mode: self.mode(pick(&route.mode, &policy.mode)),
         }
+    }
+
+    fn mode(&self, field: &Maybe<String>) -> Mode {
+        let read = |text: &str| match text {
+            "protect" => Ok(Mode::Protect),
+            "observe" => Ok(Mode::Observe),
+            _ => Err("must be \"protect\" or \"observe\" (forward everything, and only tell what \
+                      would have been done)"
+                .to_owned()),
+        };
+        field.as_ref().and_then(|placed| self.checked(placed, read)).unwrap_or_default()
     }
 
     /// A list that is written wins over a default of the other list that names the same answer.

@@ -72,6 +72,11 @@ macro_rules! table {
                 #[expect(clippy::indexing_slicing, reason = "the table has a row for each variant, in their order")]
                 &TABLE[self as usize]
             }
+
+            /// The last part of its `type`.
+            pub(in crate::gateway) const fn as_str(self) -> &'static str {
+                self.row().id
+            }
         }
     };
 }
@@ -99,6 +104,8 @@ table! {
         "An execution under this key began and its end is not known. It is not executed again by itself. Keep the key, ask the operator with the record's id, and do not send the same intent under a new key.";
     ResponseNotRetained = "response-not-retained", CONFLICT, "The request was executed; its answer is not kept", No, None, NotRetained,
         "The first request under this key was executed. Its answer was too large to keep. Read the result from the API itself.";
+    NotAcceptable = "not-acceptable", NOT_ACCEPTABLE, "The answer has no form that the request accepts", SameKey, None, NotAcceptable,
+        "The first request under this key was executed. Its answer is kept in a content coding that this request does not accept.";
     UpstreamUnreachable = "upstream-unreachable", BAD_GATEWAY, "The service behind the gateway cannot be reached", SameKey, None, Released,
         "Nothing was sent to the service; the key is free. Send it again with the same key.";
     UpstreamFailed = "upstream-failed", BAD_GATEWAY, "The service's answer was lost", SameKey, None, Unknown,
@@ -194,15 +201,29 @@ impl Problem {
         }
     }
 
+    /// Which one it is.
+    pub(in crate::gateway) fn name(&self) -> Name {
+        self.name
+    }
+
     /// As what it counts.
     pub(in crate::gateway) fn counted(&self) -> Reply {
         self.name.row().counted
     }
 
-    /// The answer, about a request of this operation.
-    pub(in crate::gateway) fn into_response(self, operation: Option<&Operation>) -> Response<Body> {
+    /// What to do next.
+    pub(in crate::gateway) fn told(&self) -> &str {
+        &self.detail
+    }
+
+    /// The document, about a request of this operation.
+    pub(in crate::gateway) fn document(&self, operation: Option<&Operation>) -> serde_json::Value {
+        serde_json::to_value(self.fields(operation)).unwrap_or_default()
+    }
+
+    fn fields<'a>(&'a self, operation: Option<&'a Operation>) -> Document<'a> {
         let row = self.name.row();
-        let document = Document {
+        Document {
             r#type: format!("urn:oncegate:problem:{}", row.id),
             title: row.title,
             status: self.status.as_u16(),
@@ -210,8 +231,12 @@ impl Problem {
             operation: operation.map(Operation::as_str),
             record: self.record.map(|record| record.to_string()),
             retry: row.retry.as_str(),
-        };
-        let text = serde_json::to_vec(&document).unwrap_or_default();
+        }
+    }
+
+    /// The answer, about a request of this operation.
+    pub(in crate::gateway) fn into_response(self, operation: Option<&Operation>) -> Response<Body> {
+        let text = serde_json::to_vec(&self.fields(operation)).unwrap_or_default();
         let mut response = Response::new(whole(text.into()));
         *response.status_mut() = self.status;
         let headers = response.headers_mut();
