@@ -51,16 +51,17 @@ use self::late::LateReads;
 use self::pass::PassError;
 use self::reply::{Decoded, Kept, Name, Problem, Takes};
 use self::reserve::{
-    Admission, Desk, Followed, Lead, MayJudge, Refusal, Replay, Reservation, Seat, Unreserved,
+    Admission, Ask, Desk, Followed, Lead, MayJudge, Question, Raised, Refusal, Replay, Reservation,
+    Seat, Unreserved,
 };
 use self::room::{Limits, NoRoom};
 use self::spill::Spill;
 use self::upstream::{Body, Upstream};
 use crate::fault::{self, Point};
-use crate::record::lookup::{About, Verdict};
+use crate::record::lookup::Verdict;
 use crate::record::outcome::Failure;
-use crate::record::{Answer, Attempt, KeptBody, LeaseView, Operation, RecordId};
-use crate::route::{Found, Lookup, Mode, OnUnknown, Route, Routes};
+use crate::record::{Answer, KeptBody, LeaseView, Operation, RecordId};
+use crate::route::{Found, Mode, OnUnknown, Route, Routes};
 use crate::scope::{DigestKey, Params};
 use crate::store::{Asking, Due, Store};
 use crate::telemetry::{Metrics, Reply, Step, Would};
@@ -160,7 +161,7 @@ pub struct Parts {
     pub wake: Arc<Notify>,
 }
 
-/// What came of asking before a later attempt.
+/// What came of asking for a retry.
 enum Asked {
     /// It may be sent.
     Send(Reservation),
@@ -349,6 +350,13 @@ impl Gateway {
         let route = Arc::clone(&keyed.route);
         let reservation = match self.desk.lead(&keyed.ask, lead, deadline).await {
             Admission::Execute(reservation) => reservation,
+            Admission::Ask(question) => {
+                let _in_flight = self.metrics.in_flight();
+                match self.ask_first(&route, &keyed.ask, question).await {
+                    Asked::Send(reservation) => reservation,
+                    Asked::Over(finish) => return self.finished(&keyed, *finish).await,
+                }
+            }
             Admission::Refuse(refusal) if self.bypasses(refusal) => {
                 return self.bypass(keyed).await;
             }
@@ -358,10 +366,6 @@ impl Gateway {
         };
         let _in_flight = self.metrics.in_flight();
         let context = keyed.ask.context.take();
-        let reservation = match self.ask_first(&route, context.as_deref(), reservation).await {
-            Asked::Send(reservation) => reservation,
-            Asked::Over(finish) => return self.finished(&keyed, *finish).await,
-        };
         let upstream = self.upstream(&route);
         let request =
             keyed.outgoing(&self.settings.forwarding, &upstream, Some(reservation.fence()));
@@ -400,32 +404,29 @@ impl Gateway {
         }
     }
 
-    /// Before a later attempt is sent on a route that looks up: what became of the one before? Asked right before, while this
-    /// reservation holds the record, since "not found" is true only of that moment.
-    async fn ask_first(
-        &self,
-        route: &Route,
-        context: Option<&[u8]>,
-        reservation: Reservation,
-    ) -> Asked {
-        let OnUnknown::Lookup(lookup) = &route.policy.on_unknown else {
-            return Asked::Send(reservation);
-        };
-        if reservation.fence().attempt == Attempt::FIRST {
-            return Asked::Send(reservation);
-        }
-        let verdict = self.ask(route, lookup, &reservation.about(context)).await;
-        let closing = self.closing(route, context);
+    /// For a retry on a route that looks up: what became of the attempt before? It is asked about under its own fence, so
+    /// whatever still comes of it counts. Only "not found" lets the next attempt be sent, and only if nothing came in between.
+    async fn ask_first(&self, route: &Route, ask: &Ask, question: Question) -> Asked {
+        let verdict = self.ask(route, &question).await;
+        let context = question.context();
+        let closing = self.closing(route, context.as_deref());
         Asked::Over(Box::new(match verdict {
-            Verdict::NotFound => return Asked::Send(reservation),
-            Verdict::Found(answer) => closing.adopt(reservation.begin(), answer).await,
-            Verdict::Failed(_) => closing.hold_back(reservation.begin()).await,
+            Verdict::Found(answer) => closing.adopt(question.asked(), answer).await,
+            Verdict::Failed(_) => closing.put_back(question.asked()).await,
+            Verdict::NotFound => match self.desk.raise(question, ask).await {
+                Raised::Held(reservation) => return Asked::Send(reservation),
+                Raised::Not(question) => closing.put_back(question.asked()).await,
+                Raised::Doubt(record) => Finish::StillUnknown { record },
+            },
         }))
     }
 
-    async fn ask(&self, route: &Route, lookup: &Lookup, about: &About<'_>) -> Verdict {
+    async fn ask(&self, route: &Route, question: &Question) -> Verdict {
+        let lookup = question.lookup();
         let upstream = self.upstreams.get(&lookup.upstream).unwrap_or(&self.default);
-        lookup::ask(route, lookup, upstream, about, &self.metrics).await
+        let verdict = lookup::ask(route, lookup, upstream, &question.about(), &self.metrics).await;
+        fault::point(Point::QuestionAnswered).await;
+        verdict
     }
 
     /// Asks about records whose outcome is unknown, so that they resolve without a retry, until `stop`. Records whose route
@@ -464,15 +465,14 @@ impl Gateway {
     async fn question(&self, due: Due) {
         let Some(route) = self.routes.by_operation(due.scope.operation.as_str()) else { return };
         let OnUnknown::Lookup(lookup) = &route.policy.on_unknown else { return };
-        let Some(question) = self.desk.question(&due, lookup.settle).await else { return };
-        let underway = question.asked();
-        let context = due.context.as_deref();
-        let verdict = self.ask(&route, lookup, &underway.about(context)).await;
-        let closing = self.closing(&route, context);
-        match verdict {
-            Verdict::Found(answer) => drop(closing.adopt(underway, answer).await),
-            Verdict::NotFound | Verdict::Failed(_) => closing.put_back(underway).await,
-        }
+        let Some(question) = self.desk.question(&due, lookup).await else { return };
+        let verdict = self.ask(&route, &question).await;
+        let context = question.context();
+        let closing = self.closing(&route, context.as_deref());
+        drop(match verdict {
+            Verdict::Found(answer) => closing.adopt(question.asked(), answer).await,
+            Verdict::NotFound | Verdict::Failed(_) => closing.put_back(question.asked()).await,
+        });
     }
 
     /// Goes on reading an answer whose caller was told that it did not come in time.
@@ -560,8 +560,10 @@ impl Gateway {
             Admission::Refuse(refusal) => {
                 self.refuse(&route, reply::refusal(refusal, &route.policy))
             }
-            // Only a leader executes, in `work`. Dropping the reservation releases it.
-            Admission::Execute(_) => self.refuse(&route, Problem::new(Name::StoreUnavailable)),
+            // Only a leader executes or asks, in `work`. Dropping the reservation releases it.
+            Admission::Execute(_) | Admission::Ask(_) => {
+                self.refuse(&route, Problem::new(Name::StoreUnavailable))
+            }
         };
         match held {
             Some(held) => response.map(|body| held.carry(body, bytes)),
@@ -672,6 +674,8 @@ impl Gateway {
     /// becomes `unknown` once this process's lease has run out.
     pub async fn leave(&self) {
         tokio::join!(self.late.cut(), self.desk.settler().leave());
+        // What the last late answers left behind.
+        self.desk.settler().idle().await;
     }
 }
 

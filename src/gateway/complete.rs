@@ -48,7 +48,7 @@ enum Lost {
     /// It is `unknown`, or will be.
     Parted(Parted),
     /// There is an answer in the store.
-    Stands(Parted, Box<Finish>),
+    Stands(Parted, Arc<Replay>),
 }
 
 /// A body on its way to the first caller.
@@ -100,8 +100,8 @@ pub(super) struct Late {
 enum Freed {
     /// It is free, or will be: the settler has it.
     Done,
-    /// Its record is completed: this stands.
-    Overtaken(Arc<Replay>),
+    /// Its record is completed: this is what counts.
+    Over(Box<Finish>),
     /// Its record had gone on, and has no answer.
     Moved,
 }
@@ -132,8 +132,9 @@ impl Closing<'_> {
             Ok((Class::Stored, first)) => (self.keep(underway, first).await, None),
             Ok((Class::Released, first)) => (self.free(underway, first).await, None),
             Ok((Class::Unknown, first)) => {
+                let fence = underway.fence;
                 let finish = match self.lose(underway).await {
-                    Lost::Stands(_, finish) => *finish,
+                    Lost::Stands(_, replay) => self.found(fence, replay),
                     Lost::Parted(_) => Finish::Unknown { first },
                 };
                 (finish, None)
@@ -196,7 +197,7 @@ impl Closing<'_> {
             Failure::Broken | Failure::TimedOut => {
                 let (parted, finish) = match self.lose(underway).await {
                     Lost::Parted(parted) => (parted, Finish::Failed { fence, failure }),
-                    Lost::Stands(parted, finish) => (parted, *finish),
+                    Lost::Stands(parted, replay) => (parted, self.found(fence, replay)),
                 };
                 // Only now may the connection be cut: the record says what happened. What the application kept by itself
                 // is this attempt's answer, so nothing else is awaited.
@@ -215,7 +216,7 @@ impl Closing<'_> {
             Failure::LeaseEnded => Ending::LookAgain,
         };
         let finish = match self.release(underway, ending, LateEnd::NotSent).await {
-            Freed::Overtaken(replay) => self.found(fence, replay),
+            Freed::Over(finish) => *finish,
             Freed::Done | Freed::Moved => Finish::Failed { fence, failure },
         };
         (finish, None)
@@ -225,10 +226,10 @@ impl Closing<'_> {
     async fn free(&self, underway: Box<Underway>, first: First) -> Finish {
         let share = shared(&first, &self.route.policy.replay_drop).map(Arc::new);
         let ending = share.map_or(Ending::LookAgain, Ending::Shared);
-        let (fence, answer) = (underway.fence, self.answer(&first));
+        let answer = self.answer(&first);
         match self.release(underway, ending, LateEnd::Released { answer }).await {
             Freed::Done => Finish::Released { first },
-            Freed::Overtaken(replay) => self.found(fence, replay),
+            Freed::Over(finish) => *finish,
             Freed::Moved => Finish::NotStored { first, counted: Reply::Released },
         }
     }
@@ -244,10 +245,8 @@ impl Closing<'_> {
             }
             Ok(Changed::No) => match self.desk.standing(&scope, fence.id).await {
                 Ok(standing) => {
-                    return self
-                        .overtaken(underway, standing, late)
-                        .await
-                        .map_or(Freed::Moved, Freed::Overtaken);
+                    let overtaken = self.overtaken(underway, standing, late).await;
+                    return overtaken.map_or(Freed::Moved, |finish| Freed::Over(Box::new(finish)));
                 }
                 Err(error) => error,
             },
@@ -294,18 +293,13 @@ impl Closing<'_> {
         Finish::Found(replay)
     }
 
-    /// Frees an attempt that was not sent, because asking about the one before it failed: unknown again.
-    pub(super) async fn hold_back(&self, underway: Box<Underway>) -> Finish {
+    /// Ends a question that brought nothing: unknown again, unless the attempt was completed meanwhile.
+    pub(super) async fn put_back(&self, underway: Box<Underway>) -> Finish {
         let record = underway.fence.id;
-        match self.release(underway, Ending::Unknown(record), LateEnd::NotSent).await {
-            Freed::Overtaken(replay) => Finish::Found(replay),
-            Freed::Done | Freed::Moved => Finish::StillUnknown { record },
+        match self.lose(underway).await {
+            Lost::Parted(_) => Finish::StillUnknown { record },
+            Lost::Stands(_, replay) => Finish::Found(replay),
         }
-    }
-
-    /// Ends a question that brought nothing: unknown again.
-    pub(super) async fn put_back(&self, underway: Box<Underway>) {
-        drop(self.lose(underway).await);
     }
 
     /// Marks the record `unknown`: what comes now is late, unless it is completed already, whoever did it.
@@ -320,7 +314,7 @@ impl Closing<'_> {
                 };
                 self.desk.remember(&scope, &replay);
                 let parted = underway.part(Ending::Kept(Arc::clone(&replay)));
-                return Lost::Stands(parted, Box::new(self.found(fence, replay)));
+                return Lost::Stands(parted, replay);
             }
             Ok(Changed::Locked) => locked(),
             Err(error) => error,
@@ -415,27 +409,28 @@ impl Closing<'_> {
         completion: Completion,
         first: First,
     ) -> Finish {
-        let fence = underway.fence;
-        let overtaken = self.overtaken(underway, standing, LateOutcome::from(&completion)).await;
-        let Some(replay) = overtaken else {
+        let late = LateOutcome::from(&completion);
+        let Some(finish) = self.overtaken(underway, standing, late).await else {
             return Finish::NotStored { first, counted: Reply::Executed };
         };
         // What was committed and not confirmed is found as a record of this attempt with this very answer.
-        if replay.fence == completion.fence && replay.answer == completion.answer {
-            self.wake.notify_one();
+        if let Finish::Recorded(replay) = &finish
+            && replay.answer == completion.answer
+        {
             return Finish::Kept { first, expires_at: replay.expires_at };
         }
-        self.found(fence, replay)
+        finish
     }
 
-    /// The record is no longer at this attempt, or is completed: the answer that stands, where there is one. What the
-    /// attempt itself came to is noted, unless it is what stands.
+    /// The record is no longer at this attempt, or is completed: how it ends for the caller, where there is an answer. What
+    /// the attempt itself came to is noted, unless that is what stands.
     async fn overtaken(
         &self,
         underway: Box<Underway>,
         standing: Standing,
         late: LateOutcome,
-    ) -> Option<Arc<Replay>> {
+    ) -> Option<Finish> {
+        let was_held = underway.was_held();
         let replay = match standing {
             Standing::Completed(replay) => {
                 self.desk.remember(&late.scope, &replay);
@@ -447,10 +442,15 @@ impl Closing<'_> {
                 None
             }
         };
-        if replay.as_ref().is_none_or(|replay| replay.fence != late.fence) {
-            self.desk.settler().note(late).await;
+        // The application's own answer is this attempt's, whatever it says afterwards in time. A look-up's is not.
+        let stands = replay.as_ref().filter(|replay| replay.fence == late.fence);
+        if stands.is_some_and(|replay| was_held || late.is(&replay.answer)) {
+            self.wake.notify_one();
+            return replay.map(Finish::Recorded);
         }
-        replay
+        self.desk.settler().note(late).await;
+        self.wake.notify_one();
+        replay.map(Finish::Overtaken)
     }
 
     /// The answer as far as the route keeps it.

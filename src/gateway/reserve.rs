@@ -14,6 +14,7 @@
 
 mod cache;
 mod inquiry;
+mod question;
 mod settler;
 
 use std::collections::HashMap;
@@ -28,15 +29,15 @@ use tokio::sync::watch;
 use self::cache::Cache;
 pub(super) use self::cache::Replay;
 use self::inquiry::{Held, Inquiry, Step};
+pub(super) use self::question::{Question, Raised};
 pub(super) use self::settler::{Debt, Settler, Standing};
 use super::room::AnswerRoom;
 use super::spill::Spill;
-use crate::record::lookup::About;
 use crate::record::{
-    Completed, Fence, Fingerprint, LeaseView, OwnerId, Record, RecordId, Scope, Settle, State,
+    Completed, Fence, Fingerprint, LeaseView, OwnerId, Record, RecordId, Scope, State,
 };
 use crate::route::OnUnknown;
-use crate::store::{self, Due, Store, Takeover};
+use crate::store::{self, Store};
 use crate::telemetry::Metrics;
 
 /// First pause between two looks at a record that another replica works on; it doubles up to [`POLL_MAX`].
@@ -80,6 +81,8 @@ pub(super) struct Ask {
 pub(super) enum Admission {
     /// It is executed, by the holder of this value.
     Execute(Reservation),
+    /// The upstream is asked first what became of the attempt before.
+    Ask(Question),
     /// The stored answer.
     Replay(Arc<Replay>),
     /// The answer of an attempt that ran meanwhile on this replica and was not kept.
@@ -97,7 +100,7 @@ impl Admission {
                 SharedAnswer::Released(answer) => Some(answer),
                 SharedAnswer::Unreachable => None,
             },
-            Self::Execute(_) | Self::Refuse(_) => None,
+            Self::Execute(_) | Self::Ask(_) | Self::Refuse(_) => None,
         }
     }
 
@@ -106,7 +109,7 @@ impl Admission {
         match self {
             Self::Replay(replay) => Some(replay.fence.id),
             Self::Share(shared) => Some(shared.record),
-            Self::Execute(_) | Self::Refuse(_) => None,
+            Self::Execute(_) | Self::Ask(_) | Self::Refuse(_) => None,
         }
     }
 }
@@ -168,6 +171,8 @@ struct Entry {
     news: watch::Sender<News>,
     /// When the store was asked last; at first, when the entry was made.
     asked: Mutex<Instant>,
+    /// A late answer of an earlier attempt has come meanwhile, and may still be owed to the store.
+    answered: AtomicBool,
 }
 
 impl Entry {
@@ -264,17 +269,6 @@ pub(super) enum Followed {
 /// A committed reservation: the right to send one request. Made by [`Desk::lead`] only, used up by sending.
 pub(super) struct Reservation(Box<Underway>);
 
-/// The right to ask the upstream about an attempt that is unknown. It is never sent and never released: the attempt may have
-/// executed. Dropped, it is unknown again.
-pub(super) struct Question(Box<Underway>);
-
-impl Question {
-    /// The attempt, to be completed with what was found, or lost again.
-    pub(super) fn asked(self) -> Box<Underway> {
-        self.0
-    }
-}
-
 /// An attempt whose record says `unknown`, or will: its entry is gone, and its answer may still come.
 pub(super) struct Parted(Box<Underway>);
 
@@ -282,6 +276,15 @@ impl Parted {
     pub(super) fn fence(&self) -> Fence {
         self.0.fence
     }
+}
+
+/// When an attempt is answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Timing {
+    /// While its record is in progress for it.
+    InTime,
+    /// After its record was given up.
+    Late,
 }
 
 /// An attempt whose request has been handed to the network. It must be settled; see [`Settler`].
@@ -292,6 +295,9 @@ pub(super) struct Underway {
     owner: OwnerId,
     lease: LeaseView,
     sending: Arc<AtomicBool>,
+    /// The next attempt is being written in its place; for how long a lost session may still commit that.
+    raising: Option<Duration>,
+    timing: Timing,
     /// None: it has parted, and somebody else works on its scope.
     lead: Option<Lead>,
     settler: Settler,
@@ -302,11 +308,6 @@ impl Reservation {
         self.0.fence
     }
 
-    /// What is asked about it before it is sent.
-    pub(super) fn about<'a>(&'a self, context: Option<&'a [u8]>) -> About<'a> {
-        self.0.about(context)
-    }
-
     /// Uses the reservation up: the holder of what comes back sends the request, once.
     pub(super) fn begin(self) -> Box<Underway> {
         self.0
@@ -314,11 +315,6 @@ impl Reservation {
 }
 
 impl Underway {
-    /// What is asked about it. `context`: what was kept of its request.
-    pub(super) fn about<'a>(&'a self, context: Option<&'a [u8]>) -> About<'a> {
-        About { record: self.fence.id, scope: &self.scope, context }
-    }
-
     /// The check before the first byte: this process's lease is certain. From a "yes" on, the attempt counts as sent.
     pub(super) fn may_write(&self) -> impl Fn() -> bool + Send + Sync + 'static {
         let (lease, owner, sending) = (self.lease.clone(), self.owner, Arc::clone(&self.sending));
@@ -336,6 +332,20 @@ impl Underway {
         if let Some(lead) = &mut self.lead {
             lead.room = room;
         }
+    }
+
+    /// Whether nobody but the application itself can have completed this very attempt: its record was in the hands of this
+    /// process all the while. Else somebody may have asked the upstream about it.
+    pub(super) fn was_held(&self) -> bool {
+        self.timing == Timing::InTime && self.lease.holds(self.owner, Instant::now())
+    }
+
+    /// The record is at the next attempt, of which nothing has been sent.
+    fn raised(mut self: Box<Self>) -> Reservation {
+        self.fence.attempt = self.fence.attempt.next();
+        self.raising = None;
+        self.sending = Arc::default();
+        Reservation(self)
     }
 
     /// Whether the first byte may have been written.
@@ -361,6 +371,7 @@ impl Underway {
         if let Some(lead) = self.lead.take() {
             lead.end(ending);
         }
+        self.timing = Timing::Late;
         Parted(self)
     }
 
@@ -368,6 +379,7 @@ impl Underway {
     pub(super) fn part_owing(mut self: Box<Self>, debt: Debt) -> Parted {
         let lead = self.lead.take();
         self.settler.owe(debt, lead);
+        self.timing = Timing::Late;
         Parted(self)
     }
 }
@@ -376,7 +388,9 @@ impl Drop for Underway {
     fn drop(&mut self) {
         if let Some(lead) = self.lead.take() {
             let (scope, fence) = (self.scope.clone(), self.fence);
-            let debt = if self.sending.load(Ordering::SeqCst) {
+            let debt = if let Some(window) = self.raising {
+                Debt::Unraise { scope, fence, owner: self.owner, window }
+            } else if self.sending.load(Ordering::SeqCst) {
                 Debt::Unknown { scope, fence }
             } else {
                 Debt::Release { scope, fence, ending: Ending::LookAgain, late: None }
@@ -428,14 +442,18 @@ impl Desk {
     }
 
     /// A late answer has come. Where nobody here works on the scope by now, the attempt leads again: duplicates on this
-    /// replica wait for what the answer comes to.
+    /// replica wait for what the answer comes to. Whoever works on it is told, lest it sends the next attempt while the answer
+    /// is on its way to the store.
     pub(super) fn resume(&self, parted: Parted) -> Box<Underway> {
         let Parted(mut underway) = parted;
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
-        if let hash_map::Entry::Vacant(place) = entries.entry(underway.scope.clone()) {
-            let (record, fingerprint) = (underway.fence.id, underway.fingerprint);
-            let news = News::Running { record, fingerprint };
-            underway.lead = Some(self.take_the_lead(place, news));
+        match entries.entry(underway.scope.clone()) {
+            hash_map::Entry::Vacant(place) => {
+                let (record, fingerprint) = (underway.fence.id, underway.fingerprint);
+                let news = News::Running { record, fingerprint };
+                underway.lead = Some(self.take_the_lead(place, news));
+            }
+            hash_map::Entry::Occupied(entry) => entry.get().answered.store(true, Ordering::SeqCst),
         }
         drop(entries);
         underway
@@ -448,7 +466,7 @@ impl Desk {
     ) -> Lead {
         let scope = place.key().clone();
         let (news, asked) = (watch::Sender::new(news), Instant::now().into());
-        let entry = Arc::new(Entry { news, asked });
+        let entry = Arc::new(Entry { news, asked, answered: AtomicBool::new(false) });
         place.insert(Arc::clone(&entry));
         Lead {
             scope,
@@ -478,38 +496,6 @@ impl Desk {
                     return Seat::Decided(from_record(ask, replay));
                 }
                 Seat::Lead(self.take_the_lead(place, News::Proposed))
-            }
-        }
-    }
-
-    /// Takes an unknown record, to ask the upstream about it; `None`: somebody works on it, or may not be asked yet.
-    pub(super) async fn question(&self, due: &Due, settle: Settle) -> Option<Question> {
-        let ask = Ask {
-            scope: due.scope.clone(),
-            fingerprint: due.fingerprint,
-            caller: None,
-            context: None,
-            on_unknown: OnUnknown::Hold,
-            // What stands in the row stays.
-            retention: Duration::ZERO,
-        };
-        let Seat::Lead(lead) = self.seat(&ask) else { return None };
-        let from = Takeover::Question(due.fence, settle);
-        let step = Inquiry::new(self, &ask, &lead).take_over(from, due.fingerprint).await;
-        match step {
-            Step::Held(held) => {
-                let Reservation(underway) = self.reservation(held, &ask, lead);
-                // As good as sent: an earlier process may have done it under this very attempt.
-                underway.sending.store(true, Ordering::SeqCst);
-                Some(Question(underway))
-            }
-            Step::Doubt(fence) => {
-                let (scope, window) = (ask.scope, self.settings.doubt_window);
-                self.settler.owe(Debt::Unask { scope, fence, window }, Some(lead));
-                None
-            }
-            Step::Replay(_) | Step::Unknown(..) | Step::Refuse(_) | Step::Again | Step::Wait(_) => {
-                None
             }
         }
     }
@@ -597,10 +583,11 @@ impl Desk {
             }
             match next {
                 Step::Held(held) => return Admission::Execute(self.reservation(held, ask, lead)),
-                Step::Doubt(fence) => {
-                    let window = self.settings.doubt_window;
-                    let scope = ask.scope.clone();
-                    self.settler.owe(Debt::Withdraw { scope, fence, window }, Some(lead));
+                Step::Asks { held, lookup, context } => {
+                    return Admission::Ask(self.asks(held, ask, lead, &lookup, context));
+                }
+                Step::Doubt(debt) => {
+                    self.settler.owe(*debt, Some(lead));
                     return Admission::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps));
                 }
                 Step::Replay(replay) => {
@@ -634,6 +621,8 @@ impl Desk {
             owner: held.owner,
             lease: self.lease.clone(),
             sending: Arc::new(AtomicBool::new(false)),
+            raising: None,
+            timing: Timing::InTime,
             lead: Some(lead),
             settler: self.settler.clone(),
         }))

@@ -42,14 +42,18 @@ pub(super) async fn due(door: &Door, asking: &[Asking], limit: u32) -> Result<Ve
             scope: rows::scope(row, "key")?,
             fence: rows::fence(row)?,
             fingerprint: rows::fingerprint(row)?,
-            context: get::<Option<&[u8]>>(row, "request_context")?.map(Bytes::copy_from_slice),
+            context: context(row)?,
         })
     };
     door.read(QUESTIONS, params).await?.iter().map(read).collect()
 }
 
+fn context(row: &Row) -> Result<Option<Bytes>, Error> {
+    Ok(get::<Option<&[u8]>>(row, "request_context")?.map(Bytes::copy_from_slice))
+}
+
 const UNRESOLVED: &str = "-- unresolved
-SELECT u.since, u.orphaned, u.asked, u.next_ask_at,
+SELECT u.since, u.orphaned, u.asked, u.next_ask_at, r.request_context,
        extract(epoch FROM clock_timestamp() - u.since)::float8 AS age
 FROM idempotency_records r JOIN oncegate_unknown u ON u.id = r.id
 WHERE r.id = $1 AND r.status = 'unknown'";
@@ -63,6 +67,7 @@ pub(super) async fn unresolved(door: &Door, id: RecordId) -> Result<Option<Unres
             orphaned: get(row, "orphaned")?,
             asked: rows::unsigned(get(row, "asked")?),
             next_ask_at: get(row, "next_ask_at")?,
+            context: context(row)?,
         })
     };
     rows.first().map(read).transpose()
