@@ -245,6 +245,10 @@ pub struct Fingerprint {
     pub headers: Maybe<Vec<Placed<String>>>,
     /// Query pairs that do not count.
     pub ignore_query: Maybe<Vec<Placed<String>>>,
+    /// What of an XML body does not count.
+    pub ignore_xml: Maybe<Vec<Placed<String>>>,
+    /// The namespaces of prefixes.
+    pub xml_namespaces: Vec<(String, Placed<String>)>,
 }
 
 /// `[[route]]`
@@ -520,8 +524,10 @@ fn fingerprint(mut s: Section<'_>) -> Fingerprint {
         ignore: s.texts("ignore"),
         headers: s.texts("headers"),
         ignore_query: s.texts("ignore_query"),
+        ignore_xml: s.texts("ignore_xml"),
+        xml_namespaces: s.named_texts("xml_namespaces"),
     };
-    s.not_yet(&["only", "ignore_xml", "xml_namespaces"]);
+    s.not_yet(&["only"]);
     s.finish();
     read
 }

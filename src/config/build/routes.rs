@@ -304,10 +304,22 @@ impl Builder<'_> {
         let Some(raw) = route.or(policy.fingerprint.as_ref()) else {
             return fingerprint::Recipe::compile(&fingerprint::Settings::default()).ok();
         };
+        let xml_namespaces = self.xml_namespaces(&raw.xml_namespaces);
         // One by one first, so that a mistake is noted at its own entry.
         let ignore = self.each(&raw.ignore, |entry| {
-            let alone =
-                fingerprint::Settings { ignore: vec![entry.to_owned()], ..Default::default() };
+            let alone = fingerprint::Settings {
+                ignore: vec![entry.to_owned()],
+                xml_namespaces: xml_namespaces.clone(),
+                ..Default::default()
+            };
+            compiled(&alone).map(|_| entry.to_owned())
+        });
+        let ignore_xml = self.each(&raw.ignore_xml, |entry| {
+            let alone = fingerprint::Settings {
+                ignore_xml: vec![entry.to_owned()],
+                xml_namespaces: xml_namespaces.clone(),
+                ..Default::default()
+            };
             compiled(&alone).map(|_| entry.to_owned())
         });
         let headers = self.each(&raw.headers, |entry| {
@@ -316,7 +328,18 @@ impl Builder<'_> {
             read_header(entry).and_then(|_| compiled(&alone)).map(|_| entry.to_owned())
         });
         let ignore_query = self.each(&raw.ignore_query, |entry| Ok(entry.to_owned()));
-        compiled(&fingerprint::Settings { ignore, headers, ignore_query }).ok()
+        let settings =
+            fingerprint::Settings { ignore, ignore_xml, xml_namespaces, headers, ignore_query };
+        compiled(&settings).ok()
+    }
+
+    /// All of them, also those with a mistake: paths that use them have none of their own.
+    fn xml_namespaces(&self, raw: &[(String, Placed<String>)]) -> fingerprint::xml::Given {
+        let read = |(prefix, uri): &(String, Placed<String>)| {
+            self.checked(uri, |text| fingerprint::xml::check(prefix, text));
+            (prefix.clone(), uri.value.clone())
+        };
+        raw.iter().map(read).collect()
     }
 
     fn scope(&self, route: &file::Policy, policy: &file::Policy, path: &str) -> scope::Recipe {
