@@ -140,14 +140,11 @@ impl<'a> Part<'a> {
 
     /// Whether all readers find the same type and the same disposition.
     fn is_clear(&self) -> bool {
-        let twice = self.headers.windows(2).any(|pair| match pair {
+        let twice = |pair: &[(Vec<u8>, Vec<u8>)]| match pair {
             [(a, _), (b, _)] => a == b && is_parametered(a),
             _ => false,
-        });
-        let read = |(name, value): &(Vec<u8>, Vec<u8>)| {
-            !is_parametered(name) || Parametered::parse(value).is_some()
         };
-        !twice && self.headers.iter().all(read)
+        !self.headers.windows(2).any(twice)
     }
 
     /// The name of the form field that this part is.
@@ -164,17 +161,21 @@ impl<'a> Part<'a> {
             write_text(name, out);
             match Parametered::parse(value).filter(|_| is_parametered(name)) {
                 Some(read) => {
+                    out.push(b'p');
                     write_text(&read.value.to_ascii_lowercase(), out);
                     write_parameters(read.parameters.iter(), out);
                 }
-                None => write_text(trim(value), out),
+                None => {
+                    out.push(b'v');
+                    write_text(trim(value), out);
+                }
             }
         }
         write_text(self.content, out);
     }
 }
 
-/// Whether a header is taken apart into a value and parameters. That its name says so keeps the two ways of writing apart.
+/// Whether a header is taken apart into a value and parameters, if it has that form.
 fn is_parametered(name: &[u8]) -> bool {
     name == b"content-disposition" || name == b"content-type"
 }
@@ -291,6 +292,12 @@ mod tests {
         ] {
             assert!(file(other).is_some_and(|other| plain != Some(other)), "{other}");
         }
+        let [odd, even] = ["a b", "a  b"].map(|name| {
+            file(&format!(
+                "Content-Disposition: form-data; name=f\r\nContent-Type: a/b; name={name}"
+            ))
+        });
+        assert!(odd.is_some() && odd != even, "a type that is not of the form");
         let [windows, mac] = [r"a\b", "ab"].map(|name| {
             file(&format!("Content-Disposition: form-data; name=f; filename=\"{name}\""))
         });

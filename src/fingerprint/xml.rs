@@ -225,8 +225,10 @@ impl Writer<'_, '_> {
         }
         self.before = Before::Text;
         // Meant blanks where others are left out: written so that they are read as meant.
-        let special = if layout == Layout::Ignored { blank } else { plain };
-        escape(text, special, self.out);
+        match layout {
+            Layout::Ignored => escape(text, blank, self.out),
+            Layout::Counts => escape(text, plain, self.out),
+        }
     }
 }
 
@@ -259,7 +261,7 @@ fn quoted(byte: u8) -> Option<&'static [u8]> {
     }
 }
 
-fn escape(text: &[u8], special: fn(u8) -> Option<&'static [u8]>, out: &mut Vec<u8>) {
+fn escape(text: &[u8], special: impl Fn(u8) -> Option<&'static [u8]>, out: &mut Vec<u8>) {
     let mut rest = text;
     while let Some(at) = rest.iter().position(|b| special(*b).is_some()) {
         let (before, after) = rest.split_at_checked(at).unwrap_or_default();

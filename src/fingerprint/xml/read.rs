@@ -490,7 +490,9 @@ impl<'a> Reader<'a> {
         let rest = self.rest();
         let length = memchr::memchr3(b'<', b'&', b'\r', rest).unwrap_or(rest.len());
         self.at += length;
-        memmem::find(rest.get(..length)?, b"]]>").is_none().then_some(())
+        let text = rest.get(..length)?;
+        let bracket = memchr(b']', text).and_then(|at| text.get(at..)).unwrap_or_default();
+        memmem::find(bracket, b"]]>").is_none().then_some(())
     }
 
     fn cdata(&mut self) -> Option<()> {
