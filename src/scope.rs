@@ -143,7 +143,7 @@ impl Part {
     }
 
     /// The part's value as JSON text; `None` where it is absent, blank, or there several times.
-    fn value(&self, asked: &Asked<'_>, body: Option<&Body<'_>>) -> Option<String> {
+    fn value(&self, asked: &Asked<'_>, body: Option<&Body>) -> Option<String> {
         let text = match self {
             Self::Json(path) => {
                 let body = body?;
@@ -174,8 +174,8 @@ impl Part {
 }
 
 /// A body that is JSON, as it is and as JSONPath reads it.
-struct Body<'a> {
-    tree: Tree<'a>,
+struct Body {
+    tree: Tree,
     value: serde_json::Value,
 }
 

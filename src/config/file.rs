@@ -239,6 +239,8 @@ pub struct Tenant {
 /// `fingerprint = { ... }`
 #[derive(Debug, Default)]
 pub struct Fingerprint {
+    /// What of the body counts.
+    pub only: Maybe<Vec<Placed<String>>>,
     /// What of the body does not count.
     pub ignore: Maybe<Vec<Placed<String>>>,
     /// Headers that count too.
@@ -249,6 +251,8 @@ pub struct Fingerprint {
     pub ignore_xml: Maybe<Vec<Placed<String>>>,
     /// The namespaces of prefixes.
     pub xml_namespaces: Vec<(String, Placed<String>)>,
+    /// How many bytes a body may decode to.
+    pub max_decoded: Maybe<usize>,
 }
 
 /// `[[route]]`
@@ -521,13 +525,14 @@ fn tenant(mut s: Section<'_>) -> Tenant {
 
 fn fingerprint(mut s: Section<'_>) -> Fingerprint {
     let read = Fingerprint {
+        only: s.texts("only"),
         ignore: s.texts("ignore"),
         headers: s.texts("headers"),
         ignore_query: s.texts("ignore_query"),
         ignore_xml: s.texts("ignore_xml"),
         xml_namespaces: s.named_texts("xml_namespaces"),
+        max_decoded: s.size("max_decoded"),
     };
-    s.not_yet(&["only"]);
     s.finish();
     read
 }

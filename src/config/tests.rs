@@ -39,6 +39,22 @@ const CASES: &[(&str, &str)] = &[
         "og.toml:8: route[1].fingerprint.ignore[1]: ignore: \"$[\" is no JSONPath: at position 1, parser error",
     ),
     (
+        "policy.fingerprint = { only = [\"$.a\", \"\"] }",
+        "og.toml:2: policy.fingerprint.only[1]: only: an entry is empty",
+    ),
+    (
+        "policy.fingerprint = { only = [] }",
+        "og.toml:2: policy.fingerprint.only: names nothing; leave it out, and all of the body counts",
+    ),
+    (
+        "policy.fingerprint = { onyl = [\"$.a\"] }",
+        "og.toml:2: policy.fingerprint.onyl: unknown field; did you mean `only`?",
+    ),
+    (
+        "policy.fingerprint = { max_decoded = \"much\" }",
+        "og.toml:2: policy.fingerprint.max_decoded: not a size; write a size such as \"64KiB\" or \"1MiB\", or a number of bytes",
+    ),
+    (
         "[[route]]\nmethod = \"POST\"\npath = \"/a/{x\"",
         "og.toml:2: route[0]: POST /a/{x: a '{' has no '}'",
     ),

@@ -6,8 +6,6 @@
 
 use std::borrow::Cow;
 
-use percent_encoding::percent_decode;
-
 use super::json::write_length;
 
 /// A pair as decoded.
@@ -26,40 +24,88 @@ pub(crate) fn pairs(text: &[u8]) -> Option<Vec<Pair<'_>>> {
 }
 
 fn decode(text: &[u8]) -> Option<Cow<'_, [u8]>> {
-    if !text.iter().any(|b| *b == b'%' || *b == b'+') {
+    let special = |byte: &u8| matches!(byte, b'%' | b'+');
+    if !text.iter().any(special) {
         return Some(Cow::Borrowed(text));
     }
-    let mut escapes = text.split(|b| *b == b'%').skip(1);
-    let whole = |rest: &[u8]| rest.get(..2).is_some_and(|d| d.iter().all(u8::is_ascii_hexdigit));
-    if !escapes.all(whole) {
-        return None;
+    let mut decoded = Vec::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(len) = rest.iter().position(special) {
+        let (plain, escape) = rest.split_at_checked(len)?;
+        decoded.extend_from_slice(plain);
+        rest = match escape {
+            [b'%', high, low, rest @ ..] => {
+                decoded.push(digit(*high)? << 4 | digit(*low)?);
+                rest
+            }
+            [b'+', rest @ ..] => {
+                decoded.push(b' ');
+                rest
+            }
+            _ => return None,
+        };
     }
-    let spaced = text.iter().map(|b| if *b == b'+' { b' ' } else { *b }).collect::<Vec<_>>();
-    Some(Cow::Owned(percent_decode(&spaced).collect()))
+    decoded.extend_from_slice(rest);
+    Some(Cow::Owned(decoded))
 }
 
-/// Writes the pairs in canonical order, without those that `ignore` names. `false`: nothing was written.
-pub(crate) fn write(text: &[u8], ignore: &[String], out: &mut Vec<u8>) -> bool {
-    let Some(mut pairs) = pairs(text) else {
-        return false;
-    };
-    pairs.retain(|(name, _)| !ignore.iter().any(|ignored| ignored.as_bytes() == name.as_ref()));
+fn digit(letter: u8) -> Option<u8> {
+    match letter {
+        b'0'..=b'9' => Some(letter - b'0'),
+        b'a'..=b'f' => Some(letter - b'a' + 10),
+        b'A'..=b'F' => Some(letter - b'A' + 10),
+        _ => None,
+    }
+}
+
+/// Which pairs count.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Selection {
+    /// Only those of these names, where there are any.
+    pub(crate) only: Vec<String>,
+    /// And none of these names.
+    pub(crate) ignore: Vec<String>,
+}
+
+/// What a selection left of a text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kept {
+    /// All but what is ignored.
+    Whole,
+    /// What is named.
+    Picked,
+}
+
+/// Writes the pairs that count in canonical order. `None`: it cannot be read; nothing was written.
+///
+/// Where `only` names nothing that is there, all pairs count: what was not foreseen is compared, not overlooked.
+pub(crate) fn write(text: &[u8], selection: &Selection, out: &mut Vec<u8>) -> Option<Kept> {
+    let mut pairs = pairs(text)?;
+    let named = |names: &[String], name: &[u8]| names.iter().any(|known| known.as_bytes() == name);
+    let picked = pairs.iter().any(|(name, _)| named(&selection.only, name));
+    pairs.retain(|(name, _)| {
+        (!picked || named(&selection.only, name)) && !named(&selection.ignore, name)
+    });
     pairs.sort_by(|(a, _), (b, _)| a.cmp(b));
+    out.reserve(text.len() + 2 * pairs.len() + 8);
     write_length(out, pairs.len());
     for half in pairs.iter().flat_map(|(name, value)| [name, value]) {
         write_length(out, half.len());
         out.extend_from_slice(half);
     }
-    true
+    Some(if picked { Kept::Picked } else { Kept::Whole })
 }
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn form(text: &[u8]) -> Option<Vec<u8>> {
         let mut out = Vec::new();
-        write(text, &["ts".to_owned()], &mut out).then_some(out)
+        let ignore = vec!["ts".to_owned()];
+        write(text, &Selection { only: Vec::new(), ignore }, &mut out).map(|_| out)
     }
 
     #[test]
@@ -78,5 +124,81 @@ mod tests {
         }
         assert_eq!(form(b"a=%zz"), None);
         assert_eq!(form(b"a=%4"), None);
+    }
+
+    #[test]
+    fn only_the_named_fields_count_where_there_are_any() {
+        let selection =
+            Selection { only: vec!["id".to_owned(), "n".to_owned()], ignore: vec!["n".to_owned()] };
+        let form = |text: &[u8]| {
+            let mut out = Vec::new();
+            write(text, &selection, &mut out).map(|kept| (kept, out))
+        };
+        assert_eq!(form(b"id=1&at=1"), form(b"at=2&id=1&n=1"));
+        assert_ne!(form(b"id=1&at=1"), form(b"id=2&at=1"));
+        // Named, and ignored: nothing is left, which is not the same as nothing that is named.
+        assert_eq!(form(b"n=1&at=1"), form(b"n=2"));
+        assert_ne!(form(b"n=1"), form(b""));
+        assert_ne!(form(b"at=1"), form(b"at=2"));
+        assert_ne!(form(b"at=1"), form(b"n=1&at=1"));
+    }
+
+    fn spelt(text: &[u8], hex: bool) -> String {
+        let letter = |byte: &u8| match byte {
+            b' ' if hex => "+".to_owned(),
+            b'a'..=b'z' if !hex => char::from(*byte).to_string(),
+            _ if hex => format!("%{byte:02x}"),
+            _ => format!("%{byte:02X}"),
+        };
+        text.iter().map(letter).collect()
+    }
+
+    fn spelt_pairs(pairs: &[(Vec<u8>, Vec<u8>)], hex: bool) -> Vec<u8> {
+        let pair = |(name, value): &(Vec<u8>, Vec<u8>)| {
+            let equals = if value.is_empty() && hex && !name.is_empty() { "" } else { "=" };
+            format!("{}{equals}{}", spelt(name, hex), spelt(value, hex))
+        };
+        let glue = if hex { "&&" } else { "&" };
+        pairs.iter().map(pair).collect::<Vec<_>>().join(glue).into_bytes()
+    }
+
+    proptest! {
+        #[test]
+        fn spelling_and_order_of_names_do_not_matter_and_content_does(
+            named in prop::collection::btree_map(
+                prop::collection::vec(any::<u8>(), 0..4),
+                prop::collection::vec(prop::collection::vec(any::<u8>(), 0..6), 1..4),
+                0..6,
+            ),
+            at in any::<prop::sample::Index>(),
+            byte in any::<u8>(),
+        ) {
+            let pairs: Vec<(Vec<u8>, Vec<u8>)> = named
+                .iter()
+                .flat_map(|(name, values)| values.iter().map(|v| (name.clone(), v.clone())))
+                .collect();
+            // Names backwards, the values of each in their order.
+            let turned: Vec<(Vec<u8>, Vec<u8>)> = named
+                .iter()
+                .rev()
+                .flat_map(|(name, values)| values.iter().map(|v| (name.clone(), v.clone())))
+                .collect();
+            let plain = form(&spelt_pairs(&pairs, false));
+            prop_assert!(plain.is_some());
+            prop_assert_eq!(&plain, &form(&spelt_pairs(&turned, true)));
+            if !pairs.is_empty() {
+                let mut other = pairs.clone();
+                let ignored = |(name, _): &(Vec<u8>, Vec<u8>)| name.as_slice() == b"ts";
+                let pair = at.get_mut(&mut other);
+                prop_assume!(!ignored(pair));
+                pair.1.push(byte);
+                prop_assert_ne!(&plain, &form(&spelt_pairs(&other, false)));
+            }
+        }
+
+        #[test]
+        fn no_bytes_panic(bytes in prop::collection::vec(any::<u8>(), 0..60), text in "[a%+=&0-9]{0,30}") {
+            let _forms = (form(&bytes), form(text.as_bytes()));
+        }
     }
 }

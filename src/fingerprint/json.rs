@@ -1,71 +1,32 @@
-//! JSON as far as two texts mean the same: read into a flat tree, written in one canonical form.
+//! JSON as far as two texts mean the same: one canonical text, and a tree over it where parts are asked for.
 //!
 //! Member order, white space, string escapes and the spelling of numbers do not survive; everything else does. Numbers are
-//! exact decimals: digits without zeros at either end, and a power of ten. They never go through floating point.
+//! exact decimals: they never go through floating point.
 //!
-//! What must stay true: two different documents never have one canonical form. So every part carries its length or a tag
-//! that ends it, and whatever parsers are known to read differently is not read here at all, but left to be compared byte by byte:
-//! duplicate member names, lone surrogates, a byte order mark, bad UTF-8, exponents beyond 64 bits, nesting
-//! beyond [`DEPTH_MAX`].
+//! What must stay true: two different documents never have one canonical form. So the canonical form is JSON itself, and
+//! whatever parsers are known to read differently is not read here at all, but left to be compared byte by byte: duplicate
+//! member names, lone surrogates, a byte order mark, bad UTF-8, exponents beyond 64 bits, nesting beyond [`DEPTH_MAX`].
 //!
-//! The tree lives in a few vectors; strings stay where they are in the body unless they hold escapes. Time is linear but for the
-//! sorting of members. The depth is bounded before anything recurses, so no body can exhaust the stack.
+//! There is one reader of what callers send, [`canonical`]. The tree reads its text only, and so need not doubt it. The depth
+//! is bounded before anything recurses, so no body can exhaust the stack.
 
+mod canonical;
+
+use std::collections::HashMap;
 use std::ops::Range;
 
+use serde_json::Value;
 use serde_json_path::{JsonPath, PathElement};
+
+pub(crate) use canonical::canonical;
 
 /// How many arrays and objects may lie within each other.
 pub const DEPTH_MAX: usize = 128;
 
-/// Bytes of the body, or of the tree's own buffer.
-#[derive(Clone, Copy, Debug)]
-struct Span {
-    start: usize,
-    end: usize,
-    own: bool,
-}
+/// Bytes of the text.
+type Span = Range<usize>;
 
-impl Span {
-    fn range(self) -> Range<usize> {
-        self.start..self.end
-    }
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Node {
-    Null,
-    Bool(bool),
-    /// `digits` × 10^`exponent`; zero has no digits.
-    Number {
-        negative: bool,
-        digits: Span,
-        exponent: i64,
-    },
-    String(Span),
-    Array {
-        first: usize,
-        len: usize,
-    },
-    Object {
-        first: usize,
-        len: usize,
-    },
-}
-
-/// By byte: what ends a run of plain text in a string.
-const STOPS: [bool; 256] = {
-    let mut stops = [false; 256];
-    let mut byte = 0;
-    #[expect(clippy::indexing_slicing, reason = "evaluated by the compiler")]
-    while byte < 256 {
-        stops[byte] = byte < 0x20 || byte == 0x22 || byte == 0x5c;
-        byte += 1;
-    }
-    stops
-};
-
-/// Which node of a tree.
+/// Which node of a tree. Parts come before their whole.
 pub(crate) type NodeId = usize;
 
 /// A value that has no parts, as derived keys use it.
@@ -79,84 +40,127 @@ pub(crate) enum Scalar {
     Bool(bool),
 }
 
-/// A document.
-#[derive(Debug)]
-pub(crate) struct Tree<'a> {
-    body: &'a [u8],
-    own: Vec<u8>,
-    nodes: Vec<Node>,
-    items: Vec<NodeId>,
-    members: Vec<(Span, NodeId)>,
-    root: NodeId,
+#[derive(Clone, Debug)]
+enum Parts {
+    Scalar,
+    /// A range of `Tree::items`.
+    Array(Range<usize>),
+    /// A range of `Tree::members`, sorted by name.
+    Object(Range<usize>),
 }
 
-impl<'a> Tree<'a> {
+#[derive(Clone, Debug)]
+struct Node {
+    span: Span,
+    parts: Parts,
+}
+
+/// A document.
+#[derive(Debug)]
+pub(crate) struct Tree {
+    text: Vec<u8>,
+    nodes: Vec<Node>,
+    items: Vec<NodeId>,
+    /// Names without their quotes, as they are spelt in the text.
+    members: Vec<(Span, NodeId)>,
+}
+
+/// Which parts of a document count.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Selection {
+    /// Only what these name, where they name anything.
+    pub(crate) only: Vec<JsonPath>,
+    /// And nothing that these name.
+    pub(crate) ignore: Vec<JsonPath>,
+}
+
+/// What a selection left of a document.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kept {
+    /// All but what is ignored, as JSON text.
+    Whole,
+    /// What is named, each at its place: see [`Writer::picked`].
+    Picked,
+}
+
+/// Writes what counts of a body. `None`: it cannot be read; nothing was written.
+pub(crate) fn write(body: &[u8], selection: &Selection, out: &mut Vec<u8>) -> Option<Kept> {
+    let text = canonical(body)?;
+    if selection.only.is_empty() && selection.ignore.is_empty() {
+        *out = text;
+        return Some(Kept::Whole);
+    }
+    Some(Tree::of(text).write(selection, out))
+}
+
+impl Tree {
     /// Reads a body. `None`: it is compared byte by byte.
-    pub(crate) fn parse(body: &'a [u8]) -> Option<Self> {
-        std::str::from_utf8(body).ok()?;
-        let guess = body.len() / 8;
-        let tree = Tree {
-            body,
-            own: Vec::new(),
+    pub(crate) fn parse(body: &[u8]) -> Option<Self> {
+        canonical(body).map(Self::of)
+    }
+
+    /// The tree of a canonical text.
+    fn of(text: Vec<u8>) -> Self {
+        let guess = text.len() / 8;
+        let mut reader = Reader {
+            text: &text,
+            at: 0,
             nodes: Vec::with_capacity(guess),
             items: Vec::new(),
             members: Vec::with_capacity(guess / 2),
-            root: 0,
+            open_items: Vec::new(),
+            open_members: Vec::new(),
         };
-        let mut parser = Parser { tree, at: 0, open_items: Vec::new(), open_members: Vec::new() };
-        parser.blank();
-        let root = parser.value(0)?;
-        parser.blank();
-        if parser.at != body.len() {
-            return None;
-        }
-        parser.tree.root = root;
-        Some(parser.tree)
+        reader.value();
+        let Reader { nodes, items, members, .. } = reader;
+        Self { text, nodes, items, members }
     }
 
-    fn bytes(&self, span: Span) -> &[u8] {
-        bytes(self.body, &self.own, span)
+    fn root(&self) -> NodeId {
+        self.nodes.len().saturating_sub(1)
     }
 
-    fn node(&self, id: NodeId) -> Node {
-        self.nodes.get(id).copied().unwrap_or(Node::Null)
+    fn bytes(&self, span: &Span) -> &[u8] {
+        self.text.get(span.clone()).unwrap_or_default()
     }
 
-    fn elements(&self, first: usize, len: usize) -> &[NodeId] {
-        self.items.get(first..first + len).unwrap_or_default()
+    fn spelling(&self, id: NodeId) -> &[u8] {
+        self.nodes.get(id).map(|node| self.bytes(&node.span)).unwrap_or_default()
     }
 
-    fn fields(&self, first: usize, len: usize) -> &[(Span, NodeId)] {
-        self.members.get(first..first + len).unwrap_or_default()
+    fn elements(&self, range: &Range<usize>) -> &[NodeId] {
+        self.items.get(range.clone()).unwrap_or_default()
     }
 
-    fn text(&self, span: Span) -> String {
-        String::from_utf8_lossy(self.bytes(span)).into_owned()
+    fn fields(&self, range: &Range<usize>) -> &[(Span, NodeId)] {
+        self.members.get(range.clone()).unwrap_or_default()
     }
 
     /// The document as `serde_json` holds it: only to find nodes by JSONPath. Numbers lose what a float cannot hold.
-    pub(crate) fn to_value(&self) -> serde_json::Value {
-        self.value_of(self.root)
+    pub(crate) fn to_value(&self) -> Value {
+        self.value_of(self.root())
     }
 
-    fn value_of(&self, id: NodeId) -> serde_json::Value {
-        match self.node(id) {
-            Node::Null => serde_json::Value::Null,
-            Node::Bool(truth) => truth.into(),
-            Node::Number { negative, digits, exponent } => {
-                let text = self.decimal(negative, digits, exponent);
-                let number = text.parse::<i64>().map(serde_json::Number::from).ok();
-                let number = number.or_else(|| text.parse::<u64>().map(Into::into).ok());
-                number.or_else(|| serde_json::Number::from_f64(text.parse().ok()?)).into()
+    fn value_of(&self, id: NodeId) -> Value {
+        match self.nodes.get(id).map(|node| &node.parts) {
+            Some(Parts::Array(range)) => {
+                self.elements(range).iter().map(|item| self.value_of(*item)).collect()
             }
-            Node::String(span) => self.text(span).into(),
-            Node::Array { first, len } => {
-                self.elements(first, len).iter().map(|item| self.value_of(*item)).collect()
+            Some(Parts::Object(range)) => {
+                let field =
+                    |(name, id): &(Span, NodeId)| (unspelt(self.bytes(name)), self.value_of(*id));
+                self.fields(range).iter().map(field).collect()
             }
-            Node::Object { first, len } => {
-                let field = |(name, id): &(Span, NodeId)| (self.text(*name), self.value_of(*id));
-                self.fields(first, len).iter().map(field).collect()
-            }
+            Some(Parts::Scalar) | None => match self.scalar(id) {
+                None => Value::Null,
+                Some(Scalar::Text(text)) => text.into(),
+                Some(Scalar::Bool(truth)) => truth.into(),
+                Some(Scalar::Number(text)) => {
+                    let number = text.parse::<i64>().map(serde_json::Number::from).ok();
+                    let number = number.or_else(|| text.parse::<u64>().map(Into::into).ok());
+                    number.or_else(|| serde_json::Number::from_f64(text.parse().ok()?)).into()
+                }
+            },
         }
     }
 
@@ -165,18 +169,17 @@ impl<'a> Tree<'a> {
         &self,
         path: impl IntoIterator<Item = &'p PathElement<'p>>,
     ) -> Option<NodeId> {
-        let mut at = self.root;
+        let mut at = self.root();
         for step in path {
-            at = match (self.node(at), step) {
-                (Node::Object { first, len }, PathElement::Name(name)) => {
-                    let fields = self.fields(first, len);
-                    let place = fields
-                        .binary_search_by(|(known, _)| self.bytes(*known).cmp(name.as_bytes()))
-                        .ok()?;
+            at = match (&self.nodes.get(at)?.parts, step) {
+                (Parts::Object(range), PathElement::Name(name)) => {
+                    let (fields, name) = (self.fields(range), canonical::spelt(name));
+                    let order = |(known, _): &(Span, NodeId)| self.bytes(known).cmp(&name);
+                    let place = fields.binary_search_by(order).ok()?;
                     fields.get(place)?.1
                 }
-                (Node::Array { first, len }, PathElement::Index(index)) => {
-                    *self.elements(first, len).get(*index)?
+                (Parts::Array(range), PathElement::Index(index)) => {
+                    *self.elements(range).get(*index)?
                 }
                 _ => return None,
             };
@@ -186,118 +189,282 @@ impl<'a> Tree<'a> {
 
     /// The value of a node without parts; `None` for null, arrays and objects.
     pub(crate) fn scalar(&self, id: NodeId) -> Option<Scalar> {
-        match self.node(id) {
-            Node::String(span) => Some(Scalar::Text(self.text(span))),
-            Node::Bool(truth) => Some(Scalar::Bool(truth)),
-            Node::Number { negative, digits, exponent } => {
-                Some(Scalar::Number(self.decimal(negative, digits, exponent)))
+        let text = self.spelling(id);
+        match text.first()? {
+            b'"' => {
+                let inside = text.get(1..text.len() - 1).unwrap_or_default();
+                Some(Scalar::Text(unspelt(inside)))
             }
-            Node::Null | Node::Array { .. } | Node::Object { .. } => None,
+            b't' => Some(Scalar::Bool(true)),
+            b'f' => Some(Scalar::Bool(false)),
+            b'-' | b'0'..=b'9' => Some(Scalar::Number(String::from_utf8_lossy(text).into_owned())),
+            _ => None,
         }
     }
 
-    /// A number in plain notation where that is short, else with an exponent: one text for each value.
-    fn decimal(&self, negative: bool, digits: Span, exponent: i64) -> String {
-        let digits = self.text(digits);
-        if digits.is_empty() {
-            return "0".to_owned();
-        }
-        let sign = if negative { "-" } else { "" };
-        match usize::try_from(exponent) {
-            Ok(zeros) if zeros <= 20 => format!("{sign}{digits}{}", "0".repeat(zeros)),
-            _ => format!("{sign}{digits}e{exponent}"),
-        }
-    }
-
-    /// Writes the canonical form, without what `ignore` names.
-    pub(crate) fn write(&self, ignore: &[JsonPath], out: &mut Vec<u8>) {
-        let dropped = if ignore.is_empty() { Vec::new() } else { self.located(ignore) };
-        let mut writer = Writer { tree: self, dropped, out };
-        if writer.keeps(self.root) {
-            writer.value(self.root);
-        }
-    }
-}
-
-impl Tree<'_> {
-    /// By node: whether one of the paths names it.
-    fn located(&self, paths: &[JsonPath]) -> Vec<bool> {
-        let mut named = vec![false; self.nodes.len()];
+    /// Writes what counts. Where `only` names nothing that is there, all of the document counts: what was not foreseen is
+    /// compared, not overlooked.
+    pub(crate) fn write(&self, selection: &Selection, out: &mut Vec<u8>) -> Kept {
         let value = self.to_value();
-        for located in paths.iter().map(|path| path.query_located(&value)) {
-            for location in located.locations() {
-                let id = self.find(location.iter());
-                if let Some(named) = id.and_then(|id| named.get_mut(id)) {
-                    *named = true;
+        let mut found = Found { value: &value, ids: HashMap::with_capacity(self.nodes.len()) };
+        self.index(self.root(), &value, &mut found.ids);
+        let dropped = self.located(&selection.ignore, &found);
+        let mut writer = Writer { tree: self, dropped, out };
+        if !selection.only.is_empty() {
+            let picked = self.located(&selection.only, &found);
+            if picked.named.contains(&true) {
+                writer.picked(self.root(), &picked);
+                return Kept::Picked;
+            }
+        }
+        writer.value(self.root());
+        Kept::Whole
+    }
+
+    /// Which node each part of the value stands for.
+    fn index(&self, id: NodeId, value: &Value, ids: &mut HashMap<*const Value, NodeId>) {
+        ids.insert(std::ptr::from_ref(value), id);
+        match (self.nodes.get(id).map(|node| &node.parts), value) {
+            (Some(Parts::Array(range)), Value::Array(values)) => {
+                for (id, value) in self.elements(range).iter().zip(values) {
+                    self.index(*id, value, ids);
                 }
             }
+            (Some(Parts::Object(range)), Value::Object(values)) => {
+                for (name, id) in self.fields(range) {
+                    if let Some(value) = values.get(&unspelt(self.bytes(name))) {
+                        self.index(*id, value, ids);
+                    }
+                }
+            }
+            _ => {}
         }
-        named
+    }
+
+    /// By address, not by path: a path of long names would be walked for each of its many matches.
+    fn located(&self, paths: &[JsonPath], found: &Found<'_>) -> Located {
+        let mut named = vec![false; self.nodes.len()];
+        for value in paths.iter().flat_map(|path| path.query(found.value)) {
+            let id = found.ids.get(&std::ptr::from_ref(value));
+            if let Some(named) = id.and_then(|id| named.get_mut(*id)) {
+                *named = true;
+            }
+        }
+        let mut holding = vec![false; if paths.is_empty() { 0 } else { self.nodes.len() }];
+        for id in 0..holding.len() {
+            let holds = |part: &NodeId| is(&named, *part) || is(&holding, *part);
+            let holds = match self.nodes.get(id).map(|node| &node.parts) {
+                Some(Parts::Array(range)) => self.elements(range).iter().any(holds),
+                Some(Parts::Object(range)) => self.fields(range).iter().any(|(_, id)| holds(id)),
+                Some(Parts::Scalar) | None => false,
+            };
+            if let Some(place) = holding.get_mut(id) {
+                *place = holds;
+            }
+        }
+        Located { named, holding }
     }
 }
 
-fn bytes<'s>(body: &'s [u8], own: &'s [u8], span: Span) -> &'s [u8] {
-    let from = if span.own { own } else { body };
-    from.get(span.range()).unwrap_or_default()
+/// A document as JSONPath reads it, and which node each part of it stands for.
+struct Found<'v> {
+    value: &'v Value,
+    ids: HashMap<*const Value, NodeId>,
 }
 
-struct Writer<'t, 'a> {
-    tree: &'t Tree<'a>,
-    /// By node; empty where nothing is dropped.
-    dropped: Vec<bool>,
+/// What paths name, by node.
+#[derive(Debug)]
+struct Located {
+    named: Vec<bool>,
+    /// Whether something that is named lies in it.
+    holding: Vec<bool>,
+}
+
+fn is(marks: &[bool], id: NodeId) -> bool {
+    marks.get(id).copied().unwrap_or(false)
+}
+
+/// A string that is spelt canonically, without its quotes.
+fn unspelt(text: &[u8]) -> String {
+    let text = String::from_utf8_lossy(text);
+    if !text.contains('\\') {
+        return text.into_owned();
+    }
+    serde_json::from_str(&format!("\"{text}\"")).unwrap_or_default()
+}
+
+/// Reads a canonical text, which is as it should be.
+struct Reader<'t> {
+    text: &'t [u8],
+    at: usize,
+    nodes: Vec<Node>,
+    items: Vec<NodeId>,
+    members: Vec<(Span, NodeId)>,
+    /// Elements and members of what is not closed yet, innermost last.
+    open_items: Vec<NodeId>,
+    open_members: Vec<(Span, NodeId)>,
+}
+
+impl Reader<'_> {
+    fn peek(&self) -> Option<u8> {
+        self.text.get(self.at).copied()
+    }
+
+    fn value(&mut self) -> NodeId {
+        let start = self.at;
+        let parts = match self.peek() {
+            Some(b'"') => {
+                self.string();
+                Parts::Scalar
+            }
+            Some(b'{') => self.object(),
+            Some(b'[') => self.array(),
+            _ => {
+                self.until(|byte| matches!(byte, b',' | b']' | b'}'));
+                Parts::Scalar
+            }
+        };
+        self.nodes.push(Node { span: start..self.at, parts });
+        self.nodes.len() - 1
+    }
+
+    fn until(&mut self, end: impl Fn(u8) -> bool) {
+        let rest = self.text.get(self.at..).unwrap_or_default();
+        self.at += rest.iter().position(|byte| end(*byte)).unwrap_or(rest.len());
+    }
+
+    fn array(&mut self) -> Parts {
+        let opened = self.open_items.len();
+        self.at += 1;
+        while !matches!(self.peek(), Some(b']') | None) {
+            let item = self.value();
+            self.open_items.push(item);
+            self.at += usize::from(self.peek() == Some(b','));
+        }
+        self.at += 1;
+        let first = self.items.len();
+        self.items.extend(self.open_items.drain(opened..));
+        Parts::Array(first..self.items.len())
+    }
+
+    fn object(&mut self) -> Parts {
+        let opened = self.open_members.len();
+        self.at += 1;
+        while self.peek() == Some(b'"') {
+            let name = self.string();
+            self.at += 1;
+            let value = self.value();
+            self.open_members.push((name, value));
+            self.at += usize::from(self.peek() == Some(b','));
+        }
+        self.at += 1;
+        let first = self.members.len();
+        self.members.extend(self.open_members.drain(opened..));
+        Parts::Object(first..self.members.len())
+    }
+
+    fn string(&mut self) -> Span {
+        self.at += 1;
+        let start = self.at;
+        loop {
+            self.until(|byte| matches!(byte, b'"' | b'\\'));
+            if self.peek() != Some(b'\\') {
+                break;
+            }
+            self.at += 2;
+        }
+        self.at += 1;
+        start..self.at - 1
+    }
+}
+
+struct Writer<'t> {
+    tree: &'t Tree,
+    dropped: Located,
     out: &'t mut Vec<u8>,
 }
 
-impl Writer<'_, '_> {
+impl Writer<'_> {
     fn keeps(&self, id: NodeId) -> bool {
-        !self.dropped.get(id).copied().unwrap_or(false)
+        !is(&self.dropped.named, id)
     }
 
+    /// A node without what is dropped, as JSON text.
     fn value(&mut self, id: NodeId) {
         let tree = self.tree;
-        match tree.node(id) {
-            Node::Null => self.out.push(b'z'),
-            Node::Bool(true) => self.out.push(b't'),
-            Node::Bool(false) => self.out.push(b'f'),
-            Node::Number { negative, digits, exponent } => {
-                self.out.push(if negative { b'-' } else { b'+' });
-                self.text(digits);
-                self.out.extend_from_slice(&exponent.to_be_bytes());
-            }
-            Node::String(span) => {
-                self.out.push(b's');
-                self.text(span);
-            }
-            Node::Array { first, len } => {
-                let items = tree.elements(first, len);
-                self.out.push(b'a');
-                let kept = items.iter().filter(|id| self.keeps(**id)).count();
-                write_length(self.out, kept);
-                for id in items {
-                    if self.keeps(*id) {
-                        self.value(*id);
-                    }
+        if !self.keeps(id) {
+            return;
+        }
+        match tree.nodes.get(id).map(|node| &node.parts) {
+            Some(Parts::Array(range)) if is(&self.dropped.holding, id) => {
+                self.out.push(b'[');
+                let kept = tree.elements(range).iter().filter(|id| self.keeps(**id));
+                for (index, id) in kept.copied().collect::<Vec<_>>().into_iter().enumerate() {
+                    self.comma(index);
+                    self.value(id);
                 }
+                self.out.push(b']');
             }
-            Node::Object { first, len } => {
-                let fields = tree.fields(first, len);
-                self.out.push(b'o');
-                let kept = fields.iter().filter(|(_, id)| self.keeps(*id)).count();
-                write_length(self.out, kept);
-                for (name, id) in fields {
-                    if self.keeps(*id) {
-                        self.text(*name);
-                        self.value(*id);
-                    }
+            Some(Parts::Object(range)) if is(&self.dropped.holding, id) => {
+                self.out.push(b'{');
+                let kept = tree.fields(range).iter().filter(|(_, id)| self.keeps(*id));
+                for (index, (name, id)) in kept.collect::<Vec<_>>().into_iter().enumerate() {
+                    self.comma(index);
+                    self.name(name);
+                    self.value(*id);
                 }
+                self.out.push(b'}');
             }
+            _ => self.out.extend_from_slice(tree.spelling(id)),
         }
     }
 
-    fn text(&mut self, span: Span) {
-        let text = self.tree.bytes(span);
-        write_length(self.out, text.len());
-        self.out.extend_from_slice(text);
+    /// What is picked of a node: as JSON text, but that elements carry their index and that there is nothing else.
+    /// So two documents that have the same values at other places differ.
+    fn picked(&mut self, id: NodeId, picked: &Located) {
+        let tree = self.tree;
+        if is(&picked.named, id) {
+            return self.value(id);
+        }
+        let holds = |id: NodeId| is(&picked.named, id) || is(&picked.holding, id);
+        match tree.nodes.get(id).map(|node| &node.parts) {
+            Some(Parts::Array(range)) => {
+                self.out.push(b'[');
+                for (index, id) in tree.elements(range).iter().enumerate() {
+                    if holds(*id) && self.keeps(*id) {
+                        self.out.extend_from_slice(index.to_string().as_bytes());
+                        self.out.push(b':');
+                        self.picked(*id, picked);
+                        self.out.push(b',');
+                    }
+                }
+                self.out.push(b']');
+            }
+            Some(Parts::Object(range)) => {
+                self.out.push(b'{');
+                for (name, id) in tree.fields(range) {
+                    if holds(*id) && self.keeps(*id) {
+                        self.name(name);
+                        self.picked(*id, picked);
+                        self.out.push(b',');
+                    }
+                }
+                self.out.push(b'}');
+            }
+            Some(Parts::Scalar) | None => {}
+        }
+    }
+
+    fn comma(&mut self, index: usize) {
+        if index > 0 {
+            self.out.push(b',');
+        }
+    }
+
+    fn name(&mut self, name: &Span) {
+        self.out.push(b'"');
+        self.out.extend_from_slice(self.tree.bytes(name));
+        self.out.extend_from_slice(b"\":");
     }
 }
 
@@ -316,510 +483,109 @@ fn low_bits(number: usize) -> u8 {
     (number & 0x7f) as u8
 }
 
-/// A member of an object that is not closed yet.
-#[derive(Clone, Copy)]
-struct Member {
-    /// The first bytes of its name: they decide nearly every comparison.
-    start: u64,
-    name: Span,
-    value: NodeId,
-}
-
-/// Up to eight bytes as a number that sorts as they do; where two are equal the whole names decide.
-fn beginning(name: &[u8]) -> u64 {
-    if let Some(first) = name.first_chunk::<8>() {
-        return u64::from_be_bytes(*first);
-    }
-    let mut first = [0; 8];
-    for (to, from) in first.iter_mut().zip(name) {
-        *to = *from;
-    }
-    u64::from_be_bytes(first)
-}
-
-struct Parser<'a> {
-    tree: Tree<'a>,
-    at: usize,
-    /// Elements and members of what is not closed yet, innermost last.
-    open_items: Vec<NodeId>,
-    open_members: Vec<Member>,
-}
-
-impl Parser<'_> {
-    fn peek(&self) -> Option<u8> {
-        self.tree.body.get(self.at).copied()
-    }
-
-    fn take(&mut self, byte: u8) -> bool {
-        let fits = self.peek() == Some(byte);
-        self.at += usize::from(fits);
-        fits
-    }
-
-    fn blank(&mut self) {
-        while let Some(b' ' | b'\t' | b'\n' | b'\r') = self.peek() {
-            self.at += 1;
-        }
-    }
-
-    fn push(&mut self, node: Node) -> NodeId {
-        self.tree.nodes.push(node);
-        self.tree.nodes.len() - 1
-    }
-
-    fn value(&mut self, depth: usize) -> Option<NodeId> {
-        let node = match self.peek()? {
-            b'"' => Node::String(self.string()?),
-            b'{' if depth < DEPTH_MAX => self.object(depth + 1)?,
-            b'[' if depth < DEPTH_MAX => self.array(depth + 1)?,
-            b'-' | b'0'..=b'9' => self.number()?,
-            b'n' => self.word(b"null", Node::Null)?,
-            b't' => self.word(b"true", Node::Bool(true))?,
-            b'f' => self.word(b"false", Node::Bool(false))?,
-            _ => return None,
-        };
-        Some(self.push(node))
-    }
-
-    fn word(&mut self, word: &[u8], node: Node) -> Option<Node> {
-        let rest = self.tree.body.get(self.at..)?;
-        self.at += word.len();
-        rest.starts_with(word).then_some(node)
-    }
-
-    fn array(&mut self, depth: usize) -> Option<Node> {
-        self.at += 1;
-        let opened = self.open_items.len();
-        self.blank();
-        if !self.take(b']') {
-            loop {
-                self.blank();
-                let item = self.value(depth)?;
-                self.open_items.push(item);
-                self.blank();
-                if self.take(b']') {
-                    break;
-                }
-                if !self.take(b',') {
-                    return None;
-                }
-            }
-        }
-        let first = self.tree.items.len();
-        self.tree.items.extend(self.open_items.drain(opened..));
-        Some(Node::Array { first, len: self.tree.items.len() - first })
-    }
-
-    fn object(&mut self, depth: usize) -> Option<Node> {
-        self.at += 1;
-        let opened = self.open_members.len();
-        self.blank();
-        if !self.take(b'}') {
-            loop {
-                self.blank();
-                if self.peek() != Some(b'"') {
-                    return None;
-                }
-                let name = self.string()?;
-                self.blank();
-                if !self.take(b':') {
-                    return None;
-                }
-                self.blank();
-                let value = self.value(depth)?;
-                let start = beginning(self.tree.bytes(name));
-                self.open_members.push(Member { start, name, value });
-                self.blank();
-                if self.take(b'}') {
-                    break;
-                }
-                if !self.take(b',') {
-                    return None;
-                }
-            }
-        }
-        self.close(opened)
-    }
-
-    /// Sorts the members of an object that is complete; `None` where two have one name.
-    fn close(&mut self, opened: usize) -> Option<Node> {
-        let (body, own) = (self.tree.body, &self.tree.own);
-        let order = |a: &Member, b: &Member| {
-            a.start
-                .cmp(&b.start)
-                .then_with(|| bytes(body, own, a.name).cmp(bytes(body, own, b.name)))
-        };
-        let members = self.open_members.get_mut(opened..)?;
-        if !members.is_sorted_by(|a, b| order(a, b).is_lt()) {
-            members.sort_unstable_by(order);
-            if !members.is_sorted_by(|a, b| order(a, b).is_lt()) {
-                return None;
-            }
-        }
-        let first = self.tree.members.len();
-        let closed = self.open_members.drain(opened..);
-        self.tree.members.extend(closed.map(|member| (member.name, member.value)));
-        Some(Node::Object { first, len: self.tree.members.len() - first })
-    }
-
-    /// The text between here's quote and the next, unescaped.
-    fn string(&mut self) -> Option<Span> {
-        self.at += 1;
-        let start = self.at;
-        self.plain()?;
-        if self.take(b'"') {
-            return Some(Span { start, end: self.at - 1, own: false });
-        }
-        let own = self.tree.own.len();
-        let mut run = start;
-        loop {
-            let plain = self.tree.body.get(run..self.at)?;
-            self.tree.own.extend_from_slice(plain);
-            if self.take(b'"') {
-                return Some(Span { start: own, end: self.tree.own.len(), own: true });
-            }
-            self.escape()?;
-            run = self.at;
-            self.plain()?;
-        }
-    }
-
-    /// Goes on to the next quote or backslash; `None` where a control character or the end comes first.
-    fn plain(&mut self) -> Option<()> {
-        let rest = self.tree.body.get(self.at..)?;
-        let len = rest.iter().position(|b| STOPS.get(usize::from(*b)) == Some(&true))?;
-        self.at += len;
-        (self.peek()? >= 0x20).then_some(())
-    }
-
-    fn escape(&mut self) -> Option<()> {
-        let letter = *self.tree.body.get(self.at + 1)?;
-        self.at += 2;
-        let byte = match letter {
-            b'"' | b'\\' | b'/' => letter,
-            b'b' => 0x08,
-            b'f' => 0x0c,
-            b'n' => b'\n',
-            b'r' => b'\r',
-            b't' => b'\t',
-            b'u' => return self.unicode(),
-            _ => return None,
-        };
-        self.tree.own.push(byte);
-        Some(())
-    }
-
-    fn unicode(&mut self) -> Option<()> {
-        let mut code = self.hex()?;
-        if (0xd800..0xdc00).contains(&code) {
-            if !(self.take(b'\\') && self.take(b'u')) {
-                return None;
-            }
-            let low = self.hex()?.checked_sub(0xdc00).filter(|low| *low < 0x400)?;
-            code = 0x1_0000 + ((code - 0xd800) << 10) + low;
-        }
-        let letter = char::from_u32(code)?;
-        self.tree.own.extend_from_slice(letter.encode_utf8(&mut [0; 4]).as_bytes());
-        Some(())
-    }
-
-    fn hex(&mut self) -> Option<u32> {
-        let digits = self.tree.body.get(self.at..self.at + 4)?;
-        self.at += 4;
-        digits.iter().try_fold(0, |sum, digit| Some(sum * 16 + char::from(*digit).to_digit(16)?))
-    }
-
-    fn digits(&mut self) -> Range<usize> {
-        let start = self.at;
-        while let Some(b'0'..=b'9') = self.peek() {
-            self.at += 1;
-        }
-        start..self.at
-    }
-
-    fn number(&mut self) -> Option<Node> {
-        let negative = self.take(b'-');
-        let whole = self.digits();
-        let leads_with_zero = self.tree.body.get(whole.start) == Some(&b'0');
-        if whole.is_empty() || (leads_with_zero && whole.len() > 1) {
-            return None;
-        }
-        let mut fraction = self.at..self.at;
-        if self.take(b'.') {
-            fraction = self.digits();
-            if fraction.is_empty() {
-                return None;
-            }
-        }
-        let mut power = None;
-        if self.take(b'e') || self.take(b'E') {
-            let below = !self.take(b'+') && self.take(b'-');
-            let digits = self.digits();
-            if digits.is_empty() {
-                return None;
-            }
-            power = Some((below, digits));
-        }
-        self.exact(negative, whole, fraction, power)
-    }
-
-    /// The exact decimal value of what was read; `None` where its exponent does not fit 64 bits.
-    fn exact(
-        &mut self,
-        negative: bool,
-        whole: Range<usize>,
-        fraction: Range<usize>,
-        power: Option<(bool, Range<usize>)>,
-    ) -> Option<Node> {
-        let places = i64::try_from(fraction.len()).ok()?;
-        let mut digits = Span { start: whole.start, end: whole.end, own: false };
-        if !fraction.is_empty() {
-            let start = self.tree.own.len();
-            self.tree.own.extend_from_slice(self.tree.body.get(whole)?);
-            self.tree.own.extend_from_slice(self.tree.body.get(fraction)?);
-            digits = Span { start, end: self.tree.own.len(), own: true };
-        }
-        let text = self.tree.bytes(digits);
-        let Some(leading) = text.iter().position(|b| *b != b'0') else {
-            let digits = Span { end: digits.start, ..digits };
-            return Some(Node::Number { negative: false, digits, exponent: 0 });
-        };
-        let trailing = text.iter().rev().take_while(|b| **b == b'0').count();
-        digits.start += leading;
-        digits.end -= trailing;
-        let mut exponent = match power {
-            Some((below, range)) => self.power(below, range)?,
-            None => 0,
-        };
-        exponent = exponent.checked_sub(places)?.checked_add(i64::try_from(trailing).ok()?)?;
-        Some(Node::Number { negative, digits, exponent })
-    }
-
-    fn power(&self, below: bool, digits: Range<usize>) -> Option<i64> {
-        let digits = self.tree.body.get(digits)?;
-        let size = digits.iter().try_fold(0_i64, |sum, digit| {
-            sum.checked_mul(10)?.checked_add(i64::from(digit.checked_sub(b'0')?))
-        })?;
-        Some(if below { -size } else { size })
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
 
-    fn canonical(text: &str) -> Option<Vec<u8>> {
+    fn paths(paths: &[&str]) -> Vec<JsonPath> {
+        paths.iter().map(|path| JsonPath::parse(path).unwrap()).collect()
+    }
+
+    fn kept(only: &[&str], ignore: &[&str], text: &str) -> (Kept, String) {
+        let selection = Selection { only: paths(only), ignore: paths(ignore) };
         let mut out = Vec::new();
-        Tree::parse(text.as_bytes())?.write(&[], &mut out);
-        Some(out)
-    }
-
-    fn same(a: &str, b: &str) -> bool {
-        let (a, b) = (canonical(a).expect(a), canonical(b).expect(b));
-        a == b
-    }
-
-    #[test]
-    fn c05_numbers_compare_by_exact_decimal_value() {
-        for one in ["1", "1.0", "1e0", "10e-1", "0.1e1", "1E+0", "100e-2", "0.01e00002"] {
-            assert!(same("1", one), "{one}");
-        }
-        assert!(same("-0", "0") && same("0e99999999999999999999", "0.000") && same("0.1", "0.10"));
-        for (a, b) in [
-            ("9007199254740993", "9007199254740992"),
-            ("1", "-1"),
-            ("1e400", "1e401"),
-            ("0.1", "0.1000000000000000055511151231257827"),
-            (
-                "1234567890123456789012345678901234567890",
-                "1234567890123456789012345678901234567891",
-            ),
-            ("1e9223372036854775807", "1e9223372036854775806"),
-            ("12", "1e2"),
-        ] {
-            assert!(!same(a, b), "{a} {b}");
-        }
-        assert!(same("1e400", "10e399"));
-        for far in ["1e999999999999999999999", "1e-999999999999999999999", "10e9223372036854775807"]
-        {
-            assert_eq!(canonical(far), None, "{far}");
-        }
-    }
-
-    #[test]
-    fn c06_what_parsers_read_differently_is_not_read() {
-        for text in [
-            r#"{"a":1,"a":2}"#,
-            r#"{"a":1,"\u0061":2}"#,
-            r#""\ud800""#,
-            r#""\udc00""#,
-            r#""\ud800\u0041""#,
-            "\u{feff}{}",
-            "{oops",
-            "[1,]",
-            "{\"a\":1,}",
-            "01",
-            "-",
-            "1.",
-            ".5",
-            "1e",
-            "+1",
-            "nul",
-            "\"\t\"",
-            "\"a",
-            "[",
-            "1 2",
-            "",
-            r#""\x""#,
-            r#""\u12g4""#,
-            "NaN",
-        ] {
-            assert_eq!(canonical(text), None, "{text}");
-        }
-        assert!(Tree::parse(b"\"\xff\"").is_none());
-        assert!(same(r#""\u0061\/\ud83d\ude00""#, "\"a/😀\""));
-        assert!(!same("\"\u{e9}\"", "\"e\u{301}\""));
-        let nested = |depth: usize| format!("{}{}", "[".repeat(depth), "]".repeat(depth));
-        assert!(canonical(&nested(DEPTH_MAX)).is_some());
-        assert_eq!(canonical(&nested(DEPTH_MAX + 1)), None);
-        assert_eq!(canonical(&nested(1_000_000)), None);
-    }
-
-    #[test]
-    fn parts_do_not_run_together() {
-        let texts = [
-            "[]",
-            "{}",
-            "null",
-            "\"\"",
-            "0",
-            "false",
-            "true",
-            "[[]]",
-            "[[],[]]",
-            "[null]",
-            "[\"\"]",
-            r#"["a","b"]"#,
-            r#"["ab"]"#,
-            r#"["a",["b"]]"#,
-            r#"[["a"],"b"]"#,
-            r#"{"a":"b"}"#,
-            r#"{"a":{"b":1}}"#,
-            r#"{"a":{},"b":1}"#,
-            "1",
-            "\"1\"",
-            "11",
-            "[1,1]",
-        ];
-        for (i, a) in texts.iter().enumerate() {
-            for (j, b) in texts.iter().enumerate() {
-                assert_eq!(same(a, b), i == j, "{a} {b}");
-            }
-        }
+        let kept = write(text.as_bytes(), &selection, &mut out).expect(text);
+        (kept, String::from_utf8(out).unwrap())
     }
 
     #[test]
     fn ignored_nodes_are_left_out_wherever_numbers_are() {
-        let ignore = [JsonPath::parse("$..t").unwrap(), JsonPath::parse("$.l[1]").unwrap()];
-        let write = |text: &str| {
-            let mut out = Vec::new();
-            Tree::parse(text.as_bytes()).unwrap().write(&ignore, &mut out);
-            out
-        };
+        let write = |text: &str| kept(&[], &["$..t", "$.l[1]"], text);
         let plain = write(r#"{"l":[1,3],"n":1e400}"#);
         assert_eq!(plain, write(r#"{"n":1e400,"t":{"t":1},"l":[1,99]}"#));
         assert_ne!(plain, write(r#"{"n":1e400,"l":[2,99]}"#));
     }
 
-    fn documents() -> impl Strategy<Value = serde_json::Value> {
-        let leaf = prop_oneof![
-            Just(serde_json::Value::Null),
-            any::<bool>().prop_map(Into::into),
-            any::<i64>().prop_map(Into::into),
-            (-1000_i32..1000).prop_map(|n| serde_json::json!(f64::from(n) / 8.0)),
-            any::<String>().prop_map(Into::into),
-        ];
-        leaf.prop_recursive(4, 40, 6, |inner| {
-            prop_oneof![
-                prop::collection::vec(inner.clone(), 0..6).prop_map(Into::into),
-                prop::collection::btree_map(any::<String>(), inner, 0..6)
-                    .prop_map(|map| map.into_iter().collect::<serde_json::Value>()),
-            ]
-        })
+    #[test]
+    fn what_is_left_is_json_in_its_one_spelling() {
+        let whole = |ignore: &[&str], text: &str| {
+            let (kind, text) = kept(&[], ignore, text);
+            assert_eq!(kind, Kept::Whole);
+            text
+        };
+        let text = r#"{"b":[{"t":1,"v":"\u0022"},2,[3]],"a":{"t":{"x":1}},"t":0}"#;
+        assert_eq!(whole(&["$..t"], text), r#"{"a":{},"b":[{"v":"\""},2,[3]]}"#);
+        assert_eq!(
+            whole(&["$.b[0]", "$.b[2][0]", "$.t"], text),
+            r#"{"a":{"t":{"x":1}},"b":[2,[]]}"#
+        );
+        assert_eq!(whole(&["$.none"], text), whole(&[], text));
+        assert_eq!(whole(&["$"], text), "");
+        assert_eq!(whole(&["$['\"']"], r#"{"\"":1,"b":2}"#), r#"{"b":2}"#);
+        assert_eq!(whole(&["$['\\u0061']"], r#"{"\u0061":1,"b":2}"#), r#"{"b":2}"#);
     }
 
-    /// The same document, spelt otherwise: members backwards, blanks, all of a string escaped, numbers shifted.
-    fn respell(value: &serde_json::Value, out: &mut String) {
-        match value {
-            serde_json::Value::Null | serde_json::Value::Bool(_) => {
-                out.push_str(&value.to_string())
-            }
-            serde_json::Value::Number(number) => {
-                let text = number.to_string();
-                let dot = if text.contains('.') { "0e+0" } else { ".00E-0" };
-                out.push_str(&text);
-                out.push_str(dot);
-            }
-            serde_json::Value::String(text) => quote(text, out),
-            serde_json::Value::Array(items) => {
-                out.push_str("[ ");
-                for (index, item) in items.iter().enumerate() {
-                    out.push_str(if index > 0 { " ,\n" } else { "" });
-                    respell(item, out);
-                }
-                out.push_str("\t]");
-            }
-            serde_json::Value::Object(members) => {
-                out.push('{');
-                for (index, (name, item)) in members.iter().rev().enumerate() {
-                    out.push_str(if index > 0 { ", " } else { "\r\n" });
-                    quote(name, out);
-                    out.push_str(" : ");
-                    respell(item, out);
-                }
-                out.push('}');
-            }
-        }
+    #[test]
+    fn only_what_is_named_counts_each_at_its_place() {
+        let picked = |only: &[&str], ignore: &[&str], text: &str| {
+            let (kind, text) = kept(only, ignore, text);
+            assert_eq!(kind, Kept::Picked);
+            text
+        };
+        let text = r#"{"id":1,"items":[{"sku":"a","n":1},{"n":2},{"sku":"b"}],"at":"09:00"}"#;
+        assert_eq!(picked(&["$.id"], &[], text), r#"{"id":1,}"#);
+        let skus = r#"{"items":[0:{"sku":"a",},2:{"sku":"b",},],}"#;
+        assert_eq!(picked(&["$.items[*].sku"], &[], text), skus);
+        assert_eq!(
+            picked(&["$.id", "$.items"], &["$..n"], text),
+            r#"{"id":1,"items":[{"sku":"a"},{},{"sku":"b"}],}"#
+        );
+        // The whole holds its parts.
+        assert_eq!(picked(&["$.id", "$"], &["$.items"], text), r#"{"at":"09:00","id":1}"#);
+        // Named, and ignored: nothing is left, which is not the same as nothing that is named.
+        assert_eq!(picked(&["$.id"], &["$.id"], text), "{}");
+        assert_eq!(picked(&["$.items[0].n"], &["$.items"], text), "{}");
+        // The same values at other places.
+        let two = |text: &str| picked(&["$[*].x"], &[], text);
+        assert_ne!(two(r#"[{"x":1},{}]"#), two(r#"[{},{"x":1}]"#));
+        assert_eq!(two(r#"[{"x":1},{}]"#), two(r#"[{"x":1.0,"y":2}]"#));
     }
 
-    fn quote(text: &str, out: &mut String) {
-        out.push('"');
-        for unit in text.encode_utf16() {
-            out.push_str(&format!("\\u{unit:04X}"));
-        }
-        out.push('"');
+    #[test]
+    fn where_nothing_is_named_the_whole_counts() {
+        let (kind, text) = kept(&["$.id"], &["$.t"], r#"{"t":1,"order":2}"#);
+        assert_eq!((kind, text.as_str()), (Kept::Whole, r#"{"order":2}"#));
+        assert_ne!(kept(&["$.id"], &[], r#"{"a":1}"#), kept(&["$.id"], &[], r#"{"a":2}"#));
     }
 
-    proptest! {
-        #[test]
-        fn c03_spelling_does_not_matter_and_content_does(a in documents(), b in documents()) {
-            let plain = canonical(&a.to_string());
-            prop_assert!(plain.is_some());
-            let mut other = String::new();
-            respell(&a, &mut other);
-            prop_assert_eq!(&plain, &canonical(&other));
-            // 1 and 1.0 are two values to serde_json and one number here: compare by a form that says so.
-            let mut twin = String::new();
-            respell(&b, &mut twin);
-            let differ = Tree::parse(a.to_string().as_bytes()).unwrap().to_value()
-                != Tree::parse(b.to_string().as_bytes()).unwrap().to_value();
-            prop_assert_eq!(differ, plain != canonical(&twin));
-        }
+    #[test]
+    fn many_marks_take_linear_time_and_no_more_text_than_the_body() {
+        // Quadratic, this would be 10^10 steps, or a text of as many bytes.
+        let name = "n".repeat(50_000);
+        let text = format!("{{\"{name}\":[{}1]}}", "1,".repeat(100_000));
+        let (_, picked) = kept(&["$..*"], &[], &text);
+        assert!(picked.len() <= text.len() + 10);
+        let (_, picked) = kept(&["$.*[*]"], &["$..nothing"], &text);
+        assert!(picked.len() <= 8 * text.len());
+        assert_eq!(kept(&[], &["$.*[*]"], &text).1, format!("{{\"{name}\":[]}}"));
+    }
 
-        #[test]
-        fn one_changed_leaf_changes_the_form(a in documents(), n in any::<i64>()) {
-            let with = |n: i64| canonical(&serde_json::json!({"a": a, "n": [n]}).to_string());
-            prop_assert_ne!(with(n), with(n.wrapping_add(1)));
-        }
-
-        #[test]
-        fn no_bytes_panic(bytes in prop::collection::vec(any::<u8>(), 0..200), text in r#"[\[\]{}",:0-9eE.+\\u-]{0,40}"#) {
-            let _tree = Tree::parse(&bytes);
-            let ours = Tree::parse(text.as_bytes()).is_some();
-            let theirs = serde_json::from_str::<serde_json::Value>(&text).is_ok();
-            prop_assert!(!ours || theirs || text.contains(['e', 'E']));
-        }
+    #[test]
+    fn a_scalar_is_found_by_its_path() {
+        let tree =
+            Tree::parse(r#"{"b\n":[1.50,"x\u0022",null,true],"a":1e400}"#.as_bytes()).unwrap();
+        let value = tree.to_value();
+        let find = |path: &str| {
+            let path = JsonPath::parse(path).unwrap();
+            let located = path.query_located(&value);
+            tree.scalar(tree.find(located.first()?.location().iter())?)
+        };
+        assert_eq!(find("$['b\\n'][0]"), Some(Scalar::Number("1.5".to_owned())));
+        assert_eq!(find("$['b\\n'][1]"), Some(Scalar::Text("x\"".to_owned())));
+        assert_eq!(find("$['b\\n'][2]"), None);
+        assert_eq!(find("$['b\\n'][3]"), Some(Scalar::Bool(true)));
+        assert_eq!(find("$.a"), Some(Scalar::Number("1e400".to_owned())));
+        assert_eq!(find("$['b\\n']"), None);
+        assert_eq!(find("$.none"), None);
     }
 }

@@ -14,17 +14,18 @@
 
 use memchr::memmem;
 
+use super::form::{Kept, Selection};
 use super::json::write_length;
 use super::parameters::{Parametered, is_token, trim};
 
-/// Writes the canonical form, without the fields that `ignore` names. `false`: nothing was written.
+/// Writes the canonical form of what counts: of a form, the fields that are selected. `None`: nothing was written.
 pub(crate) fn write(
     content_type: &[u8],
     body: &[u8],
-    ignore: &[String],
+    selection: &Selection,
     out: &mut Vec<u8>,
-) -> bool {
-    read(content_type, body).map(|multipart| multipart.write(ignore, out)).is_some()
+) -> Option<Kept> {
+    read(content_type, body).map(|multipart| multipart.write(selection, out))
 }
 
 fn read<'a>(content_type: &'a [u8], body: &'a [u8]) -> Option<Multipart<'a>> {
@@ -51,20 +52,26 @@ enum Multipart<'a> {
 }
 
 impl Multipart<'_> {
-    fn write(&self, ignore: &[String], out: &mut Vec<u8>) {
+    fn write(&self, selection: &Selection, out: &mut Vec<u8>) -> Kept {
         match self {
             Self::Form(fields) => {
+                let named = |names: &[String], name: &[u8]| {
+                    names.iter().any(|known| known.as_bytes() == name)
+                };
+                let picked = fields.iter().any(|(name, _)| named(&selection.only, name));
                 let kept = |(name, _): &&(Vec<u8>, Part<'_>)| {
-                    !ignore.iter().any(|ignored| ignored.as_bytes() == name)
+                    (!picked || named(&selection.only, name)) && !named(&selection.ignore, name)
                 };
                 write_length(out, fields.iter().filter(kept).count());
                 fields.iter().filter(kept).for_each(|(_, part)| part.write(out));
+                if picked { Kept::Picked } else { Kept::Whole }
             }
             Self::Ordered { kind, parts } => {
                 let parameters = kind.parameters.iter().filter(|(name, _)| name != b"boundary");
                 write_parameters(parameters, out);
                 write_length(out, parts.len());
                 parts.iter().for_each(|part| part.write(out));
+                Kept::Whole
             }
         }
     }
@@ -217,7 +224,8 @@ mod tests {
 
     fn of(kind: &str, body: &[u8]) -> Option<Vec<u8>> {
         let mut out = Vec::new();
-        write(kind.as_bytes(), body, &["ts".to_owned()], &mut out).then_some(out)
+        let selection = Selection { only: Vec::new(), ignore: vec!["ts".to_owned()] };
+        write(kind.as_bytes(), body, &selection, &mut out).map(|_| out)
     }
 
     fn form(body: &str) -> Option<Vec<u8>> {
@@ -266,6 +274,26 @@ mod tests {
         let [ab, ba] = [["1", "2"], ["2", "1"]]
             .map(|[one, two]| form(&body(&[&field("a", one), &field("a", two)])));
         assert_ne!(ab, ba, "order of one name");
+    }
+
+    #[test]
+    fn only_the_named_fields_count_where_there_are_any() {
+        let selection =
+            Selection { only: vec!["id".to_owned(), "n".to_owned()], ignore: vec!["n".to_owned()] };
+        let form = |fields: &[(&str, &str)]| {
+            let parts = fields.iter().map(|(name, content)| field(name, content));
+            let parts = parts.collect::<Vec<_>>();
+            let body = body(&parts.iter().map(String::as_str).collect::<Vec<_>>());
+            let mut out = Vec::new();
+            write(FORM.as_bytes(), body.as_bytes(), &selection, &mut out).map(|kept| (kept, out))
+        };
+        assert_eq!(
+            form(&[("id", "1"), ("at", "1")]),
+            form(&[("at", "2"), ("id", "1"), ("n", "1")])
+        );
+        assert_ne!(form(&[("id", "1")]), form(&[("id", "2")]));
+        assert_ne!(form(&[("at", "1")]), form(&[("at", "2")]));
+        assert_ne!(form(&[("n", "1")]), form(&[]));
     }
 
     #[test]

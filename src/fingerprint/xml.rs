@@ -30,33 +30,40 @@ use super::parameters::Parametered;
 /// What of a document counts.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Selection {
-    /// These do not, nor what is in them.
+    /// Only these and what is in them, where they name anything; of the elements around them the names and namespaces.
+    pub(crate) only: Vec<Path>,
+    /// And not these, nor what is in them.
     pub(crate) ignore: Vec<Path>,
-    /// If given: these do, with what is in them; of the elements around them the names and namespaces.
-    pub(crate) only: Option<Vec<Path>>,
 }
 
-/// Writes the canonical form of what counts. `false`: nothing was written.
+/// What a selection left of a document.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kept {
+    /// All but what is ignored.
+    Whole,
+    /// What is named, each at its place.
+    Picked,
+}
+
+/// Writes the canonical form of what counts. `None`: nothing was written.
 pub(crate) fn write(
     body: &[u8],
     kind: &Parametered<'_>,
     selection: &Selection,
     out: &mut Vec<u8>,
-) -> bool {
-    let Some(text) = decode::decode(body, kind.get("charset")) else { return false };
-    let Some(document) = read::read(&text) else { return false };
+) -> Option<Kept> {
+    let text = decode::decode(body, kind.get("charset"))?;
+    let document = read::read(&text)?;
     write_type(kind, out);
-    let mut writer = Writer {
-        document: &document,
-        ignore: Matcher::new(&selection.ignore),
-        only: selection.only.as_deref().map(Matcher::new),
-        open: Vec::new(),
-        hidden: 0,
-        before: Before::Else,
-        out,
-    };
-    document.nodes.iter().for_each(|node| writer.node(node));
-    true
+    let start = out.len();
+    if !selection.only.is_empty() {
+        if Writer::new(&document, selection, Some(&selection.only), out).write() {
+            return Some(Kept::Picked);
+        }
+        out.truncate(start);
+    }
+    Writer::new(&document, selection, None, out).write();
+    Some(Kept::Whole)
 }
 
 /// Parameters of Content-Type say what is asked (`action`, in SOAP 1.2), but for the charset: before the document, as an
@@ -111,10 +118,29 @@ struct Writer<'d, 'a> {
     /// How many elements of a part that is ignored are open.
     hidden: usize,
     before: Before,
+    /// Whether `only` named anything.
+    picked: bool,
     out: &'d mut Vec<u8>,
 }
 
-impl Writer<'_, '_> {
+impl<'d, 'a> Writer<'d, 'a> {
+    fn new(
+        document: &'d Document<'a>,
+        selection: &'d Selection,
+        only: Option<&'d [Path]>,
+        out: &'d mut Vec<u8>,
+    ) -> Self {
+        let (ignore, only) = (Matcher::new(&selection.ignore), only.map(Matcher::new));
+        let (open, hidden, before, picked) = (Vec::new(), 0, Before::Else, false);
+        Self { document, ignore, only, open, hidden, before, picked, out }
+    }
+
+    /// Whether `only` named anything.
+    fn write(mut self) -> bool {
+        self.document.nodes.iter().for_each(|node| self.node(node));
+        self.picked
+    }
+
     fn node(&mut self, node: &Node) {
         match node {
             Node::Start { .. } | Node::End if self.hidden > 0 => {
@@ -153,13 +179,15 @@ impl Writer<'_, '_> {
 
     fn start(&mut self, name: Name, uri: &[u8], attributes: &[Attribute], layout: Layout) {
         let local = self.document.local(name);
-        if self.ignore.enter(uri, local) {
-            self.ignore.leave();
+        let ignored = self.ignore.enter(uri, local);
+        let named = self.only.as_mut().is_some_and(|only| only.enter(uri, local));
+        self.picked |= named;
+        if ignored {
+            self.leave();
             self.hidden = 1;
             return;
         }
         let within = self.counts();
-        let named = self.only.as_mut().is_some_and(|only| only.enter(uri, local));
         let start = self.out.len();
         self.before = Before::Else;
         self.put([b"<", self.document.name(name), b""]);
@@ -172,11 +200,12 @@ impl Writer<'_, '_> {
                 let local = self.document.local(attribute.name);
                 !declares && matcher.names(self.document.uri(attribute.uri), local)
             };
-            let named = !counts && self.only.as_ref().is_some_and(names);
+            let named = self.only.as_ref().is_some_and(names);
+            self.picked |= named;
             if names(&self.ignore) || !(counts || declares || named) {
                 continue;
             }
-            if named {
+            if named && !counts {
                 reason = Reason::Around;
             }
             self.put([b" ", name, b"=\""]);
@@ -200,11 +229,15 @@ impl Writer<'_, '_> {
         }
     }
 
-    fn end(&mut self) {
+    fn leave(&mut self) {
         self.ignore.leave();
         if let Some(only) = &mut self.only {
             only.leave();
         }
+    }
+
+    fn end(&mut self) {
+        self.leave();
         self.before = Before::Else;
         let Some(open) = self.open.pop() else { return };
         match open.reason {

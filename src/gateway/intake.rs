@@ -3,14 +3,20 @@
 //! Order matters. What can be refused without the body is refused before it is read, so that a caller that waits for
 //! `100 Continue` is told at once. Headers meant for one hop are gone before the scope is read: a key or tenant that the
 //! upstream would not see does not count. Nothing is reserved here.
+//!
+//! Fingerprints of small bodies are made where the request is read. One that may take longer is made on a thread of its own,
+//! and only as many at once as there are processors: so no other request waits for it, and what decoding needs of memory does not
+//! grow with the count of requests.
 
+use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::{Bytes, BytesMut};
-use http::header::{CONTENT_LENGTH, EXPECT, HOST};
+use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, EXPECT, HOST};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri};
 use http_body_util::{BodyExt, Full};
+use tokio::sync::Semaphore;
 
 use super::accept;
 use super::headers::{self, Forwarding, Hop};
@@ -21,16 +27,21 @@ use super::room::{Limits, NoRoom, Room};
 use super::upstream::{Body, Upstream};
 use crate::fingerprint::{self, fingerprint};
 use crate::record::event::RequestParts;
-use crate::record::{Fence, Key, Scope};
+use crate::record::{Fence, Fingerprint, Key, Scope};
 use crate::route::Route;
 use crate::scope::{self, Asked, DigestKey, Params};
 use crate::telemetry::{Metrics, Step};
+
+/// The largest body whose fingerprint is made in place: half a millisecond, or less.
+const IN_PLACE_MAX: usize = 256 << 10;
 
 /// Reads keyed requests, within the limits that all of them share.
 pub(super) struct Intake {
     digest: DigestKey,
     metrics: Arc<Metrics>,
     limits: Limits,
+    /// Who may make a long fingerprint.
+    long: Semaphore,
 }
 
 /// A keyed request, read as far as its scope needs.
@@ -54,7 +65,8 @@ pub(super) enum Read {
 
 impl Intake {
     pub(super) fn new(digest: DigestKey, metrics: Arc<Metrics>, limits: Limits) -> Self {
-        Self { digest, metrics, limits }
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        Self { digest, metrics, limits, long: Semaphore::new(processors) }
     }
 
     /// Reads key, body, tenant and fingerprint. Nothing is reserved before the whole body has arrived.
@@ -118,7 +130,7 @@ impl Intake {
                 return Read::Unkeyed(Request::from_parts(untouched.unwrap_or(head), whole(body)));
             }
         };
-        let ask = match self.ask(route, &asked, key, &body) {
+        let ask = match self.ask(route, &asked, key, &body).await {
             Ok(ask) => ask,
             Err(refusal) => return refused(refusal, route),
         };
@@ -127,24 +139,16 @@ impl Intake {
     }
 
     /// Scope, fingerprint and what is kept of the request.
-    fn ask(
+    async fn ask(
         &self,
-        route: &Route,
+        route: &Arc<Route>,
         asked: &Asked<'_>,
         key: Key,
         body: &Bytes,
     ) -> Result<Ask, scope::Refusal> {
         let tenant = scope::read_tenant(&route.scope, asked, &self.digest)?;
         let begun = Instant::now();
-        let fingerprint = fingerprint(
-            &route.fingerprint,
-            &fingerprint::Parts {
-                method: asked.method,
-                target: asked.target,
-                headers: asked.headers,
-                body,
-            },
-        );
+        let fingerprint = self.fingerprint(route, asked, body).await;
         self.metrics.took(Step::Fingerprint, begun.elapsed());
         let params: Vec<_> = asked.params.iter().collect();
         let context = route.events.context(&RequestParts {
@@ -162,6 +166,37 @@ impl Intake {
             on_unknown: route.policy.on_unknown.clone(),
             retention: route.policy.retention,
         })
+    }
+
+    async fn fingerprint(
+        &self,
+        route: &Arc<Route>,
+        asked: &Asked<'_>,
+        body: &Bytes,
+    ) -> Fingerprint {
+        let (method, target, headers) = (asked.method, asked.target, asked.headers);
+        if body.len() <= IN_PLACE_MAX && !headers.contains_key(CONTENT_ENCODING) {
+            let parts = fingerprint::Parts { method, target, headers, body };
+            return fingerprint(&route.fingerprint, &parts);
+        }
+        let (route, body) = (Arc::clone(route), body.clone());
+        let (method, target, headers) = (method.clone(), target.to_owned(), headers.clone());
+        let make = move || {
+            let (target, body) = (target.as_str(), &*body);
+            let parts = fingerprint::Parts { method: &method, target, headers: &headers, body };
+            fingerprint(&route.fingerprint, &parts)
+        };
+        // It is never closed.
+        let _turn = self.long.acquire().await;
+        match tokio::task::spawn_blocking(make)
+            .await
+            .map_err(tokio::task::JoinError::try_into_panic)
+        {
+            Ok(made) => made,
+            Err(Ok(panic)) => resume_unwind(panic),
+            // The runtime is going down, and this request with it.
+            Err(Err(_)) => std::future::pending().await,
+        }
     }
 
     /// A share of the limits: before the body is read, so that who gets none is told at once.

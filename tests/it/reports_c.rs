@@ -241,6 +241,7 @@ async fn c07_type_and_coding_count_and_the_charset_does_not() {
     assert!(!same(&rig, &typed("application/octet-stream"), &typed("text/plain")).await);
     assert!(same(&rig, &plain, &typed("application/json; charset=utf-8")).await);
     assert!(same(&rig, &typed("text/plain"), &typed("TEXT/plain ;charset=latin1")).await);
+    // The content of a coding counts, see `codings`; what only claims one is other bytes.
     let coded = plain.clone().header("content-encoding", "gzip");
     assert!(!same(&rig, &plain, &coded).await, "bytes that claim a coding are other bytes");
     assert!(same(&rig, &coded, &coded).await);

@@ -306,30 +306,40 @@ impl Builder<'_> {
         };
         let xml_namespaces = self.xml_namespaces(&raw.xml_namespaces);
         // One by one first, so that a mistake is noted at its own entry.
-        let ignore = self.each(&raw.ignore, |entry| {
-            let alone = fingerprint::Settings {
-                ignore: vec![entry.to_owned()],
-                xml_namespaces: xml_namespaces.clone(),
-                ..Default::default()
-            };
-            compiled(&alone).map(|_| entry.to_owned())
-        });
-        let ignore_xml = self.each(&raw.ignore_xml, |entry| {
-            let alone = fingerprint::Settings {
-                ignore_xml: vec![entry.to_owned()],
-                xml_namespaces: xml_namespaces.clone(),
-                ..Default::default()
-            };
-            compiled(&alone).map(|_| entry.to_owned())
-        });
+        let each = |list: &Maybe<Vec<Placed<String>>>,
+                    put: fn(&mut fingerprint::Settings, String)| {
+            self.each(list, |entry| {
+                let mut alone = fingerprint::Settings {
+                    xml_namespaces: xml_namespaces.clone(),
+                    ..Default::default()
+                };
+                put(&mut alone, entry.to_owned());
+                compiled(&alone).map(|_| entry.to_owned())
+            })
+        };
+        let only = each(&raw.only, |alone, entry| alone.only.push(entry));
+        let ignore = each(&raw.ignore, |alone, entry| alone.ignore.push(entry));
+        let ignore_xml = each(&raw.ignore_xml, |alone, entry| alone.ignore_xml.push(entry));
+        if let Some(placed) = raw.only.as_ref().filter(|placed| placed.value.is_empty()) {
+            let wrong = "names nothing; leave it out, and all of the body counts";
+            self.notes.mistake(&placed.place, wrong);
+        }
         let headers = self.each(&raw.headers, |entry| {
             let alone =
                 fingerprint::Settings { headers: vec![entry.to_owned()], ..Default::default() };
             read_header(entry).and_then(|_| compiled(&alone)).map(|_| entry.to_owned())
         });
         let ignore_query = self.each(&raw.ignore_query, |entry| Ok(entry.to_owned()));
-        let settings =
-            fingerprint::Settings { ignore, ignore_xml, xml_namespaces, headers, ignore_query };
+        let decoded_max = raw.max_decoded.as_ref().map(|placed| placed.value);
+        let settings = fingerprint::Settings {
+            only,
+            ignore,
+            ignore_xml,
+            xml_namespaces,
+            headers,
+            ignore_query,
+            decoded_max,
+        };
         compiled(&settings).ok()
     }
 

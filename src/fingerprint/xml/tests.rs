@@ -7,7 +7,7 @@ use super::*;
 fn form_of(kind: &str, body: &[u8], selection: &Selection) -> Option<String> {
     let mut out = Vec::new();
     let kind = Parametered::parse(kind.as_bytes()).unwrap();
-    write(body, &kind, selection, &mut out).then(|| String::from_utf8(out).unwrap())
+    write(body, &kind, selection, &mut out).map(|_| String::from_utf8(out).unwrap())
 }
 
 fn form(text: &str) -> Option<String> {
@@ -22,13 +22,21 @@ fn paths(texts: &[&str]) -> Vec<Path> {
 
 /// What is left of a document where some of it is ignored.
 fn without(ignore: &[&str], text: &str) -> String {
-    let selection = Selection { ignore: paths(ignore), only: None };
+    let selection = Selection { ignore: paths(ignore), only: Vec::new() };
     form_of("text/xml", text.as_bytes(), &selection).expect(text)
 }
 
-fn only(only: &[&str], ignore: &[&str], text: &str) -> String {
-    let selection = Selection { ignore: paths(ignore), only: Some(paths(only)) };
-    form_of("text/xml", text.as_bytes(), &selection).expect(text)
+/// The same where only some of it counts. `None`: nothing of that is there.
+fn only(only: &[&str], ignore: &[&str], text: &str) -> Option<String> {
+    let selection = Selection { ignore: paths(ignore), only: paths(only) };
+    let mut out = Vec::new();
+    let kind = Parametered::parse(b"text/xml").unwrap();
+    let kept = write(text.as_bytes(), &kind, &selection, &mut out).expect(text);
+    let out = String::from_utf8(out).unwrap();
+    if kept == Kept::Whole {
+        assert_eq!(out, without(ignore, text));
+    }
+    (kept == Kept::Picked).then_some(out)
 }
 
 #[test]
@@ -275,17 +283,23 @@ fn ignored_attributes_are_named_by_path_and_namespace() {
 }
 
 #[test]
-fn selected_parts_count_alone() {
+fn selected_parts_count_alone_where_there_are_any() {
     let text =
         "<a xmlns:p='urn:p' t='1'>\n<b><c n='1' m='2'>x</c> y</b><?i?><d><c/></d><e>z</e></a>";
-    assert_eq!(
-        only(&["//c"], &[], text),
-        "<a xmlns:p=\"urn:p\"><b><c m=\"2\" n=\"1\">x</c></b><d><c></c></d></a>"
-    );
-    assert_eq!(only(&["/a/b/c/@n"], &[], text), "<a xmlns:p=\"urn:p\"><b><c n=\"1\"></c></b></a>");
-    assert_eq!(only(&["/a/b"], &["//c"], text), "<a xmlns:p=\"urn:p\"><b> y</b></a>");
-    assert_eq!(only(&["//f"], &[], text), "");
-    assert_eq!(only(&["/a"], &[], text), form(text).unwrap());
+    for (paths, ignore, left) in [
+        (&["//c"][..], &[][..], "<b><c m=\"2\" n=\"1\">x</c></b><d><c></c></d>"),
+        (&["/a/b/c/@n"], &[], "<b><c n=\"1\"></c></b>"),
+        (&["/a/b/c/@n"], &["//@n"], ""),
+        (&["/a/b"], &["//c"], "<b> y</b>"),
+        (&["/a/d"], &["/a/d"], ""),
+        (&["/a/d", "//e"], &["/a/d"], "<e>z</e>"),
+    ] {
+        let whole = format!("<a xmlns:p=\"urn:p\">{left}</a>");
+        let expected = if left.is_empty() { "" } else { &whole };
+        assert_eq!(only(paths, ignore, text).as_deref(), Some(expected), "{paths:?}");
+    }
+    assert_eq!(only(&["/a"], &[], text), form(text));
+    assert_eq!(only(&["//f", "//p:c", "/b"], &["//e"], text), None);
     assert_ne!(only(&["//c"], &[], text), only(&["//c"], &[], &text.replace("urn:p", "urn:q")));
 }
 

@@ -1,0 +1,828 @@
+//! JSON text in one canonical spelling, written in one pass.
+//!
+//! No blanks; strings with the shortest escapes; numbers in the one spelling of their exact value; members sorted by the
+//! bytes of their names as they are spelt here. The result is JSON again, of the same meaning, so two documents that differ
+//! never have one canonical text. What parsers are known to read differently is not read: see [`super`].
+//!
+//! Most of a text is canonical as it stands. So nothing is written for a token: the scanner goes on, and what lies between two
+//! deviations (a blank, an escape, an odd number) is copied as one run. A position is one in the text to be: what is written,
+//! and behind it the run that is not yet. Objects that turn out not to be sorted are noted, and a second pass copies
+//! the pieces in their order, each byte once. Both passes are linear but for the sorting of members.
+
+use super::DEPTH_MAX;
+
+/// How many digits a number may have on one side of its point and still be written without exponent: no spelling
+/// grows beyond that.
+const PLAIN_MAX: usize = 20;
+
+/// Bytes of the text to be.
+#[derive(Clone, Copy, Debug, Default)]
+struct Span {
+    start: usize,
+    end: usize,
+}
+
+/// A member of an object: name, colon and value.
+#[derive(Clone, Copy, Debug)]
+struct Member {
+    /// The first bytes of its name as a number that sorts as they do: they decide nearly every comparison.
+    begins: u64,
+    /// Where its name's closing quote stands.
+    name_end: usize,
+    span: Span,
+    /// The objects that lie in it.
+    inner: Span,
+}
+
+/// An object, in the order in which they open. One that is sorted has no members here.
+#[derive(Clone, Copy, Debug, Default)]
+struct Object {
+    /// What lies between its braces.
+    span: Span,
+    members: Span,
+    /// The next object that does not lie in it.
+    next: usize,
+}
+
+/// The canonical text of a body. `None`: it cannot be read, and is compared byte by byte.
+pub(crate) fn canonical(body: &[u8]) -> Option<Vec<u8>> {
+    std::str::from_utf8(body).ok()?;
+    let mut scanner = Scanner {
+        body,
+        at: 0,
+        run: 0,
+        out: Vec::with_capacity(body.len().saturating_add(16)),
+        open: Vec::new(),
+        members: Vec::new(),
+        objects: Vec::new(),
+    };
+    scanner.blank();
+    scanner.value(0)?;
+    scanner.blank();
+    if scanner.at != body.len() {
+        return None;
+    }
+    scanner.flush();
+    Some(scanner.arranged())
+}
+
+struct Scanner<'a> {
+    body: &'a [u8],
+    at: usize,
+    /// What lies from here to `at` is canonical as it stands and not written yet.
+    run: usize,
+    out: Vec<u8>,
+    /// Members of the objects that are not closed yet, innermost last.
+    open: Vec<Member>,
+    /// Members of closed objects that were not sorted.
+    members: Vec<Member>,
+    objects: Vec<Object>,
+}
+
+impl Scanner<'_> {
+    fn peek(&self) -> Option<u8> {
+        self.body.get(self.at).copied()
+    }
+
+    fn take(&mut self, byte: u8) -> bool {
+        let fits = self.peek() == Some(byte);
+        self.at += usize::from(fits);
+        fits
+    }
+
+    /// Where in the text to be the scanner stands.
+    fn position(&self) -> usize {
+        self.out.len() + (self.at - self.run)
+    }
+
+    /// Writes the run up to `end`; what follows begins a new one.
+    fn flush_to(&mut self, end: usize) {
+        work(end - self.run);
+        self.out.extend_from_slice(self.body.get(self.run..end).unwrap_or_default());
+        self.run = end;
+    }
+
+    fn flush(&mut self) {
+        self.flush_to(self.at);
+    }
+
+    /// Leaves out the white space that begins here.
+    fn blank(&mut self) {
+        if self.peek().is_some_and(|byte| byte <= b' ') {
+            self.flush();
+            let rest = self.body.get(self.at..).unwrap_or_default();
+            let blank = |byte: &u8| matches!(byte, b' ' | b'\t' | b'\n' | b'\r');
+            self.at += rest.iter().take_while(|byte| blank(byte)).count();
+            self.run = self.at;
+        }
+    }
+
+    fn value(&mut self, depth: usize) -> Option<()> {
+        match self.peek()? {
+            b'"' => self.string(),
+            b'{' if depth < DEPTH_MAX => self.object(depth + 1),
+            b'[' if depth < DEPTH_MAX => self.array(depth + 1),
+            b'-' | b'0'..=b'9' => self.number(),
+            b'n' => self.word(b"null"),
+            b't' => self.word(b"true"),
+            b'f' => self.word(b"false"),
+            _ => None,
+        }
+    }
+
+    fn word(&mut self, word: &[u8]) -> Option<()> {
+        let rest = self.body.get(self.at..)?;
+        self.at += word.len();
+        rest.starts_with(word).then_some(())
+    }
+
+    fn array(&mut self, depth: usize) -> Option<()> {
+        self.at += 1;
+        self.blank();
+        if self.take(b']') {
+            return Some(());
+        }
+        loop {
+            self.blank();
+            self.value(depth)?;
+            self.blank();
+            if self.take(b']') {
+                return Some(());
+            }
+            if !self.take(b',') {
+                return None;
+            }
+        }
+    }
+
+    fn object(&mut self, depth: usize) -> Option<()> {
+        self.at += 1;
+        let (opened, number) = (self.open.len(), self.objects.len());
+        self.objects.push(Object::default());
+        self.blank();
+        let start = self.position();
+        if self.take(b'}') {
+            self.objects.pop();
+            return Some(());
+        }
+        loop {
+            self.blank();
+            let member = self.member(depth)?;
+            self.open.push(member);
+            self.blank();
+            let end = self.position();
+            if self.take(b'}') {
+                return self.close(opened, number, Span { start, end });
+            }
+            if !self.take(b',') {
+                return None;
+            }
+        }
+    }
+
+    fn member(&mut self, depth: usize) -> Option<Member> {
+        if self.peek() != Some(b'"') {
+            return None;
+        }
+        let (from, start) = (self.at, self.position());
+        self.string()?;
+        let name_end = self.position() - 1;
+        let begins = if self.run <= from {
+            beginning(self.body, from + 1, self.at - 1)
+        } else {
+            // It held an escape that is spelt otherwise here.
+            self.flush();
+            beginning(&self.out, start + 1, name_end)
+        };
+        self.blank();
+        if !self.take(b':') {
+            return None;
+        }
+        self.blank();
+        let first = self.objects.len();
+        self.value(depth)?;
+        let span = Span { start, end: self.position() };
+        let inner = Span { start: first, end: self.objects.len() };
+        Some(Member { begins, name_end, span, inner })
+    }
+
+    /// Sorts the members of an object that is complete; `None` where two have one name.
+    fn close(&mut self, opened: usize, number: usize, span: Span) -> Option<()> {
+        let members = self.open.get(opened..)?;
+        let plain = members.is_sorted_by(|a, b| a.begins < b.begins);
+        let sorted = plain || self.sort(opened)?;
+        let next = self.objects.len();
+        if !sorted {
+            let first = self.members.len();
+            self.members.extend(self.open.drain(opened..));
+            let members = Span { start: first, end: self.members.len() };
+            *self.objects.get_mut(number)? = Object { span, members, next };
+            return Some(());
+        }
+        self.open.truncate(opened);
+        if next == number + 1 {
+            // Nothing in it is out of order: it need not be known.
+            self.objects.pop();
+        }
+        Some(())
+    }
+
+    /// Whether the members stood in order already.
+    fn sort(&mut self, opened: usize) -> Option<bool> {
+        self.flush();
+        let out = &self.out;
+        let name = |member: &Member| out.get(member.span.start + 1..member.name_end);
+        let order = |a: &Member, b: &Member| {
+            work(1);
+            a.begins.cmp(&b.begins).then_with(|| {
+                work(a.name_end - a.span.start);
+                name(a).cmp(&name(b))
+            })
+        };
+        let members = self.open.get_mut(opened..)?;
+        let rising = |a: &Member, b: &Member| order(a, b).is_lt();
+        if members.is_sorted_by(rising) {
+            return Some(true);
+        }
+        members.sort_unstable_by(order);
+        members.is_sorted_by(rising).then_some(false)
+    }
+
+    fn string(&mut self) -> Option<()> {
+        self.at += 1;
+        loop {
+            let rest = self.body.get(self.at..)?;
+            let len = plain(rest)?;
+            self.at += len;
+            match rest.get(len)? {
+                b'"' => {
+                    self.at += 1;
+                    return Some(());
+                }
+                b'\\' => self.escape(*rest.get(len + 1)?)?,
+                _ => return None,
+            }
+        }
+    }
+
+    fn escape(&mut self, letter: u8) -> Option<()> {
+        let backslash = self.at;
+        self.at += 2;
+        match letter {
+            // The shortest spelling already.
+            b'"' | b'\\' | b'b' | b'f' | b'n' | b'r' | b't' => {}
+            b'/' => {
+                self.flush_to(backslash);
+                self.run = backslash + 1;
+            }
+            b'u' => {
+                let letter = self.unicode()?;
+                self.flush_to(backslash);
+                write_letter(letter, &mut self.out);
+                self.run = self.at;
+            }
+            _ => return None,
+        }
+        Some(())
+    }
+
+    fn unicode(&mut self) -> Option<char> {
+        let mut code = self.hex()?;
+        if (0xd800..0xdc00).contains(&code) {
+            if !(self.take(b'\\') && self.take(b'u')) {
+                return None;
+            }
+            let low = self.hex()?.checked_sub(0xdc00).filter(|low| *low < 0x400)?;
+            code = 0x1_0000 + ((code - 0xd800) << 10) + low;
+        }
+        char::from_u32(code)
+    }
+
+    fn hex(&mut self) -> Option<u32> {
+        let digits = self.body.get(self.at..self.at + 4)?;
+        self.at += 4;
+        digits.iter().try_fold(0, |sum, digit| Some(sum * 16 + char::from(*digit).to_digit(16)?))
+    }
+
+    fn digits(&mut self) -> Span {
+        let start = self.at;
+        while let Some(b'0'..=b'9') = self.peek() {
+            self.at += 1;
+        }
+        Span { start, end: self.at }
+    }
+
+    fn number(&mut self) -> Option<()> {
+        let start = self.at;
+        let negative = self.take(b'-');
+        let zero = self.peek() == Some(b'0');
+        let whole = self.digits();
+        let len = whole.end - whole.start;
+        if len == 0 || (zero && len > 1) {
+            return None;
+        }
+        let mut canonical = len <= PLAIN_MAX && !(negative && zero);
+        let mut fraction = Span { start: self.at, end: self.at };
+        if self.take(b'.') {
+            fraction = self.digits();
+            let len = fraction.end - fraction.start;
+            let last = fraction.end.checked_sub(1).and_then(|at| self.body.get(at));
+            if len == 0 {
+                return None;
+            }
+            canonical = len <= PLAIN_MAX && last != Some(&b'0');
+        }
+        let mut power = None;
+        if self.take(b'e') || self.take(b'E') {
+            let below = !self.take(b'+') && self.take(b'-');
+            let digits = self.digits();
+            if digits.start == digits.end {
+                return None;
+            }
+            power = Some((below, digits));
+        }
+        if canonical && power.is_none() {
+            return Some(());
+        }
+        self.flush_to(start);
+        self.exact(negative, whole, fraction, power)?;
+        self.run = self.at;
+        Some(())
+    }
+
+    /// Writes the one spelling of a value; `None` where its exponent does not fit 64 bits.
+    fn exact(
+        &mut self,
+        negative: bool,
+        whole: Span,
+        fraction: Span,
+        power: Option<(bool, Span)>,
+    ) -> Option<()> {
+        let part = |span: Span| self.body.get(span.start..span.end);
+        let digits = [part(whole)?, part(fraction)?].concat();
+        let Some(leading) = digits.iter().position(|digit| *digit != b'0') else {
+            self.out.push(b'0');
+            return Some(());
+        };
+        let trailing = digits.iter().rev().take_while(|digit| **digit == b'0').count();
+        let mut exponent = match power {
+            Some((below, span)) => size(below, part(span)?)?,
+            None => 0,
+        };
+        exponent = exponent.checked_sub(i64::try_from(fraction.end - fraction.start).ok()?)?;
+        exponent = exponent.checked_add(i64::try_from(trailing).ok()?)?;
+        let digits = digits.get(leading..digits.len() - trailing)?;
+        if negative {
+            self.out.push(b'-');
+        }
+        write_decimal(digits, exponent, &mut self.out);
+        Some(())
+    }
+
+    /// The text with the members of each object in their order.
+    fn arranged(self) -> Vec<u8> {
+        if self.members.is_empty() {
+            return self.out;
+        }
+        let mut text = Vec::with_capacity(self.out.len());
+        let whole = Span { start: 0, end: self.out.len() };
+        self.arrange(whole, Span { start: 0, end: self.objects.len() }, &mut text);
+        text
+    }
+
+    /// Copies a piece, the objects in it arranged. No deeper than the document.
+    fn arrange(&self, piece: Span, inner: Span, text: &mut Vec<u8>) {
+        let copy = |text: &mut Vec<u8>, start: usize, end: usize| {
+            work(end - start);
+            text.extend_from_slice(self.out.get(start..end).unwrap_or_default());
+        };
+        let (mut from, mut number) = (piece.start, inner.start);
+        while number < inner.end {
+            let Some(object) = self.objects.get(number) else { break };
+            let members = self.members.get(object.members.start..object.members.end);
+            let members = members.unwrap_or_default();
+            number += 1;
+            if members.is_empty() {
+                continue;
+            }
+            copy(text, from, object.span.start);
+            for (index, member) in members.iter().enumerate() {
+                if index > 0 {
+                    text.push(b',');
+                }
+                self.arrange(member.span, member.inner, text);
+            }
+            (from, number) = (object.span.end, object.next);
+        }
+        copy(text, from, piece.end);
+    }
+}
+
+/// How many bytes lie before the first quote, backslash or control character. `None`: there is none.
+fn plain(text: &[u8]) -> Option<usize> {
+    const ONES: u64 = u64::MAX / 255;
+    const HIGH: u64 = ONES * 0x80;
+    let mut at = 0;
+    // Eight bytes at once. A byte below n is one whose high bit n borrows; the lowest one found is always right.
+    while let Some(eight) = text.get(at..).and_then(<[u8]>::first_chunk::<8>) {
+        let word = u64::from_le_bytes(*eight);
+        let (quote, slash) = (word ^ (ONES * 0x22), word ^ (ONES * 0x5c));
+        let control = word.wrapping_sub(ONES * 0x20) & !word;
+        let found = (quote.wrapping_sub(ONES) & !quote) | (slash.wrapping_sub(ONES) & !slash);
+        let found = (found | control) & HIGH;
+        if found != 0 {
+            return Some(at + (found.trailing_zeros() / 8) as usize);
+        }
+        at += 8;
+    }
+    let rest = text.get(at..)?;
+    let stop = |byte: &u8| *byte < 0x20 || *byte == b'"' || *byte == b'\\';
+    rest.iter().position(stop).map(|len| at + len)
+}
+
+/// Up to eight bytes of a name as a number. No name holds a zero byte, so a shorter name sorts first.
+fn beginning(text: &[u8], start: usize, end: usize) -> u64 {
+    let len = end.saturating_sub(start);
+    if let Some(eight) = text.get(start..).and_then(<[u8]>::first_chunk::<8>) {
+        let word = u64::from_be_bytes(*eight);
+        return match len {
+            0 => 0,
+            1..=7 => word & (u64::MAX << (64 - 8 * len)),
+            _ => word,
+        };
+    }
+    let mut first = [0; 8];
+    for (to, from) in first.iter_mut().zip(text.get(start..end).unwrap_or_default()) {
+        *to = *from;
+    }
+    u64::from_be_bytes(first)
+}
+
+fn size(below: bool, digits: &[u8]) -> Option<i64> {
+    let size = digits.iter().try_fold(0_i64, |sum, digit| {
+        sum.checked_mul(10)?.checked_add(i64::from(digit.checked_sub(b'0')?))
+    })?;
+    Some(if below { -size } else { size })
+}
+
+/// `digits` × 10^`exponent`, in the one spelling of its value; no zeros at either end of the digits.
+fn write_decimal(digits: &[u8], exponent: i64, out: &mut Vec<u8>) {
+    let places = usize::try_from(exponent.unsigned_abs()).unwrap_or(usize::MAX);
+    if exponent >= 0 && places.saturating_add(digits.len()) <= PLAIN_MAX {
+        out.extend_from_slice(digits);
+        out.resize(out.len() + places, b'0');
+    } else if exponent < 0 && places <= PLAIN_MAX {
+        let (whole, fraction) = digits.split_at(digits.len().saturating_sub(places));
+        out.extend_from_slice(if whole.is_empty() { b"0" } else { whole });
+        out.push(b'.');
+        out.resize(out.len() + places - fraction.len(), b'0');
+        out.extend_from_slice(fraction);
+    } else {
+        out.extend_from_slice(digits);
+        if exponent != 0 {
+            out.push(b'e');
+            out.extend_from_slice(exponent.to_string().as_bytes());
+        }
+    }
+}
+
+/// A character of a string in its shortest spelling.
+fn write_letter(letter: char, out: &mut Vec<u8>) {
+    let short = match letter {
+        '"' | '\\' => Some(letter),
+        '\u{8}' => Some('b'),
+        '\u{c}' => Some('f'),
+        '\n' => Some('n'),
+        '\r' => Some('r'),
+        '\t' => Some('t'),
+        '\0'..='\u{1f}' => {
+            out.extend_from_slice(format!("\\u{:04x}", u32::from(letter)).as_bytes());
+            return;
+        }
+        _ => None,
+    };
+    if short.is_some() {
+        out.push(b'\\');
+    }
+    let letter = short.unwrap_or(letter);
+    out.extend_from_slice(letter.encode_utf8(&mut [0; 4]).as_bytes());
+}
+
+/// A string as it stands in a canonical text, without its quotes.
+pub(super) fn spelt(text: &str) -> Vec<u8> {
+    let mut out = Vec::with_capacity(text.len());
+    text.chars().for_each(|letter| write_letter(letter, &mut out));
+    out
+}
+
+/// Counts what is done, so that a test can bound it.
+fn work(amount: usize) {
+    #[cfg(test)]
+    tests::WORK.set(tests::WORK.get() + amount);
+    #[cfg(not(test))]
+    let _ = amount;
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use proptest::prelude::*;
+
+    use super::super::Tree;
+    use super::*;
+
+    thread_local! {
+        /// See [`super::work`].
+        pub(super) static WORK: Cell<usize> = const { Cell::new(0) };
+    }
+
+    fn canonical(text: &str) -> Option<Vec<u8>> {
+        super::canonical(text.as_bytes())
+    }
+
+    fn same(a: &str, b: &str) -> bool {
+        let (a, b) = (canonical(a).expect(a), canonical(b).expect(b));
+        a == b
+    }
+
+    #[test]
+    fn c05_numbers_compare_by_exact_decimal_value() {
+        for one in ["1", "1.0", "1e0", "10e-1", "0.1e1", "1E+0", "100e-2", "0.01e00002"] {
+            assert!(same("1", one), "{one}");
+        }
+        assert!(same("-0", "0") && same("0e99999999999999999999", "0.000") && same("0.1", "0.10"));
+        for (a, b) in [
+            ("9007199254740993", "9007199254740992"),
+            ("1", "-1"),
+            ("1e400", "1e401"),
+            ("0.1", "0.1000000000000000055511151231257827"),
+            (
+                "1234567890123456789012345678901234567890",
+                "1234567890123456789012345678901234567891",
+            ),
+            ("1e9223372036854775807", "1e9223372036854775806"),
+            ("12", "1e2"),
+        ] {
+            assert!(!same(a, b), "{a} {b}");
+        }
+        assert!(same("1e400", "10e399"));
+        for far in ["1e999999999999999999999", "1e-999999999999999999999", "10e9223372036854775807"]
+        {
+            assert_eq!(canonical(far), None, "{far}");
+        }
+    }
+
+    #[test]
+    fn c06_what_parsers_read_differently_is_not_read() {
+        for text in [
+            r#"{"a":1,"a":2}"#,
+            r#"{"a":1,"\u0061":2}"#,
+            r#""\ud800""#,
+            r#""\udc00""#,
+            r#""\ud800\u0041""#,
+            "\u{feff}{}",
+            "{oops",
+            "[1,]",
+            "{\"a\":1,}",
+            "01",
+            "-",
+            "1.",
+            ".5",
+            "1e",
+            "+1",
+            "nul",
+            "\"\t\"",
+            "\"a",
+            "[",
+            "1 2",
+            "",
+            r#""\x""#,
+            r#""\u12g4""#,
+            "NaN",
+        ] {
+            assert_eq!(canonical(text), None, "{text}");
+        }
+        assert!(super::canonical(b"\"\xff\"").is_none());
+        assert!(same(r#""\u0061\/\ud83d\ude00""#, "\"a/😀\""));
+        assert!(!same("\"\u{e9}\"", "\"e\u{301}\""));
+        let nested = |depth: usize| format!("{}{}", "[".repeat(depth), "]".repeat(depth));
+        assert!(canonical(&nested(DEPTH_MAX)).is_some());
+        assert_eq!(canonical(&nested(DEPTH_MAX + 1)), None);
+        assert_eq!(canonical(&nested(1_000_000)), None);
+    }
+
+    #[test]
+    fn a_text_has_one_spelling() {
+        for (text, wanted) in [
+            (" [ 1 ,\t2 ] \n", "[1,2]"),
+            (r#"{"b":1,"a":[true,null,false],"":{}}"#, r#"{"":{},"a":[true,null,false],"b":1}"#),
+            (
+                r#"{"b":{"d":1,"c":[{"z":1,"y":2}]},"a":1}"#,
+                r#"{"a":1,"b":{"c":[{"y":2,"z":1}],"d":1}}"#,
+            ),
+            (r#"{"a":{"c":1,"b":2}}"#, r#"{"a":{"b":2,"c":1}}"#),
+            (
+                r#"{"ab":1,"a":2,"abcdefgh2":3,"abcdefgh1":4,"abcdefgh":5}"#,
+                r#"{"a":2,"ab":1,"abcdefgh":5,"abcdefgh1":4,"abcdefgh2":3}"#,
+            ),
+            (r#"{"x\u0062":{"n":1,"m":2},"\u0061":1}"#, r#"{"a":1,"xb":{"m":2,"n":1}}"#),
+            (
+                r#""\/\u0022\u005C\u002f\n\u000a\u001F\u007f\u00e9""#,
+                "\"/\\\"\\\\/\\n\\n\\u001f\u{7f}é\"",
+            ),
+            ("[0,-0,0.0,-0.0e5]", "[0,0,0,0]"),
+            ("[100,1e2,1E+2,0.1e3]", "[100,100,100,100]"),
+            ("[1.50,15e-1,-150.0e-2]", "[1.5,1.5,-1.5]"),
+            ("[0.001,1e-3,100e-5]", "[0.001,0.001,0.001]"),
+            ("[1e19,1e20,100000000000000000000]", "[10000000000000000000,1e20,1e20]"),
+            ("[1e-20,1e-21,0.000000000000000000001]", "[0.00000000000000000001,1e-21,1e-21]"),
+            (
+                "[123456789012345678901234567890,12345678901234567890.5]",
+                "[12345678901234567890123456789e1,12345678901234567890.5]",
+            ),
+            ("[123456789012345678901]", "[123456789012345678901]"),
+        ] {
+            let text = canonical(text).map(|text| String::from_utf8(text).unwrap());
+            assert_eq!(text.as_deref(), Some(wanted));
+        }
+    }
+
+    #[test]
+    fn the_end_of_plain_text_is_found_in_every_place() {
+        for stop in (0..0x20_u8).chain([b'"', b'\\']) {
+            for before in 0..20 {
+                for after in 0..10 {
+                    for filling in [b'a', 0x80, 0xff, b'!', b'#', b'[', b']', 0x20, 0x7f] {
+                        let text = [vec![filling; before], vec![stop], vec![filling; after]];
+                        assert_eq!(plain(&text.concat()), Some(before), "{stop} {filling}");
+                    }
+                }
+            }
+        }
+        assert_eq!(plain(&[b'a'; 20]), None);
+    }
+
+    #[test]
+    fn c06_work_is_linear_in_the_body_however_it_is_made() {
+        let nest = |open: &str, close: &str, inner: &str| {
+            [&*open.repeat(DEPTH_MAX), inner, &*close.repeat(DEPTH_MAX)].concat()
+        };
+        let names = |count: usize, name: &dyn Fn(usize) -> String| {
+            let member = |n: usize| format!("\"{}\":{n}", name(n));
+            format!("{{{}}}", (0..count).rev().map(member).collect::<Vec<_>>().join(","))
+        };
+        let long = "x".repeat(100_000);
+        let bodies = [
+            // Out of order at each depth, and what is copied lies innermost.
+            nest("{\"b\":0,\"a\":", "}", &format!("\"{long}\"")),
+            nest("[{\"b\":0,\"a\":", "}]", "1"),
+            nest("{\"b\":{},\"a\":", "}", &names(2000, &|n| format!("{n:05}"))),
+            // Names that differ at their end only.
+            names(1000, &|n| format!("{}{n:05}", "x".repeat(300))),
+            names(20_000, &|n| format!("{n:08}")),
+            "[1e20,".repeat(100) + "1" + &"]".repeat(100),
+            format!("[{}1]", "0.000000000000000000010,".repeat(5000)),
+            format!("[{}1]", "1e-20,".repeat(20_000)),
+            format!("[1{}.0]", "0".repeat(100_000)),
+            format!("[0.{}1]", "0".repeat(100_000)),
+            format!("[\"{}\"]", "\\u0061".repeat(20_000)),
+            format!("[{}1]", " \n1 ,".repeat(20_000)),
+            "[".repeat(100_000),
+            "{\"a\":".repeat(100_000),
+        ];
+        for body in bodies {
+            WORK.set(0);
+            let text = canonical(&body);
+            let done = WORK.get();
+            let shown: String = body.chars().take(40).collect();
+            // Twice over each byte, and the comparisons of a sort: a name is compared as often as the count of names has digits.
+            assert!(done <= 20 * body.len() + 1000, "{shown}: {done} for {}", body.len());
+            let len = text.as_ref().map_or(0, Vec::len);
+            assert!(len <= 5 * body.len(), "{shown}: {len} for {}", body.len());
+        }
+    }
+
+    #[test]
+    fn parts_do_not_run_together() {
+        let texts = [
+            "[]",
+            "{}",
+            "null",
+            "\"\"",
+            "0",
+            "false",
+            "true",
+            "[[]]",
+            "[[],[]]",
+            "[null]",
+            "[\"\"]",
+            r#"["a","b"]"#,
+            r#"["ab"]"#,
+            r#"["a",["b"]]"#,
+            r#"[["a"],"b"]"#,
+            r#"{"a":"b"}"#,
+            r#"{"a":{"b":1}}"#,
+            r#"{"a":{},"b":1}"#,
+            "1",
+            "\"1\"",
+            "11",
+            "[1,1]",
+        ];
+        for (i, a) in texts.iter().enumerate() {
+            for (j, b) in texts.iter().enumerate() {
+                assert_eq!(same(a, b), i == j, "{a} {b}");
+            }
+        }
+    }
+
+    fn documents() -> impl Strategy<Value = serde_json::Value> {
+        let leaf = prop_oneof![
+            Just(serde_json::Value::Null),
+            any::<bool>().prop_map(Into::into),
+            any::<i64>().prop_map(Into::into),
+            (-1000_i32..1000).prop_map(|n| serde_json::json!(f64::from(n) / 8.0)),
+            any::<String>().prop_map(Into::into),
+        ];
+        leaf.prop_recursive(4, 40, 6, |inner| {
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..6).prop_map(Into::into),
+                prop::collection::btree_map(any::<String>(), inner, 0..6)
+                    .prop_map(|map| map.into_iter().collect::<serde_json::Value>()),
+            ]
+        })
+    }
+
+    /// The same document, spelt otherwise: members backwards, blanks, all of a string escaped, numbers shifted.
+    fn respell(value: &serde_json::Value, out: &mut String) {
+        match value {
+            serde_json::Value::Null | serde_json::Value::Bool(_) => {
+                out.push_str(&value.to_string())
+            }
+            serde_json::Value::Number(number) => {
+                let text = number.to_string();
+                let dot = if text.contains('.') { "0e+0" } else { ".00E-0" };
+                out.push_str(&text);
+                out.push_str(dot);
+            }
+            serde_json::Value::String(text) => quote(text, out),
+            serde_json::Value::Array(items) => {
+                out.push_str("[ ");
+                for (index, item) in items.iter().enumerate() {
+                    out.push_str(if index > 0 { " ,\n" } else { "" });
+                    respell(item, out);
+                }
+                out.push_str("\t]");
+            }
+            serde_json::Value::Object(members) => {
+                out.push('{');
+                for (index, (name, item)) in members.iter().rev().enumerate() {
+                    out.push_str(if index > 0 { ", " } else { "\r\n" });
+                    quote(name, out);
+                    out.push_str(" : ");
+                    respell(item, out);
+                }
+                out.push('}');
+            }
+        }
+    }
+
+    fn quote(text: &str, out: &mut String) {
+        out.push('"');
+        for unit in text.encode_utf16() {
+            out.push_str(&format!("\\u{unit:04X}"));
+        }
+        out.push('"');
+    }
+
+    proptest! {
+        #[test]
+        fn c03_spelling_does_not_matter_and_content_does(a in documents(), b in documents()) {
+            let plain = canonical(&a.to_string());
+            prop_assert!(plain.is_some());
+            let mut other = String::new();
+            respell(&a, &mut other);
+            prop_assert_eq!(&plain, &canonical(&other));
+            // 1 and 1.0 are two values to serde_json and one number here: compare by a form that says so.
+            let mut twin = String::new();
+            respell(&b, &mut twin);
+            let differ = Tree::parse(a.to_string().as_bytes()).unwrap().to_value()
+                != Tree::parse(b.to_string().as_bytes()).unwrap().to_value();
+            prop_assert_eq!(differ, plain != canonical(&twin));
+        }
+
+        #[test]
+        fn one_changed_leaf_changes_the_form(a in documents(), n in any::<i64>()) {
+            let with = |n: i64| canonical(&serde_json::json!({"a": a, "n": [n]}).to_string());
+            prop_assert_ne!(with(n), with(n.wrapping_add(1)));
+        }
+
+        #[test]
+        fn no_bytes_panic(bytes in prop::collection::vec(any::<u8>(), 0..200), text in r#"[\[\]{}",:0-9eE.+\\u-]{0,40}"#) {
+            let _text = super::canonical(&bytes);
+            let ours = canonical(&text).is_some();
+            let theirs = serde_json::from_str::<serde_json::Value>(&text).is_ok();
+            prop_assert!(!ours || theirs || text.contains(['e', 'E']));
+        }
+    }
+}
