@@ -24,29 +24,24 @@ pub(crate) fn pairs(text: &[u8]) -> Option<Vec<Pair<'_>>> {
 }
 
 fn decode(text: &[u8]) -> Option<Cow<'_, [u8]>> {
-    let special = |byte: &u8| matches!(byte, b'%' | b'+');
-    if !text.iter().any(special) {
+    if !text.iter().any(|byte| matches!(byte, b'%' | b'+')) {
         return Some(Cow::Borrowed(text));
     }
     let mut decoded = Vec::with_capacity(text.len());
-    let mut rest = text;
-    while let Some(len) = rest.iter().position(special) {
-        let (plain, escape) = rest.split_at_checked(len)?;
-        decoded.extend_from_slice(plain);
-        rest = match escape {
-            [b'%', high, low, rest @ ..] => {
-                decoded.push(digit(*high)? << 4 | digit(*low)?);
-                rest
-            }
-            [b'+', rest @ ..] => {
-                decoded.push(b' ');
-                rest
-            }
-            _ => return None,
-        };
-    }
-    decoded.extend_from_slice(rest);
+    decode_into(text, &mut decoded)?;
     Some(Cow::Owned(decoded))
+}
+
+fn decode_into(text: &[u8], out: &mut Vec<u8>) -> Option<()> {
+    let mut bytes = text.iter();
+    while let Some(byte) = bytes.next() {
+        out.push(match byte {
+            b'%' => digit(*bytes.next()?)? << 4 | digit(*bytes.next()?)?,
+            b'+' => b' ',
+            plain => *plain,
+        });
+    }
+    Some(())
 }
 
 fn digit(letter: u8) -> Option<u8> {
@@ -80,20 +75,44 @@ pub(crate) enum Kept {
 ///
 /// Where `only` names nothing that is there, all pairs count: what was not foreseen is compared, not overlooked.
 pub(crate) fn write(text: &[u8], selection: &Selection, out: &mut Vec<u8>) -> Option<Kept> {
-    let mut pairs = pairs(text)?;
-    let named = |names: &[String], name: &[u8]| names.iter().any(|known| known.as_bytes() == name);
-    let picked = pairs.iter().any(|(name, _)| named(&selection.only, name));
-    pairs.retain(|(name, _)| {
-        (!picked || named(&selection.only, name)) && !named(&selection.ignore, name)
+    let mut decoded = Vec::with_capacity(text.len());
+    let mut pairs = Vec::with_capacity(text.len() / 32 + 1);
+    for piece in text.split(|b| *b == b'&').filter(|piece| !piece.is_empty()) {
+        let start = decoded.len();
+        let equals = piece.iter().position(|b| *b == b'=').unwrap_or(piece.len());
+        let (name, value) = piece.split_at_checked(equals)?;
+        decode_into(name, &mut decoded)?;
+        let name_end = decoded.len();
+        decode_into(value.get(1..).unwrap_or_default(), &mut decoded)?;
+        pairs.push(Place { start, name_end, end: decoded.len() });
+    }
+    let name = |place: &Place| decoded.get(place.start..place.name_end).unwrap_or_default();
+    let named = |names: &[String], place: &Place| {
+        !names.is_empty() && names.iter().any(|known| known.as_bytes() == name(place))
+    };
+    let picked = pairs.iter().any(|place| named(&selection.only, place));
+    pairs.retain(|place| {
+        (!picked || named(&selection.only, place)) && !named(&selection.ignore, place)
     });
-    pairs.sort_by(|(a, _), (b, _)| a.cmp(b));
-    out.reserve(text.len() + 2 * pairs.len() + 8);
+    // Equal names stay in their order.
+    pairs.sort_unstable_by(|a, b| name(a).cmp(name(b)).then(a.start.cmp(&b.start)));
+    out.reserve(decoded.len() + 2 * pairs.len() + 8);
     write_length(out, pairs.len());
-    for half in pairs.iter().flat_map(|(name, value)| [name, value]) {
-        write_length(out, half.len());
-        out.extend_from_slice(half);
+    for Place { start, name_end, end } in &pairs {
+        for half in [decoded.get(*start..*name_end), decoded.get(*name_end..*end)] {
+            let half = half.unwrap_or_default();
+            write_length(out, half.len());
+            out.extend_from_slice(half);
+        }
     }
     Some(if picked { Kept::Picked } else { Kept::Whole })
+}
+
+/// Where a pair stands in the decoded text.
+struct Place {
+    start: usize,
+    name_end: usize,
+    end: usize,
 }
 
 #[cfg(test)]

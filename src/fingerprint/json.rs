@@ -12,7 +12,6 @@
 
 mod canonical;
 
-use std::collections::HashMap;
 use std::ops::Range;
 
 use serde_json::Value;
@@ -206,12 +205,10 @@ impl Tree {
     /// compared, not overlooked.
     pub(crate) fn write(&self, selection: &Selection, out: &mut Vec<u8>) -> Kept {
         let value = self.to_value();
-        let mut found = Found { value: &value, ids: HashMap::with_capacity(self.nodes.len()) };
-        self.index(self.root(), &value, &mut found.ids);
-        let dropped = self.located(&selection.ignore, &found);
+        let dropped = self.located(&selection.ignore, &value);
         let mut writer = Writer { tree: self, dropped, out };
         if !selection.only.is_empty() {
-            let picked = self.located(&selection.only, &found);
+            let picked = self.located(&selection.only, &value);
             if picked.named.contains(&true) {
                 writer.picked(self.root(), &picked);
                 return Kept::Picked;
@@ -221,36 +218,17 @@ impl Tree {
         Kept::Whole
     }
 
-    /// Which node each part of the value stands for.
-    fn index(&self, id: NodeId, value: &Value, ids: &mut HashMap<*const Value, NodeId>) {
-        ids.insert(std::ptr::from_ref(value), id);
-        match (self.nodes.get(id).map(|node| &node.parts), value) {
-            (Some(Parts::Array(range)), Value::Array(values)) => {
-                for (id, value) in self.elements(range).iter().zip(values) {
-                    self.index(*id, value, ids);
-                }
-            }
-            (Some(Parts::Object(range)), Value::Object(values)) => {
-                for (name, id) in self.fields(range) {
-                    if let Some(value) = values.get(&unspelt(self.bytes(name))) {
-                        self.index(*id, value, ids);
-                    }
-                }
-            }
-            _ => {}
-        }
-    }
-
     /// By address, not by path: a path of long names would be walked for each of its many matches.
-    fn located(&self, paths: &[JsonPath], found: &Found<'_>) -> Located {
-        let mut named = vec![false; self.nodes.len()];
-        for value in paths.iter().flat_map(|path| path.query(found.value)) {
-            let id = found.ids.get(&std::ptr::from_ref(value));
-            if let Some(named) = id.and_then(|id| named.get_mut(*id)) {
-                *named = true;
-            }
+    fn located(&self, paths: &[JsonPath], value: &Value) -> Located {
+        let found = paths.iter().flat_map(|path| path.query(value));
+        let mut found: Vec<*const Value> = found.map(std::ptr::from_ref).collect();
+        if found.is_empty() {
+            return Located::default();
         }
-        let mut holding = vec![false; if paths.is_empty() { 0 } else { self.nodes.len() }];
+        found.sort_unstable();
+        let mut named = vec![false; self.nodes.len()];
+        self.mark(self.root(), value, &found, &mut named);
+        let mut holding = vec![false; self.nodes.len()];
         for id in 0..holding.len() {
             let holds = |part: &NodeId| is(&named, *part) || is(&holding, *part);
             let holds = match self.nodes.get(id).map(|node| &node.parts) {
@@ -264,16 +242,37 @@ impl Tree {
         }
         Located { named, holding }
     }
+
+    /// Marks the nodes of the values that were found, which are sorted by address.
+    fn mark(&self, id: NodeId, value: &Value, found: &[*const Value], named: &mut [bool]) {
+        if let Some(named) = named.get_mut(id) {
+            *named = found.binary_search(&std::ptr::from_ref(value)).is_ok();
+        }
+        match (self.nodes.get(id).map(|node| &node.parts), value) {
+            (Some(Parts::Array(range)), Value::Array(values)) => {
+                for (id, value) in self.elements(range).iter().zip(values) {
+                    self.mark(*id, value, found, named);
+                }
+            }
+            (Some(Parts::Object(range)), Value::Object(values)) => {
+                let fields = self.fields(range);
+                // Without escapes both are in the order of their names' bytes.
+                if fields.iter().any(|(name, _)| self.bytes(name).contains(&b'\\')) {
+                    let value = |name| values.get(&unspelt(self.bytes(name)));
+                    let known = fields.iter().filter_map(|(name, id)| Some((*id, value(name)?)));
+                    known.for_each(|(id, value)| self.mark(id, value, found, named));
+                } else {
+                    let known = fields.iter().zip(values.values());
+                    known.for_each(|((_, id), value)| self.mark(*id, value, found, named));
+                }
+            }
+            _ => {}
+        }
+    }
 }
 
-/// A document as JSONPath reads it, and which node each part of it stands for.
-struct Found<'v> {
-    value: &'v Value,
-    ids: HashMap<*const Value, NodeId>,
-}
-
-/// What paths name, by node.
-#[derive(Debug)]
+/// What paths name, by node; empty where they name nothing.
+#[derive(Debug, Default)]
 struct Located {
     named: Vec<bool>,
     /// Whether something that is named lies in it.
@@ -522,6 +521,10 @@ mod tests {
         assert_eq!(whole(&["$.none"], text), whole(&[], text));
         assert_eq!(whole(&["$"], text), "");
         assert_eq!(whole(&["$['\"']"], r#"{"\"":1,"b":2}"#), r#"{"b":2}"#);
+        // By its bytes the quote comes first, by its spelling second.
+        let names = r#"{"\"":1,"A":2,"b":3}"#;
+        assert_eq!(whole(&["$['\"']"], names), r#"{"A":2,"b":3}"#);
+        assert_eq!(whole(&["$.A"], names), r#"{"\"":1,"b":3}"#);
         assert_eq!(whole(&["$['\\u0061']"], r#"{"\u0061":1,"b":2}"#), r#"{"b":2}"#);
     }
 
