@@ -353,6 +353,7 @@ fn problems_metrics_and_settings_stand_in_the_docs() {
         ".size(\"",
         ".duration(\"",
         ".texts(\"",
+        ".named_texts(\"",
         ".codes(\"",
     ];
     for name in quoted_after(&text("config/file"), &asked) {

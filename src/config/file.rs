@@ -253,6 +253,10 @@ pub struct Fingerprint {
     pub headers: Maybe<Vec<Placed<String>>>,
     /// Query pairs that do not count.
     pub ignore_query: Maybe<Vec<Placed<String>>>,
+    /// What of an XML body does not count.
+    pub ignore_xml: Maybe<Vec<Placed<String>>>,
+    /// The namespaces of prefixes.
+    pub xml_namespaces: Vec<(String, Placed<String>)>,
     /// How many bytes a body may decode to.
     pub max_decoded: Maybe<usize>,
 }
@@ -533,9 +537,10 @@ fn fingerprint(mut s: Section<'_>) -> Fingerprint {
         ignore: s.texts("ignore"),
         headers: s.texts("headers"),
         ignore_query: s.texts("ignore_query"),
+        ignore_xml: s.texts("ignore_xml"),
+        xml_namespaces: s.named_texts("xml_namespaces"),
         max_decoded: s.size("max_decoded"),
     };
-    s.not_yet(&["ignore_xml", "xml_namespaces"]);
     s.finish();
     read
 }

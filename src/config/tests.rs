@@ -70,6 +70,22 @@ const CASES: &[(&str, &str)] = &[
         "policy.derive_key = [\"$.a\", \"cookie:a\"]",
         "og.toml:2: policy.derive_key[1]: derive_key: \"cookie:a\" begins with none of \"$\", \"header:\", \"path:\", \"query:\"",
     ),
+    (
+        "policy.fingerprint = { ignore_xml = [\"//p:a\", \"//x:a\"], xml_namespaces = { p = \"urn:p\" } }",
+        "og.toml:2: policy.fingerprint.ignore_xml[1]: ignore_xml: the prefix \"x\" is not known; give its namespace: xml_namespaces = { x = \"...\" }",
+    ),
+    (
+        "policy.fingerprint = { ignore = [\"/a[1]\"] }",
+        "og.toml:2: policy.fingerprint.ignore[0]: ignore: \"/a[1]\" is no path that is read here: write steps such as /a/b, //b, p:b, * and, at the end, @b; nothing else of XPath is read",
+    ),
+    (
+        "policy.fingerprint = { xml_namespaces = { xml = \"urn:p\" } }",
+        "og.toml:2: policy.fingerprint.xml_namespaces.xml: the prefix \"xml\" has its own meaning in XML; use another one",
+    ),
+    (
+        "policy.fingerprint = { xml_namespaces = { p = 1 } }",
+        "og.toml:2: policy.fingerprint.xml_namespaces.p: this is an integer, it must be a text in quotes",
+    ),
     ("[srever]", "og.toml:2: srever: unknown field; did you mean `server`?"),
     ("store = 3", "og.toml:2: store: this is an integer, it must be a table"),
     ("policy.wiat = \"1s\"", "og.toml:2: policy.wiat: unknown field; did you mean `wait`?"),

@@ -550,6 +550,18 @@ impl<'a> Section<'a> {
         outer.fields.iter().map(read).collect()
     }
 
+    /// The texts of a table whose names are free: `xml_namespaces = { p = "..." }`.
+    pub fn named_texts(&mut self, name: &'static str) -> Vec<(String, Placed<String>)> {
+        let Some(node) = self.ask(name) else { return Vec::new() };
+        let outer = Self::of(node.value, node.place, self.notes);
+        let read = |(name, field): (&&'a str, &&'a Node)| {
+            let place = field.place(outer.place.field(name).path);
+            let text = outer.text_of(&Placed { value: *field, place })?;
+            Some(((*name).to_owned(), text))
+        };
+        outer.fields.iter().filter_map(read).collect()
+    }
+
     /// A choice of which so far only `works` does anything.
     pub fn only(&mut self, name: &'static str, works: &str, later: &[&str]) {
         let Some(text) = self.text(name) else { return };

@@ -7,13 +7,6 @@ use serde_json::Value;
 use crate::support::client::{Ask, post};
 use crate::support::rig::{Rig, Which};
 
-/// Pairs whose forms come later, and why they are not recognised yet: those bodies are compared byte by byte.
-const LATER: [(&str, &str); 3] = [
-    ("multipart boundary", "multipart is not taken apart yet"),
-    ("xml white space and attribute order", "XML is not canonicalised yet"),
-    ("soap security header", "XML is not canonicalised yet, and `ignore_xml` is not a setting yet"),
-];
-
 fn strings(case: &Value, name: &str) -> String {
     let empty = Value::Array(Vec::new());
     case.get(name).unwrap_or(&empty).to_string()
@@ -23,15 +16,18 @@ fn strings(case: &Value, name: &str) -> String {
 fn routes(cases: &[Value]) -> String {
     let route = |(number, case): (usize, &Value)| {
         let path = case["path"].as_str().unwrap_or("/orders");
-        let [ignore, headers, query] =
-            ["ignore", "headers", "ignore_query"].map(|name| strings(case, name));
+        let [ignore, headers, query, xml] =
+            ["ignore", "headers", "ignore_query", "ignore_xml"].map(|name| strings(case, name));
+        let namespaces = case["xml_namespaces"].as_object().into_iter().flatten();
+        let namespaces = namespaces.map(|(prefix, uri)| format!("{prefix} = {uri}"));
+        let namespaces = namespaces.collect::<Vec<_>>().join(", ");
         format!(
             r#"
 [[route]]
 method = "POST"
 path = "/case-{number}{path}"
 operation = "case-{number}"
-fingerprint = {{ ignore = {ignore}, headers = {headers}, ignore_query = {query} }}
+fingerprint = {{ ignore = {ignore}, headers = {headers}, ignore_query = {query}, ignore_xml = {xml}, xml_namespaces = {{ {namespaces} }} }}
 "#
         )
     };
@@ -55,12 +51,8 @@ fn request(number: usize, case: &Value, side: &str) -> Ask {
     ask
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn the_pairs_of_the_contract_are_told_apart_and_nothing_else_is() {
-    let contract: Value =
-        serde_json::from_str(include_str!("../cases/fingerprint.json")).expect("the contract");
-    let cases = contract["cases"].as_array().expect("cases");
-    assert!(cases.len() >= 44, "the contract has lost cases");
+/// Sends both requests of each case. The names of those that were not told apart as the case says.
+async fn missed(cases: &[Value]) -> Vec<&str> {
     let rig = Rig::start(Which::Sqlite, &routes(cases)).await;
     let mut missed = Vec::new();
     for (number, case) in cases.iter().enumerate() {
@@ -81,7 +73,25 @@ async fn the_pairs_of_the_contract_are_told_apart_and_nothing_else_is() {
             missed.push(name);
         }
     }
-    assert_eq!(missed, LATER.map(|(name, _)| name), "exactly what is still to come");
     assert_eq!(rig.place.records().await as usize, cases.len(), "a refusal writes nothing");
     assert_eq!(rig.place.events().await as usize, cases.len(), "a refusal announces nothing");
+    missed
+}
+
+fn cases(text: &str) -> Vec<Value> {
+    let file: Value = serde_json::from_str(text).expect("a file of cases");
+    file["cases"].as_array().expect("cases").clone()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_pairs_of_the_contract_are_told_apart_and_nothing_else_is() {
+    let cases = cases(include_str!("../cases/fingerprint.json"));
+    assert!(cases.len() >= 44, "the contract has lost cases");
+    assert_eq!(missed(&cases).await, Vec::<&str>::new());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn multipart_and_xml_are_told_apart_by_what_they_say() {
+    let cases = cases(include_str!("../cases/multipart-and-xml.json"));
+    assert_eq!(missed(&cases).await, Vec::<&str>::new());
 }

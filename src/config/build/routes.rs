@@ -316,21 +316,26 @@ impl Builder<'_> {
         let Some(raw) = route.or(policy.fingerprint.as_ref()) else {
             return fingerprint::Recipe::compile(&fingerprint::Settings::default()).ok();
         };
+        let xml_namespaces = self.xml_namespaces(&raw.xml_namespaces);
         // One by one first, so that a mistake is noted at its own entry.
-        let only = self.each(&raw.only, |entry| {
-            let alone =
-                fingerprint::Settings { only: vec![entry.to_owned()], ..Default::default() };
-            compiled(&alone).map(|_| entry.to_owned())
-        });
+        let each = |list: &Maybe<Vec<Placed<String>>>,
+                    put: fn(&mut fingerprint::Settings, String)| {
+            self.each(list, |entry| {
+                let mut alone = fingerprint::Settings {
+                    xml_namespaces: xml_namespaces.clone(),
+                    ..Default::default()
+                };
+                put(&mut alone, entry.to_owned());
+                compiled(&alone).map(|_| entry.to_owned())
+            })
+        };
+        let only = each(&raw.only, |alone, entry| alone.only.push(entry));
+        let ignore = each(&raw.ignore, |alone, entry| alone.ignore.push(entry));
+        let ignore_xml = each(&raw.ignore_xml, |alone, entry| alone.ignore_xml.push(entry));
         if let Some(placed) = raw.only.as_ref().filter(|placed| placed.value.is_empty()) {
             let wrong = "names nothing; leave it out, and all of the body counts";
             self.notes.mistake(&placed.place, wrong);
         }
-        let ignore = self.each(&raw.ignore, |entry| {
-            let alone =
-                fingerprint::Settings { ignore: vec![entry.to_owned()], ..Default::default() };
-            compiled(&alone).map(|_| entry.to_owned())
-        });
         let headers = self.each(&raw.headers, |entry| {
             let alone =
                 fingerprint::Settings { headers: vec![entry.to_owned()], ..Default::default() };
@@ -338,8 +343,25 @@ impl Builder<'_> {
         });
         let ignore_query = self.each(&raw.ignore_query, |entry| Ok(entry.to_owned()));
         let decoded_max = raw.max_decoded.as_ref().map(|placed| placed.value);
-        let settings = fingerprint::Settings { only, ignore, headers, ignore_query, decoded_max };
+        let settings = fingerprint::Settings {
+            only,
+            ignore,
+            ignore_xml,
+            xml_namespaces,
+            headers,
+            ignore_query,
+            decoded_max,
+        };
         compiled(&settings).ok()
+    }
+
+    /// All of them, also those with a mistake: paths that use them have none of their own.
+    fn xml_namespaces(&self, raw: &[(String, Placed<String>)]) -> fingerprint::xml::Given {
+        let read = |(prefix, uri): &(String, Placed<String>)| {
+            self.checked(uri, |text| fingerprint::xml::check(prefix, text));
+            (prefix.clone(), uri.value.clone())
+        };
+        raw.iter().map(read).collect()
     }
 
     fn scope(&self, route: &file::Policy, policy: &file::Policy, path: &str) -> scope::Recipe {

@@ -1,0 +1,310 @@
+//! XML as far as two texts mean the same: canonical XML without comments, with blanks between elements left out.
+//!
+//! Encoding, declaration, the order and the quotes of attributes, blanks within tags, `<a/>` and `<a></a>`, CDATA sections,
+//! references, line ends, comments and declarations of namespaces that repeat what holds do not survive. Prefixes do: a
+//! prefix may be meant by text (`xsi:type="p:order"`), so documents that differ in them are two. So do processing instructions.
+//!
+//! **Blanks** are left out where an element holds elements and, beside them, nothing but blanks; never where `xml:space` says
+//! otherwise, never where an element holds only text, and never among words. A comment within a text splits it: readers
+//! are known that take only the part before it.
+//!
+//! The canonical form is itself XML, in UTF-8, and its own canonical form. So it can be shown to people, and two
+//! documents have one form only where they are one document. What is not well-formed, has a document type, nests deeper
+//! than [`DEPTH_MAX`](super::json::DEPTH_MAX) or may be decoded in two ways is compared byte by byte.
+//!
+//! Time is linear but for the sorting of attributes; each path of the settings adds a fixed cost for each element.
+
+mod decode;
+mod namespaces;
+mod path;
+mod read;
+
+pub use namespaces::{Given, check};
+pub(crate) use path::Path;
+
+use self::path::Matcher;
+use self::read::{Attribute, Document, Layout, Letters, Name, Node};
+use super::json::write_length;
+use super::parameters::Parametered;
+
+/// What of a document counts.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Selection {
+    /// Only these and what is in them, where they name anything; of the elements around them the names and namespaces.
+    pub(crate) only: Vec<Path>,
+    /// And not these, nor what is in them.
+    pub(crate) ignore: Vec<Path>,
+}
+
+/// What a selection left of a document.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kept {
+    /// All but what is ignored.
+    Whole,
+    /// What is named, each at its place.
+    Picked,
+}
+
+/// Writes the canonical form of what counts. `None`: nothing was written.
+pub(crate) fn write(
+    body: &[u8],
+    kind: &Parametered<'_>,
+    selection: &Selection,
+    out: &mut Vec<u8>,
+) -> Option<Kept> {
+    let text = decode::decode(body, kind.get("charset"))?;
+    let document = read::read(&text)?;
+    write_type(kind, out);
+    let start = out.len();
+    if !selection.only.is_empty() {
+        if Writer::new(&document, selection, Some(&selection.only), out).write() {
+            return Some(Kept::Picked);
+        }
+        out.truncate(start);
+    }
+    Writer::new(&document, selection, None, out).write();
+    Some(Kept::Whole)
+}
+
+/// Parameters of Content-Type say what is asked (`action`, in SOAP 1.2), but for the charset: before the document, as an
+/// instruction of a name that no document can have.
+fn write_type(kind: &Parametered<'_>, out: &mut Vec<u8>) {
+    for (name, text) in kind.parameters.iter().filter(|(name, _)| name != b"charset") {
+        out.extend_from_slice(b"<?xml:");
+        out.extend_from_slice(name);
+        out.push(b' ');
+        write_length(out, text.len());
+        out.extend_from_slice(text);
+        out.extend_from_slice(b"?>");
+    }
+}
+
+/// Whether a text is a name that a prefix or the local part of a name can be.
+fn is_name(text: &str) -> bool {
+    text.starts_with(read::begins_name) && text.chars().all(read::continues_name)
+}
+
+/// What was written last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Before {
+    Text,
+    /// Text and a comment.
+    Split,
+    Else,
+}
+
+/// Why an open element is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reason {
+    /// It counts.
+    Counts,
+    /// It is around one that counts.
+    Around,
+    /// It may turn out to be around one; else what is written since here is taken back.
+    Perhaps(usize),
+}
+
+struct Open {
+    name: Name,
+    layout: Layout,
+    reason: Reason,
+}
+
+struct Writer<'d, 'a> {
+    document: &'d Document<'a>,
+    ignore: Matcher<'d>,
+    only: Option<Matcher<'d>>,
+    open: Vec<Open>,
+    /// How many elements of a part that is ignored are open.
+    hidden: usize,
+    before: Before,
+    /// Whether `only` named anything.
+    picked: bool,
+    out: &'d mut Vec<u8>,
+}
+
+impl<'d, 'a> Writer<'d, 'a> {
+    fn new(
+        document: &'d Document<'a>,
+        selection: &'d Selection,
+        only: Option<&'d [Path]>,
+        out: &'d mut Vec<u8>,
+    ) -> Self {
+        let (ignore, only) = (Matcher::new(&selection.ignore), only.map(Matcher::new));
+        let (open, hidden, before, picked) = (Vec::new(), 0, Before::Else, false);
+        Self { document, ignore, only, open, hidden, before, picked, out }
+    }
+
+    /// Whether `only` named anything.
+    fn write(mut self) -> bool {
+        self.document.nodes.iter().for_each(|node| self.node(node));
+        self.picked
+    }
+
+    fn node(&mut self, node: &Node) {
+        match node {
+            Node::Start { .. } | Node::End if self.hidden > 0 => {
+                let start = matches!(node, Node::Start { .. });
+                self.hidden = if start { self.hidden + 1 } else { self.hidden - 1 };
+            }
+            _ if self.hidden > 0 => {}
+            Node::Start { name, uri, first, last, layout } => {
+                let attributes = self.document.attributes(*first, *last);
+                self.start(*name, self.document.uri(*uri), attributes, *layout);
+            }
+            Node::End => self.end(),
+            Node::Text(..) | Node::Split | Node::Instruction(_) if !self.counts() => {}
+            Node::Text(piece, letters) => self.text(self.document.bytes(*piece), *letters),
+            Node::Split => {
+                if self.before == Before::Text {
+                    self.before = Before::Split;
+                }
+            }
+            Node::Instruction(piece) => {
+                self.before = Before::Else;
+                self.put([b"<?", self.document.bytes(*piece), b"?>"]);
+            }
+        }
+    }
+
+    fn put(&mut self, texts: [&[u8]; 3]) {
+        texts.into_iter().for_each(|text| self.out.extend_from_slice(text));
+    }
+
+    /// Whether what stands directly in the innermost element counts.
+    fn counts(&self) -> bool {
+        let innermost = self.open.last().map(|open| open.reason);
+        innermost.map_or(self.only.is_none(), |reason| reason == Reason::Counts)
+    }
+
+    fn start(&mut self, name: Name, uri: &[u8], attributes: &[Attribute], layout: Layout) {
+        let local = self.document.local(name);
+        let ignored = self.ignore.enter(uri, local);
+        let named = self.only.as_mut().is_some_and(|only| only.enter(uri, local));
+        self.picked |= named;
+        if ignored {
+            self.leave();
+            self.hidden = 1;
+            return;
+        }
+        let within = self.counts();
+        let start = self.out.len();
+        self.before = Before::Else;
+        self.put([b"<", self.document.name(name), b""]);
+        let counts = within || named;
+        let mut reason = if counts { Reason::Counts } else { Reason::Perhaps(start) };
+        for attribute in attributes {
+            let name = self.document.name(attribute.name);
+            let declares = name == b"xmlns" || name.starts_with(b"xmlns:");
+            let names = |matcher: &Matcher<'_>| {
+                let local = self.document.local(attribute.name);
+                !declares && matcher.names(self.document.uri(attribute.uri), local)
+            };
+            let named = self.only.as_ref().is_some_and(names);
+            self.picked |= named;
+            if names(&self.ignore) || !(counts || declares || named) {
+                continue;
+            }
+            if named && !counts {
+                reason = Reason::Around;
+            }
+            self.put([b" ", name, b"=\""]);
+            escape(self.document.bytes(attribute.value), quoted, self.out);
+            self.out.push(b'"');
+        }
+        self.out.push(b'>');
+        if reason == Reason::Counts || reason == Reason::Around {
+            self.keep_around();
+        }
+        self.open.push(Open { name, layout, reason });
+    }
+
+    /// The elements around the present place are written for good.
+    fn keep_around(&mut self) {
+        for open in self.open.iter_mut().rev() {
+            if !matches!(open.reason, Reason::Perhaps(_)) {
+                break;
+            }
+            open.reason = Reason::Around;
+        }
+    }
+
+    fn leave(&mut self) {
+        self.ignore.leave();
+        if let Some(only) = &mut self.only {
+            only.leave();
+        }
+    }
+
+    fn end(&mut self) {
+        self.leave();
+        self.before = Before::Else;
+        let Some(open) = self.open.pop() else { return };
+        match open.reason {
+            Reason::Perhaps(start) => self.out.truncate(start),
+            Reason::Counts | Reason::Around => {
+                self.put([b"</", self.document.name(open.name), b">"]);
+            }
+        }
+    }
+
+    fn text(&mut self, text: &[u8], letters: Letters) {
+        let layout = self.open.last().map_or(Layout::Counts, |open| open.layout);
+        if (layout, letters) == (Layout::Ignored, Letters::Blanks) {
+            return;
+        }
+        if self.before == Before::Split {
+            self.out.extend_from_slice(b"<!---->");
+        }
+        self.before = Before::Text;
+        // Meant blanks where others are left out: written so that they are read as meant.
+        match layout {
+            Layout::Ignored => escape(text, blank, self.out),
+            Layout::Counts => escape(text, plain, self.out),
+        }
+    }
+}
+
+/// What stands for a byte in text.
+fn plain(byte: u8) -> Option<&'static [u8]> {
+    match byte {
+        b'&' => Some(b"&amp;"),
+        b'<' => Some(b"&lt;"),
+        b'>' => Some(b"&gt;"),
+        b'\r' => Some(b"&#xD;"),
+        _ => None,
+    }
+}
+
+/// In text of blanks.
+fn blank(byte: u8) -> Option<&'static [u8]> {
+    if byte == b' ' { Some(b"&#x20;") } else { quoted(byte) }
+}
+
+/// In an attribute.
+fn quoted(byte: u8) -> Option<&'static [u8]> {
+    match byte {
+        b'&' => Some(b"&amp;"),
+        b'<' => Some(b"&lt;"),
+        b'"' => Some(b"&quot;"),
+        b'\t' => Some(b"&#x9;"),
+        b'\n' => Some(b"&#xA;"),
+        b'\r' => Some(b"&#xD;"),
+        _ => None,
+    }
+}
+
+fn escape(text: &[u8], special: impl Fn(u8) -> Option<&'static [u8]>, out: &mut Vec<u8>) {
+    let mut rest = text;
+    while let Some(at) = rest.iter().position(|b| special(*b).is_some()) {
+        let (before, after) = rest.split_at_checked(at).unwrap_or_default();
+        out.extend_from_slice(before);
+        let (byte, after) = after.split_first().unwrap_or((&0, &[]));
+        out.extend_from_slice(special(*byte).unwrap_or_default());
+        rest = after;
+    }
+    out.extend_from_slice(rest);
+}
+
+#[cfg(test)]
+mod tests;
