@@ -20,9 +20,11 @@ pub mod pass;
 mod prefixed;
 pub mod reply;
 pub mod reserve;
+mod rights;
 mod room;
 mod spelling;
 pub mod spill;
+pub mod tokens;
 pub mod upstream;
 
 use std::collections::HashMap;
@@ -48,16 +50,19 @@ use self::late::LateReads;
 use self::pass::PassError;
 use self::reply::{Kept, Name, Problem};
 use self::reserve::{
-    Admission, Desk, Followed, Lead, MayJudge, Refusal, Reservation, Seat, Unreserved,
+    Admission, Desk, Followed, Lead, MayJudge, Refusal, Replay, Reservation, Seat, Shared,
+    SharedAnswer, Unreserved,
 };
-use self::room::{Limits, NoRoom, Room};
+use self::rights::{Permit, Rights};
+use self::room::{Limits, NoRoom};
 use self::spill::Spill;
+use self::tokens::Tokens;
 use self::upstream::{Body, Upstream};
 use crate::fault::{self, Point};
 use crate::record::lookup::{About, Verdict};
 use crate::record::outcome::Failure;
-use crate::record::{Attempt, LeaseView};
-use crate::route::{Found, Lookup, OnUnknown, Route, Routes};
+use crate::record::{Attempt, KeptBody, LeaseView};
+use crate::route::{Found, Lookup, OnUnknown, Route, Routes, Server};
 use crate::scope::{DigestKey, Params};
 use crate::store::{Asking, Due, Store};
 use crate::telemetry::{Metrics, Reply, Step};
@@ -127,6 +132,8 @@ pub struct Gateway {
     store: Arc<dyn Store>,
     desk: Desk,
     intake: Intake,
+    tokens: Option<Arc<Tokens>>,
+    rights: Rights,
     late: LateReads,
     alarm: Alarm,
     metrics: Arc<Metrics>,
@@ -150,10 +157,39 @@ pub struct Parts {
     pub spill: Spill,
     /// For digests of credentials.
     pub digest: DigestKey,
+    /// Checks tokens; none: no route reads its tenant from one.
+    pub tokens: Option<Tokens>,
+    /// Who is asked whether a stored answer may be read.
+    pub servers: HashMap<Server, Arc<Upstream>>,
     /// Where everything is counted.
     pub metrics: Arc<Metrics>,
     /// Wakes the relay.
     pub wake: Arc<Notify>,
+}
+
+/// What a request gets that is not executed by itself.
+enum Permitted {
+    /// A stored answer that this caller may read.
+    Replay(Arc<Replay>, Permit),
+    /// The answer of an attempt that was not kept.
+    Share(Arc<Shared>),
+}
+
+impl Permitted {
+    /// The bytes of its body.
+    fn bytes(&self) -> usize {
+        let answer = match self {
+            Self::Replay(replay, _) => &replay.answer,
+            Self::Share(shared) => match &shared.answer {
+                SharedAnswer::Released(answer) => answer,
+                SharedAnswer::Unreachable => return 0,
+            },
+        };
+        match &answer.body {
+            KeptBody::Whole(body) => body.len(),
+            KeptBody::NotRetained => 0,
+        }
+    }
 }
 
 /// What came of asking before a later attempt.
@@ -178,8 +214,8 @@ impl Gateway {
     /// Puts the gateway together. `None`: no upstream has the default's name.
     #[must_use]
     pub fn new(settings: Settings, parts: Parts) -> Option<Arc<Self>> {
-        let Parts { routes, upstreams, store, lease, may_judge, spill, digest, metrics, wake } =
-            parts;
+        let Parts { routes, upstreams, store, lease, may_judge, spill, digest, .. } = parts;
+        let Parts { tokens, servers, metrics, wake, .. } = parts;
         let default = Arc::clone(upstreams.get(&settings.default_upstream)?);
         let desk_settings = reserve::Settings {
             reserve_timeout: settings.reserve_timeout,
@@ -190,7 +226,9 @@ impl Gateway {
         let desk = Desk::new(desk_settings, asked, lease, may_judge, spill, counted);
         let limits =
             Limits::new(settings.in_flight_max, settings.waiting_max, settings.buffered_bytes_max);
-        let intake = Intake::new(digest, Arc::clone(&metrics), limits);
+        let tokens = tokens.map(Arc::new);
+        let intake = Intake::new(digest, tokens.clone(), Arc::clone(&metrics), limits);
+        let rights = Rights::new(settings.forwarding.clone(), servers);
         let tasks = TaskTracker::new();
         let late = LateReads::new(settings.late_answers_max, Arc::clone(&metrics));
         Some(Arc::new(Self {
@@ -201,6 +239,8 @@ impl Gateway {
             store,
             desk,
             intake,
+            tokens,
+            rights,
             late,
             alarm: Alarm::default(),
             metrics,
@@ -247,7 +287,7 @@ impl Gateway {
         loop {
             match self.desk.seat(&keyed.ask) {
                 Seat::Decided(admission) => {
-                    return self.reply(&route, &mut keyed.room, admission, Reply::Replayed);
+                    return self.reply(&mut keyed, admission, Reply::Replayed).await;
                 }
                 // Dropping the lead lets the others look again.
                 Seat::Lead(lead) => match keyed.room.work() {
@@ -266,7 +306,7 @@ impl Gateway {
                             return self.bypass(*keyed).await;
                         }
                         Followed::Admitted(admission) => {
-                            return self.reply(&route, &mut keyed.room, admission, Reply::Waited);
+                            return self.reply(&mut keyed, admission, Reply::Waited).await;
                         }
                         Followed::LookAgain => {}
                     }
@@ -310,14 +350,31 @@ impl Gateway {
                 return self.bypass(keyed).await;
             }
             other @ (Admission::Replay(_) | Admission::Share(_) | Admission::Refuse(_)) => {
-                return self.reply(&route, &mut keyed.room, other, Reply::Replayed);
+                return self.reply(&mut keyed, other, Reply::Replayed).await;
             }
         };
         let _in_flight = self.metrics.in_flight();
         let context = keyed.ask.context.take();
         let reservation = match self.ask_first(&route, context.as_deref(), reservation).await {
             Asked::Send(reservation) => reservation,
-            Asked::Over(finish) => return self.finished(&route, *finish),
+            Asked::Over(finish) => {
+                return match *finish {
+                    // Another caller's attempt may have brought it.
+                    Finish::Found(found) => {
+                        let found = Admission::Replay(found);
+                        self.reply(&mut keyed, found, Reply::Replayed).await
+                    }
+                    other @ (Finish::Kept { .. }
+                    | Finish::Spilled { .. }
+                    | Finish::NotStored { .. }
+                    | Finish::Recorded(_)
+                    | Finish::Overtaken(_)
+                    | Finish::StillUnknown { .. }
+                    | Finish::Released { .. }
+                    | Finish::Unknown { .. }
+                    | Finish::Failed { .. }) => self.finished(&keyed, other),
+                };
+            }
         };
         let upstream = self.upstream(&route);
         let request =
@@ -338,7 +395,7 @@ impl Gateway {
             self.await_late(late, &route, context);
         }
         fault::point(Point::BeforeReply).await;
-        let response = self.finished(&route, finish);
+        let response = self.finished(&keyed, finish);
         match held {
             Some(held) => response.map(|body| held.carry(body, bytes)),
             None => response,
@@ -488,37 +545,46 @@ impl Gateway {
     }
 
     /// Answers a request that is not executed by itself. `replayed`: how a stored answer counts.
-    fn reply(
+    async fn reply(
         &self,
-        route: &Route,
-        room: &mut Room,
+        keyed: &mut Keyed,
         admission: Admission,
         replayed: Reply,
     ) -> Response<Body> {
+        let route = &Arc::clone(&keyed.route);
+        let admission = match admission {
+            Admission::Replay(replay) => match self.rights.check(keyed, &replay).await {
+                Ok(permit) => Permitted::Replay(replay, permit),
+                Err(problem) => return self.refuse(route, problem),
+            },
+            Admission::Share(shared) => Permitted::Share(shared),
+            Admission::Refuse(refusal) => {
+                return self.refuse(route, reply::refusal(refusal, &route.policy));
+            }
+            // Only a leader executes, in `work`. Dropping the reservation releases it.
+            Admission::Execute(_) => {
+                return self.refuse(route, Problem::new(Name::StoreUnavailable));
+            }
+        };
         let bytes = admission.bytes();
         // A stored answer that finds no room is still stored: the caller comes again for it.
         let held = match bytes {
             0 => None,
-            bytes => match room.answer(bytes) {
+            bytes => match keyed.room.answer(bytes) {
                 Ok(held) => Some(held),
                 Err(NoRoom) => return self.overloaded(route),
             },
         };
         let operation = &route.operation;
         let response = match admission {
-            Admission::Replay(replay) => {
+            Permitted::Replay(replay, permit) => {
                 self.metrics.replied(operation.as_str(), replayed);
-                reply::replay(&replay, operation)
+                reply::replay(&replay, operation, permit)
             }
-            Admission::Share(shared) => {
+            Permitted::Share(shared) => {
                 self.metrics.replied(operation.as_str(), Reply::Released);
                 reply::shared(&shared, operation)
             }
-            Admission::Refuse(refusal) => {
-                self.refuse(route, reply::refusal(refusal, &route.policy))
-            }
-            // Only a leader executes, in `work`. Dropping the reservation releases it.
-            Admission::Execute(_) => self.refuse(route, Problem::new(Name::StoreUnavailable)),
         };
         match held {
             Some(held) => response.map(|body| held.carry(body, bytes)),
@@ -527,7 +593,8 @@ impl Gateway {
     }
 
     /// The answer for the caller whose request was executed, or was to be.
-    fn finished(&self, route: &Route, finish: Finish) -> Response<Body> {
+    fn finished(&self, keyed: &Keyed, finish: Finish) -> Response<Body> {
+        let route = &*keyed.route;
         let (reply, response) = match finish {
             Finish::Kept { first, expires_at } => {
                 (Reply::Executed, reply::first(first, Kept::Until(expires_at)))
@@ -537,10 +604,14 @@ impl Gateway {
             Finish::Recorded(replay) => {
                 (Reply::Executed, reply::recorded(&replay, &route.operation))
             }
-            Finish::Overtaken(replay) => {
-                (Reply::Executed, reply::replay(&replay, &route.operation))
-            }
-            Finish::Found(replay) => (Reply::Replayed, reply::replay(&replay, &route.operation)),
+            Finish::Overtaken(replay) => match Rights::of_executor(keyed, &replay) {
+                Ok(permit) => (Reply::Executed, reply::replay(&replay, &route.operation, permit)),
+                Err(problem) => return self.refuse(route, problem),
+            },
+            Finish::Found(replay) => match Rights::of_executor(keyed, &replay) {
+                Ok(permit) => (Reply::Replayed, reply::replay(&replay, &route.operation, permit)),
+                Err(problem) => return self.refuse(route, problem),
+            },
             Finish::StillUnknown { record } => {
                 let refusal = Refusal::OutcomeUnknown { record, again: None };
                 return self.refuse(route, reply::refusal(refusal, &route.policy));
@@ -558,6 +629,13 @@ impl Gateway {
         };
         self.metrics.replied(route.operation.as_str(), reply);
         response
+    }
+
+    /// Keeps the keys that tokens are checked with, until `stop`.
+    pub async fn keep_keys(self: Arc<Self>, stop: CancellationToken) {
+        if let Some(tokens) = &self.tokens {
+            tokens.keep(&stop).await;
+        }
     }
 
     /// Forgets in-memory answers of records that operators acted on, until `stop`.

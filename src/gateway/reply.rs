@@ -16,6 +16,7 @@ use super::headers;
 use super::pass;
 use super::prefixed::Prefixed;
 use super::reserve::{Refusal, Replay, Shared, SharedAnswer};
+use super::rights::Permit;
 use super::spelling;
 use super::upstream::Body;
 use crate::record::outcome::Failure;
@@ -42,6 +43,7 @@ pub(super) fn refusal(refusal: Refusal, policy: &Policy) -> Problem {
         Refusal::Mismatch { record } => {
             Problem::new(Name::RequestMismatch).status(policy.mismatch_status).record(record)
         }
+        Refusal::Forbidden { record } => Problem::new(Name::ReplayForbidden).record(record),
         Refusal::InProgress { record } => Problem::new(Name::InProgress).record(record),
         Refusal::OutcomeUnknown { record, again } => {
             let problem = Problem::new(Name::OutcomeUnknown).record(record);
@@ -135,8 +137,8 @@ pub(super) enum Kept {
     No,
 }
 
-/// A stored answer, sent again.
-pub(super) fn replay(replay: &Replay, operation: &Operation) -> Response<Body> {
+/// A stored answer, sent again, to one who may read it.
+pub(super) fn replay(replay: &Replay, operation: &Operation, _: Permit) -> Response<Body> {
     let mut response = recorded(replay, operation);
     if matches!(replay.answer.body, KeptBody::Whole(_)) {
         response.headers_mut().insert(REPLAYED, HeaderValue::from_static("true"));
