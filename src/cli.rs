@@ -255,9 +255,13 @@ fn check(args: &ConfigArgs) -> ExitCode {
         return fail(USAGE, &format!("store.spill.dir: {}", causes(&unwritable)));
     }
     let routes = config.routes.iter().count();
+    let keys: Vec<_> = config.store.keys.ids().collect();
     if args.json {
         let warnings: Vec<_> = warnings.iter().map(ToString::to_string).collect();
-        say(&serde_json::json!({ "ok": true, "routes": routes, "warnings": warnings }).to_string());
+        let found = serde_json::json!({
+            "ok": true, "routes": routes, "warnings": warnings, "encryption_keys": keys,
+        });
+        say(&found.to_string());
     } else {
         for warning in &warnings {
             say(&format!("warning: {warning}"));
@@ -266,9 +270,30 @@ fn check(args: &ConfigArgs) -> ExitCode {
             format!("{count} {what}{}", if count == 1 { "" } else { "s" })
         };
         let (routes, warned) = (counted(routes, "route"), counted(warnings.len(), "warning"));
+        for line in protected(&keys) {
+            say(&line);
+        }
         say(&format!("ok: {routes}, {warned}"));
     }
     ExitCode::SUCCESS
+}
+
+/// What is sealed at rest, and what is not.
+fn protected(keys: &[&str]) -> Vec<String> {
+    let Some((first, older)) = keys.split_first() else { return Vec::new() };
+    let mut lines = vec![
+        format!(
+            "encryption: stored headers, bodies, request contexts and event payloads are sealed with the key {first:?}, in the \
+             database and in the spill"
+        ),
+        "encryption: tenants, operations, keys, hashes, statuses and times are in the clear; so is what an application \
+         writes with oncegate_complete and oncegate_emit, and what was stored before"
+            .to_owned(),
+    ];
+    if !older.is_empty() {
+        lines.push(format!("encryption: older keys that still open: {}", older.join(", ")));
+    }
+    lines
 }
 
 async fn migrate(args: &ConfigArgs) -> ExitCode {

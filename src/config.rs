@@ -21,6 +21,7 @@ use std::fmt;
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use http::Method;
@@ -34,6 +35,7 @@ use crate::relay;
 use crate::route::Routes;
 use crate::scope::DigestKey;
 use crate::store::postgres;
+use crate::store::sealed::Keys;
 use crate::sweep;
 
 /// The name of `[upstream]` in [`Config::upstreams`] and in a route.
@@ -105,6 +107,8 @@ pub struct Store {
     pub migrate: bool,
     /// Where outcomes are kept that the database does not take.
     pub spill: spill::Settings,
+    /// With which keys stored content is sealed.
+    pub keys: Arc<Keys>,
 }
 
 /// Which database.

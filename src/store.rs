@@ -14,6 +14,7 @@ pub mod batch;
 pub mod faulty;
 mod late;
 pub mod postgres;
+pub mod sealed;
 pub mod sqlite;
 
 use std::sync::Arc;

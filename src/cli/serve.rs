@@ -98,7 +98,12 @@ pub async fn open(settings: &config::Store, migrate: bool) -> Result<Arc<dyn Sto
             Arc::new(store)
         }
     };
-    Ok(store::with_fault_points(store))
+    Ok(sealed(store, settings))
+}
+
+/// The store as the program uses it: what it keeps is sealed, where there are keys.
+fn sealed(store: Arc<dyn Store>, settings: &config::Store) -> Arc<dyn Store> {
+    store::sealed::sealed(store::with_fault_points(store), Arc::clone(&settings.keys))
 }
 
 /// Opens the store for `serve`: locked where one process owns it, and cleared of what the last process left.
@@ -118,7 +123,7 @@ async fn open_to_serve(
                 sqlite.check_whole().await?;
             }
             sqlite.migrate(migrate).await?;
-            let store = store::with_fault_points(Arc::<Sqlite>::clone(&sqlite));
+            let store = sealed(Arc::<Sqlite>::clone(&sqlite), settings);
             let spill = own_spill(settings, &store, metrics).await?;
             // The lock says that no other process lives: every lease in the file is a dead one's.
             sqlite.end_all_leases().await?;
@@ -129,7 +134,7 @@ async fn open_to_serve(
             let store = Postgres::open(postgres.clone()).await?;
             store.migrate(migrate).await?;
             store.name_sinks(sinks).await?;
-            let store = store::with_fault_points(Arc::new(store));
+            let store = sealed(Arc::new(store), settings);
             let spill = own_spill(settings, &store, metrics).await?;
             Ok(Opened { store, alone: false, spill, _lock: None })
         }
@@ -143,9 +148,10 @@ async fn own_spill(
     metrics: &Arc<Metrics>,
 ) -> Result<Spill, StartError> {
     let database = store.database_id().await?;
-    spill::drain(&settings.spill.dir, database, store, metrics).await?;
+    let keys = &settings.keys;
+    spill::drain(&settings.spill.dir, database, keys, store, metrics).await?;
     // Last: on a full disk, what was drained is its room.
-    Ok(Spill::open(&settings.spill, database, Arc::clone(metrics))?)
+    Ok(Spill::open(&settings.spill, database, Arc::clone(metrics))?.sealed_with(Arc::clone(keys)))
 }
 
 /// A gateway that serves.

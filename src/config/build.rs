@@ -34,6 +34,7 @@ use crate::relay::{self, sink};
 use crate::route::{OnUnknown, Pattern, Policy, ReplayAuth, Route, Routes};
 use crate::scope::{self, Derive, Source};
 use crate::store::postgres;
+use crate::store::sealed::Keys;
 use crate::sweep;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -298,6 +299,7 @@ impl Builder<'_> {
             answer_timeout: or(&raw.answer_timeout, 60 * SECOND),
             answer_idle_timeout: Some(or(&raw.answer_idle_timeout, 600 * SECOND))
                 .filter(|limit| !limit.is_zero()),
+            reuse_for_keyed: or(&raw.reuse_for_keyed, None),
             ca_file: raw.ca_file.as_ref().map(|placed| self.readable(placed)),
         })
     }
@@ -324,10 +326,19 @@ impl Builder<'_> {
         let kind = kind.unwrap_or_else(|| StoreKind::Sqlite(PathBuf::from("oncegate.db")));
         Store {
             spill: self.spill(&raw.spill, &kind),
+            keys: Arc::new(self.keys(raw)),
             kind,
             lease: or(&raw.lease, 15 * SECOND),
             migrate: or(&raw.migrate, true),
         }
+    }
+
+    fn keys(&self, raw: &file::Store) -> Keys {
+        let Some(file) = &raw.encryption_key_file else { return Keys::none() };
+        Keys::read(&self.folder.join(&file.value)).unwrap_or_else(|error| {
+            self.notes.mistake(&file.place, error.to_string());
+            Keys::none()
+        })
     }
 
     fn spill(&self, raw: &file::Spill, kind: &StoreKind) -> spill::Settings {

@@ -105,6 +105,8 @@ pub struct Upstream {
     pub answer_timeout: Maybe<Duration>,
     /// How long the upstream may be silent within the body of an answer that is streamed.
     pub answer_idle_timeout: Maybe<Duration>,
+    /// How long a connection may have been idle and still carry a keyed request.
+    pub reuse_for_keyed: Maybe<Option<Duration>>,
     /// The only certificates to trust.
     pub ca_file: Maybe<String>,
     /// `keep` or `set`; `[upstream]` only.
@@ -140,6 +142,8 @@ pub struct Store {
     pub on_unavailable: Maybe<String>,
     /// Where outcomes are kept that the database does not take.
     pub spill: Spill,
+    /// The keys of what is sealed at rest.
+    pub encryption_key_file: Maybe<String>,
 }
 
 /// `spill = { ... }`
@@ -478,10 +482,10 @@ fn upstream(mut s: Section<'_>, main: bool) -> Upstream {
         idle_timeout: s.duration("idle_timeout"),
         answer_timeout: s.duration("answer_timeout"),
         answer_idle_timeout: s.duration("answer_idle_timeout"),
+        reuse_for_keyed: s.duration_or("reuse_for_keyed", "never"),
         ca_file: s.text("ca_file"),
         host: if main { s.text("host") } else { None },
     };
-    s.only("reuse_for_keyed", "never", &[]);
     s.not_yet(&["tls", "http2"]);
     s.finish();
     read
@@ -501,6 +505,7 @@ fn store(mut s: Section<'_>) -> Store {
         sweep_every: s.duration("sweep_every"),
         sweep_batch: s.number("sweep_batch", 1..=100_000),
         on_unavailable: s.text("on_unavailable"),
+        encryption_key_file: s.text("encryption_key_file"),
         spill: s.section("spill").map(spill).unwrap_or_default(),
     };
     s.not_yet(&["encryption"]);

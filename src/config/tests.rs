@@ -250,7 +250,10 @@ const CASES: &[(&str, &str)] = &[
         "store.lease = \"1s\"",
         "og.toml:2: store.lease: must be at least \"3s\": it is renewed three times in it",
     ),
-    ("upstream.reuse_for_keyed = \"5s\"", "og.toml:2: upstream.reuse_for_keyed: must be \"never\""),
+    (
+        "upstream.reuse_for_keyed = \"soon\"",
+        "og.toml:2: upstream.reuse_for_keyed: must be \"never\", or a duration with its unit such as \"500ms\"",
+    ),
     (
         "store.url = \"postgres://db/x\"\n[[route]]\nmethod = \"POST\"\npath = \"/\"\ntenant = { credential = true }",
         "og.toml: server.digest_key_file: is missing; a tenant by credential, and the credential that replay_auth compares, is a digest under this key, and every replica on the same database needs the same key",

@@ -394,6 +394,26 @@ impl<'a> Section<'a> {
         }
     }
 
+    /// A duration, or `word` for none.
+    pub fn duration_or(
+        &mut self,
+        name: &'static str,
+        word: &str,
+    ) -> Option<Placed<Option<Duration>>> {
+        let node = self.ask(name)?;
+        let read = |text: &str| match text == word {
+            true => Some(None),
+            false => humantime::parse_duration(text).ok().map(Some),
+        };
+        let text = if let Value::Text(text) = &node.value.value { text } else { "" };
+        let Some(value) = read(text) else {
+            let text = format!("must be {word:?}, or a duration with its unit such as \"500ms\"");
+            self.notes.mistake(&node.place, text);
+            return None;
+        };
+        Some(Placed { value, place: node.place })
+    }
+
     /// A size: `"1MiB"`, or an integer of bytes.
     pub fn size(&mut self, name: &'static str) -> Option<Placed<usize>> {
         const HOW: &str = "write a size such as \"64KiB\" or \"1MiB\", or a number of bytes";

@@ -40,7 +40,8 @@ use self::writer::{Order, Writer};
 use crate::fault::{self, Point};
 use crate::record::Fingerprint;
 use crate::store::Completion;
-use crate::telemetry::{Drained, Metrics};
+use crate::store::sealed::Keys;
+use crate::telemetry::{Drained, Metrics, causes};
 
 /// Orders that may wait for the thread; beyond it an outcome counts as not kept. More than there are requests in flight.
 const QUEUE_MAX: usize = 8192;
@@ -87,6 +88,8 @@ pub fn probe(dir: &Path) -> Result<(), Unwritable> {
 pub struct Spill {
     orders: SyncSender<Order>,
     level: Arc<Level>,
+    /// With which keys outcomes are sealed.
+    keys: Arc<Keys>,
 }
 
 impl Spill {
@@ -122,18 +125,35 @@ impl Spill {
         std::thread::Builder::new()
             .name("spill-writer".to_owned())
             .spawn(move || writer.run(&queue))?;
-        Ok(Self { orders, level })
+        Ok(Self { orders, level, keys: Arc::new(Keys::none()) })
+    }
+
+    /// The same, whose outcomes are sealed with these keys, as the store's are.
+    #[must_use]
+    pub fn sealed_with(self, keys: Arc<Keys>) -> Self {
+        Self { keys, ..self }
+    }
+
+    /// An outcome as it is written. One that cannot be sealed is not written.
+    fn entry(&self, completion: &Completion, fingerprint: Fingerprint) -> Result<Vec<u8>, NotKept> {
+        let mut sealed = completion.clone();
+        self.keys
+            .seal_completion(&mut sealed)
+            .map_err(|error| NotKept::Unsealed(causes(&error)))?;
+        Ok(format::encode(&sealed, fingerprint))
     }
 
     /// Keeps an outcome until the database has taken it. When this returns `Spilled`, it is durable.
     pub(super) async fn keep(&self, completion: &Completion, fingerprint: Fingerprint) -> Keeping {
         let record = completion.fence.id;
         let (reply, told) = oneshot::channel();
-        let body = format::encode(completion, fingerprint);
+        let entry = self.entry(completion, fingerprint);
         fault::point(Point::Spilling).await;
-        let kept = match self.orders.try_send(Order::Keep { body, reply }) {
-            Ok(()) => told.await.unwrap_or(Err(NotKept::Closed)),
-            Err(_) => Err(NotKept::Closed),
+        let order = |body| self.orders.try_send(Order::Keep { body, reply });
+        let kept = match entry.map(order) {
+            Ok(Ok(())) => told.await.unwrap_or(Err(NotKept::Closed)),
+            Ok(Err(_)) => Err(NotKept::Closed),
+            Err(unsealed) => Err(unsealed),
         };
         fault::point(Point::Spilled).await;
         match kept {
@@ -246,6 +266,8 @@ enum NotKept {
     NoRoom,
     #[error("the disk did not take it: {0}")]
     Disk(String),
+    #[error("it could not be sealed: {0}")]
+    Unsealed(String),
     #[error("the spill is closed")]
     Closed,
 }

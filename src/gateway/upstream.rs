@@ -1,7 +1,8 @@
 //! Connections to an upstream, and the knowledge of whether a byte went out on one.
 //!
 //! A reserved request goes out on a connection of its own: [`Upstream::dial`] resolves, connects and shakes hands, which
-//! writes nothing of the request; [`Dialed::send`] then sends it once. A wrapper sits between hyper and the socket (above
+//! writes nothing of the request; [`Dialed::send`] then sends it once. Where `reuse_for_keyed` allows it, the connection may
+//! be one from the pool; it is then closed to everybody else as one that was made for it. A wrapper sits between hyper and the socket (above
 //! TLS), counts what the socket took, and asks `may_write` before the first byte. What hyper says about an error is a hint;
 //! the counter, read after the connection's task has ended, is the proof: if it did not move, nothing was sent.
 //!
@@ -14,51 +15,43 @@
 //!
 //! When the process dies here the sockets close; what the upstream makes of the requests in flight is unknown.
 
+mod answer;
+mod connection;
 mod counted;
+mod pool;
 
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::task::{Context, Poll, ready};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{self, HeaderMap, HeaderValue};
 use http::uri::Scheme;
-use http::{HeaderName, Method, Request, Response, StatusCode, Uri, Version};
-use http_body::{Body as _, Frame, SizeHint};
+use http::{Method, Request, Response, Uri, Version};
+use http_body::Body as _;
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
-use hyper::client::conn::{TrySendError, http1};
-use hyper_util::rt::TokioIo;
+use hyper::client::conn::TrySendError;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use tokio::net::TcpStream;
-use tokio::task::JoinHandle;
-use tokio::time::{Instant, Sleep, timeout, timeout_at};
+use tokio::time::{Instant, timeout, timeout_at};
 use tokio_rustls::TlsConnector;
 
-use crate::gateway::upstream::counted::{Counted, Meter, Stream};
+pub(super) use self::answer::SentNames;
+pub use self::answer::{Answer, Silent};
+use self::answer::{reframe, sent_names};
+use self::connection::{Connection, Probe, Use};
+use self::counted::Stream;
+use self::pool::Pool;
 
 /// Why a body ended before its end.
 pub type BodyError = Box<dyn std::error::Error + Send + Sync>;
 /// A body as the gateway hands it around.
 pub type Body = UnsyncBoxBody<Bytes, BodyError>;
-
-/// Header lines of an answer that are read; more make it malformed.
-///
-/// Generous, since a refusal to read would turn a finished write into an unknown one.
-const ANSWER_HEADERS_MAX: usize = 1000;
-/// Bytes of an answer's head that are read.
-const ANSWER_HEAD_BYTES_MAX: usize = 512 * 1024;
-/// Connections that wait in the pool for pass-through traffic.
-const IDLE_MAX: usize = 64;
-/// How long an upstream may take nothing of a request that it has already answered.
-const PARK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How to reach one upstream.
 #[derive(Clone, Debug)]
@@ -74,6 +67,9 @@ pub struct Settings {
     pub answer_timeout: Duration,
     /// How long the upstream may be silent within the body of an answer that is streamed; none: for ever.
     pub answer_idle_timeout: Option<Duration>,
+    /// How long a connection may have been idle and still carry a reserved request; none: each has one of its own. What the
+    /// upstream closes in the moment of sending is an unknown outcome.
+    pub reuse_for_keyed: Option<Duration>,
     /// For https: PEM file with the only certificates to trust. None: the system's.
     pub ca_file: Option<PathBuf>,
 }
@@ -88,6 +84,7 @@ impl Settings {
             idle_timeout: Duration::from_secs(4),
             answer_timeout: Duration::from_secs(60),
             answer_idle_timeout: Some(Duration::from_secs(600)),
+            reuse_for_keyed: None,
             ca_file: None,
         }
     }
@@ -103,12 +100,7 @@ struct Inner {
     authority: HeaderValue,
     tls: Option<(TlsConnector, ServerName<'static>)>,
     settings: Settings,
-    pool: Mutex<Vec<Parked>>,
-}
-
-struct Parked {
-    since: Instant,
-    connection: Connection,
+    pool: Arc<Pool>,
 }
 
 /// There is no connection, so nothing was sent.
@@ -191,7 +183,7 @@ impl Upstream {
             (Some(_), None) => return Err(wrong("has a port that is none")),
         };
         let authority = HeaderValue::from_str(authority.as_str()).map_err(|e| e.to_string())?;
-        let pool = Mutex::default();
+        let pool = Arc::new(Pool::new(settings.idle_timeout));
         Ok(Self(Arc::new(Inner { host, port, authority, tls, settings, pool })))
     }
 
@@ -201,9 +193,25 @@ impl Upstream {
         &self.0.authority
     }
 
-    /// Makes a connection: name, TCP, TLS. Nothing of a request is written.
+    /// A connection for one reserved request: name, TCP, TLS, or one from the pool where that is allowed. Nothing of the
+    /// request is written.
     pub async fn dial(&self) -> Result<Dialed, DialError> {
-        self.dial_for(Use::Once).await
+        let Some(limit) = self.0.settings.reuse_for_keyed else {
+            return self.dial_for(Use::Once).await;
+        };
+        match self.0.pool.take(limit) {
+            Some(connection) => Ok(self.dialed(connection, Use::Pool)),
+            None => self.dial_for(Use::Pool).await,
+        }
+    }
+
+    fn dialed(&self, connection: Connection, purpose: Use) -> Dialed {
+        let pool = match purpose {
+            Use::Once => None,
+            Use::Pool => Some(Arc::clone(&self.0.pool)),
+        };
+        let idle_limit = self.0.settings.answer_idle_timeout;
+        Dialed { connection, pool, authority: self.0.authority.clone(), idle_limit }
     }
 
     async fn dial_for(&self, purpose: Use) -> Result<Dialed, DialError> {
@@ -211,8 +219,7 @@ impl Upstream {
         let stream = timeout_at(deadline, self.connect(deadline, purpose));
         let (stream, probe) = stream.await.map_err(|_| DialError::TimedOut)??;
         let connection = Connection::open(stream, probe).await?;
-        let idle_limit = self.0.settings.answer_idle_timeout;
-        Ok(Dialed { connection, authority: self.0.authority.clone(), idle_limit })
+        Ok(self.dialed(connection, purpose))
     }
 
     async fn connect(
@@ -253,7 +260,7 @@ impl Upstream {
         self.name_host(request.headers_mut());
         *request.version_mut() = Version::HTTP_11;
         loop {
-            let (mut connection, reused) = match self.check_out() {
+            let (mut connection, reused) = match self.0.pool.take(self.0.settings.idle_timeout) {
                 Some(connection) if !repeated => (connection, true),
                 Some(_) | None => {
                     let dialed = self.dial_for(Use::Pool).await;
@@ -314,45 +321,14 @@ impl Upstream {
             tracing::debug!(fault, "malformed answer from the upstream");
             return Err(PassError::Failed);
         }
+        let pool = Some(Arc::clone(&self.0.pool));
         let idle_limit = self.0.settings.answer_idle_timeout;
-        let (connection, pool) = (Some(connection), Some(self.clone()));
-        let mut body = Answer { body, connection, pool, idle: Idle::new(idle_limit), idle_limit };
-        body.park_if_over();
+        let body = Answer::new(body, connection, pool, idle_limit).streamed();
         Ok(Response::from_parts(head, body.boxed_unsync()))
     }
 
     fn name_host(&self, headers: &mut HeaderMap) {
         headers.entry(header::HOST).or_insert_with(|| self.0.authority.clone());
-    }
-
-    fn check_out(&self) -> Option<Connection> {
-        let mut pool = self.0.pool.lock().unwrap_or_else(PoisonError::into_inner);
-        loop {
-            let Parked { since, connection } = pool.pop()?;
-            let is_fresh = since.elapsed() < self.0.settings.idle_timeout;
-            if is_fresh && connection.sender.is_ready() && connection.is_quiet() {
-                return Some(connection);
-            }
-        }
-    }
-
-    /// Puts a connection back once it is ready for the next request, and takes it out again when it has been idle for
-    /// long. The task lives as long as that at most.
-    fn park(&self, mut connection: Connection) {
-        let inner = Arc::downgrade(&self.0);
-        tokio::spawn(async move {
-            if !connection.finish().await {
-                return;
-            }
-            let idle_timeout = match inner.upgrade() {
-                Some(inner) => inner.take_back(connection),
-                None => return,
-            };
-            tokio::time::sleep(idle_timeout).await;
-            if let Some(inner) = inner.upgrade() {
-                inner.expire();
-            }
-        });
     }
 }
 
@@ -364,21 +340,6 @@ fn without_body(request: &Request<Body>) -> Request<Body> {
     again.headers_mut().clone_from(request.headers());
     again.extensions_mut().clone_from(request.extensions());
     again
-}
-
-impl Inner {
-    fn take_back(&self, connection: Connection) -> Duration {
-        let mut pool = self.pool.lock().unwrap_or_else(PoisonError::into_inner);
-        if pool.len() < IDLE_MAX {
-            pool.push(Parked { since: Instant::now(), connection });
-        }
-        self.settings.idle_timeout
-    }
-
-    fn expire(&self) {
-        let mut pool = self.pool.lock().unwrap_or_else(PoisonError::into_inner);
-        pool.retain(|parked| parked.since.elapsed() < self.settings.idle_timeout);
-    }
 }
 
 fn unreachable_upstream(error: &DialError) -> PassError {
@@ -437,9 +398,10 @@ async fn connect_any(addresses: Vec<SocketAddr>, deadline: Instant) -> io::Resul
     Err(error)
 }
 
-/// A connection on which nothing has been written yet.
+/// A connection on which nothing of the request has been written yet.
 pub struct Dialed {
     connection: Connection,
+    pool: Option<Arc<Pool>>,
     authority: HeaderValue,
     idle_limit: Option<Duration>,
 }
@@ -455,9 +417,8 @@ impl Dialed {
         request: Request<Full<Bytes>>,
         may_write: impl Fn() -> bool + Send + Sync + 'static,
     ) -> Result<Response<Answer>, SendError> {
-        let Self { mut connection, authority, idle_limit } = self;
-        connection.meter.ask(may_write);
-        connection.meter.listen();
+        let Self { mut connection, pool, authority, idle_limit } = self;
+        connection.meter.begin(may_write);
         if let Err(error) = connection.sender.ready().await {
             return Err(connection.end().await.judge(error.into()));
         }
@@ -470,39 +431,9 @@ impl Dialed {
         let (mut head, body) = answer.into_parts();
         head.extensions.insert(SentNames(sent_names(&connection.meter.heard()).into()));
         reframe(&mut head).map_err(|fault| SendError::Broken(fault.into()))?;
-        let body = Answer {
-            body,
-            connection: Some(connection),
-            pool: None,
-            idle: Idle::new(None),
-            idle_limit,
-        };
+        let body = Answer::new(body, connection, pool, idle_limit);
         Ok(Response::from_parts(head, body))
     }
-}
-
-/// The names of an answer's header lines as they were spelled, in their order: an extension of it.
-#[derive(Clone, Debug)]
-pub(super) struct SentNames(pub(super) Arc<[Box<str>]>);
-
-/// Reads the names out of the bytes of an answer, behind any interim ones. What is no header line is left out.
-fn sent_names(bytes: &[u8]) -> Vec<Box<str>> {
-    let mut lines = bytes.split_inclusive(|byte| *byte == b'\n').map(<[u8]>::trim_ascii_end);
-    let mut names = Vec::new();
-    while let Some(status) = lines.next() {
-        let interim = status.get(8..).is_some_and(|code| code.trim_ascii_start().starts_with(b"1"));
-        for line in lines.by_ref().take_while(|line| !line.is_empty()).filter(|_| !interim) {
-            let colon = line.iter().position(|byte| *byte == b':');
-            let name = colon.and_then(|at| line.get(..at)).unwrap_or_default().trim_ascii_end();
-            if HeaderName::from_bytes(name).is_ok() {
-                names.push(String::from_utf8_lossy(name).into());
-            }
-        }
-        if !interim {
-            break;
-        }
-    }
-    names
 }
 
 /// One computed length, and nothing else that says where the request ends; a Host in any case.
@@ -520,257 +451,4 @@ fn framed(request: Request<Full<Bytes>>, authority: HeaderValue) -> Request<Body
     head.headers.entry(header::HOST).or_insert(authority);
     head.version = Version::HTTP_11;
     Request::from_parts(head, body.map_err(|never| match never {}).boxed_unsync())
-}
-
-/// Checks that an answer's end is certain, and leaves at most one header that says it.
-///
-/// hyper has read the body by the last `Transfer-Encoding`; what it cannot decode, and what two readers could take for
-/// different lengths, is refused. A switch of protocols that nobody asked for is refused too.
-fn reframe(head: &mut http::response::Parts) -> Result<(), &'static str> {
-    if head.status == StatusCode::SWITCHING_PROTOCOLS {
-        return Err("the upstream switches protocols unasked");
-    }
-    head.version = Version::HTTP_11;
-    let headers = &mut head.headers;
-    let codings: Vec<_> = headers.get_all(header::TRANSFER_ENCODING).iter().collect();
-    let known = match codings.as_slice() {
-        [] => None,
-        [one] => Some(one.to_str().map(str::trim).unwrap_or_default()),
-        [_, ..] => Some("several"),
-    };
-    match known {
-        None => {}
-        Some(coding) if ["chunked", "identity"].iter().any(|c| coding.eq_ignore_ascii_case(c)) => {
-            headers.remove(header::TRANSFER_ENCODING);
-            headers.remove(header::CONTENT_LENGTH);
-        }
-        Some(_) => return Err("the answer has an unknown transfer coding"),
-    }
-    let lengths = headers.get_all(header::CONTENT_LENGTH).iter();
-    let mut lengths = lengths.flat_map(|line| line.as_bytes().split(|byte| *byte == b','));
-    let Some(first) = lengths.next().map(<[u8]>::trim_ascii) else { return Ok(()) };
-    if !lengths.all(|length| length.trim_ascii() == first) {
-        return Err("the answer has several lengths");
-    }
-    let length = HeaderValue::from_bytes(first).map_err(|_| "the answer's length is malformed")?;
-    headers.remove(header::CONTENT_LENGTH);
-    // RFC 9110, 8.6: never on a 204. On a 304, and on an answer to HEAD, it says what a GET would have got.
-    if head.status != StatusCode::NO_CONTENT {
-        headers.insert(header::CONTENT_LENGTH, length);
-    }
-    Ok(())
-}
-
-/// The body of an answer. Dropping it before its end closes the connection.
-pub struct Answer {
-    body: Incoming,
-    connection: Option<Connection>,
-    pool: Option<Upstream>,
-    idle: Idle,
-    idle_limit: Option<Duration>,
-}
-
-/// The upstream was silent for too long within an answer.
-#[derive(Debug, thiserror::Error)]
-#[error("the upstream was silent for too long in the middle of its answer")]
-pub struct Silent;
-
-/// How long an answer's body has been waited for.
-struct Idle {
-    limit: Option<Duration>,
-    waiting: Option<Pin<Box<Sleep>>>,
-}
-
-impl Idle {
-    const fn new(limit: Option<Duration>) -> Self {
-        Self { limit, waiting: None }
-    }
-
-    /// Something came, or the end.
-    fn over(&mut self) {
-        self.waiting = None;
-    }
-
-    /// Nothing has come: is it too long since something did? While nobody reads, nobody asks.
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let Some(limit) = self.limit else { return Poll::Pending };
-        let timer = self.waiting.get_or_insert_with(|| Box::pin(tokio::time::sleep(limit)));
-        timer.as_mut().poll(cx)
-    }
-}
-
-impl Answer {
-    /// From here on the body is streamed, and bounded by `answer_idle_timeout`; who reads it whole has a time-out.
-    #[must_use]
-    pub fn streamed(mut self) -> Self {
-        self.idle = Idle::new(self.idle_limit);
-        self
-    }
-
-    /// At the clean end: a pooled connection goes back, any other is closed.
-    fn park_if_over(&mut self) {
-        if !self.body.is_end_stream() {
-            return;
-        }
-        self.over();
-    }
-
-    fn over(&mut self) {
-        if let (Some(connection), Some(pool)) = (self.connection.take(), &self.pool) {
-            pool.park(connection);
-        }
-    }
-}
-
-impl http_body::Body for Answer {
-    type Data = Bytes;
-    type Error = BodyError;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        let Poll::Ready(frame) = Pin::new(&mut self.body).poll_frame(cx) else {
-            ready!(self.idle.poll(cx));
-            tracing::info!("the upstream was silent in the middle of its answer");
-            self.connection = None;
-            return Poll::Ready(Some(Err(Silent.into())));
-        };
-        self.idle.over();
-        match &frame {
-            None => self.over(),
-            Some(Ok(_)) => self.park_if_over(),
-            Some(Err(_)) => self.connection = None,
-        }
-        Poll::Ready(frame.map(|result| result.map_err(Into::into)))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
-}
-
-/// A connection with the task that drives it; dropping it ends the task, and so closes the socket.
-struct Connection {
-    sender: http1::SendRequest<Body>,
-    meter: Arc<Meter>,
-    task: Driver,
-    /// Lives as long as the task, so that the socket closes with it.
-    probe: Weak<Probe>,
-}
-
-/// What a connection is made for.
-#[derive(Clone, Copy)]
-enum Use {
-    /// One request.
-    Once,
-    /// Many, one after the other.
-    Pool,
-}
-
-/// A second handle of the socket, to look at it without waiting for the task that drives the connection.
-///
-/// Between the upstream's FIN and the task's next turn a request would still be written, into the void.
-struct Probe(std::net::TcpStream);
-
-impl Probe {
-    fn of(stream: &TcpStream) -> io::Result<Self> {
-        stream.as_fd().try_clone_to_owned().map(|handle| Self(handle.into()))
-    }
-
-    /// Whether nothing has come in: neither an end, nor an error, nor bytes that nobody asked for.
-    fn is_quiet(&self) -> bool {
-        self.0.peek(&mut [0]).is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
-    }
-}
-
-impl Connection {
-    async fn open(stream: Box<dyn Stream>, probe: Option<Probe>) -> Result<Self, DialError> {
-        let meter = Arc::new(Meter::default());
-        let io = TokioIo::new(Counted { stream, meter: Arc::clone(&meter) });
-        let (sender, connection) = http1::Builder::new()
-            .preserve_header_case(true)
-            .max_headers(ANSWER_HEADERS_MAX)
-            .max_buf_size(ANSWER_HEAD_BYTES_MAX)
-            .allow_obsolete_multiline_headers_in_responses(true)
-            .allow_spaces_after_header_name_in_responses(true)
-            .ignore_invalid_headers_in_responses(true)
-            .handshake(io)
-            .await
-            .map_err(|error| DialError::Connect(io::Error::other(error)))?;
-        let probe = probe.map(Arc::new);
-        let seen = probe.as_ref().map_or_else(Weak::new, Arc::downgrade);
-        let task = tokio::spawn(async move {
-            let _probe = probe;
-            if let Err(error) = connection.await {
-                tracing::debug!(
-                    error = &error as &dyn std::error::Error,
-                    "upstream connection ended"
-                );
-            }
-        });
-        Ok(Self { sender, meter, task: Driver(task), probe: seen })
-    }
-
-    fn is_quiet(&self) -> bool {
-        self.probe.upgrade().is_some_and(|probe| probe.is_quiet())
-    }
-
-    /// Waits until the connection could take another request; false if it ended, or got stuck.
-    ///
-    /// After an early answer the rest of the request still goes out; an upstream that takes no more of it is left.
-    async fn finish(&mut self) -> bool {
-        let mut seen = self.meter.written();
-        loop {
-            if let Ok(ready) = timeout(PARK_TIMEOUT, self.sender.ready()).await {
-                return ready.is_ok();
-            }
-            let written = self.meter.written();
-            if written == seen {
-                return false;
-            }
-            seen = written;
-        }
-    }
-
-    /// Ends the task and waits until it has ended: from then on the counter stands still.
-    async fn end(mut self) -> Arc<Meter> {
-        self.task.0.abort();
-        if let Err(error) = (&mut self.task.0).await
-            && error.is_panic()
-        {
-            tracing::error!("the task of an upstream connection panicked");
-        }
-        self.meter
-    }
-}
-
-struct Driver(JoinHandle<()>);
-
-impl Drop for Driver {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_names_of_an_answer_are_those_of_its_final_head() {
-        for (bytes, names) in [
-            ("HTTP/1.1 200 OK\r\nETag: a\r\nx-B:\r\n folded: no\r\n\r\nBody: no\r\n", "ETag x-B"),
-            ("HTTP/1.1 103 Hints\r\nLink: a\r\n\r\nHTTP/1.1 201\r\nX-A : b\r\n\r\n", "X-A"),
-            ("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.0 200 OK\nX-A: b\nX-a: c\n\nok", "X-A X-a"),
-            ("HTTP/1.1 200 OK\r\nno colon\r\nX(A): b\r\nX-B: c\r\nX-Cut", "X-B"),
-            ("", ""),
-        ] {
-            assert_eq!(sent_names(bytes.as_bytes()).join(" "), names, "{bytes:?}");
-        }
-    }
 }

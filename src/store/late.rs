@@ -123,7 +123,7 @@ impl From<&Completion> for LateOutcome {
 }
 
 /// Pairs of name and value, in their order; a value that is no text stands under `value_base64`.
-fn headers(headers: &HeaderMap) -> Value {
+pub(super) fn headers(headers: &HeaderMap) -> Value {
     let line = |(name, value): (&http::HeaderName, &http::HeaderValue)| match value.to_str() {
         Ok(text) => json!({ "name": name.as_str(), "value": text }),
         Err(_) => {

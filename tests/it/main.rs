@@ -52,6 +52,7 @@ mod reports_b_bodies;
 mod reports_c;
 mod reports_d;
 mod reports_retry;
+mod sealed;
 mod servers;
 mod shutdown;
 mod smuggling;

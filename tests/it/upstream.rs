@@ -223,6 +223,109 @@ async fn each_dial_is_a_connection_of_its_own_and_closes_with_its_answer() {
     assert_eq!(connections, (1..=20).collect::<Vec<_>>());
 }
 
+/// An upstream whose reserved requests may go out on a connection that has been idle for less than `limit`.
+fn reusing(addr: SocketAddr, limit: Duration) -> Upstream {
+    let mut settings = Settings::at(format!("http://{addr}").parse().unwrap());
+    settings.reuse_for_keyed = Some(limit);
+    settings.idle_timeout = PATIENCE;
+    Upstream::new(settings).unwrap()
+}
+
+/// Dials until the connection is one that was used before. Parking is a task of its own.
+async fn dial_reused(upstream: &Upstream, scripted: &Scripted, connections: usize) -> Dialed {
+    for _ in 0..1000 {
+        tokio::task::yield_now().await;
+    }
+    let dialed = upstream.dial().await.unwrap();
+    assert_eq!(scripted.connections(), connections, "a connection that was there is used");
+    dialed
+}
+
+#[tokio::test]
+async fn where_it_is_allowed_a_reserved_request_goes_out_on_a_connection_that_was_used_before() {
+    let scripted = Scripted::always(Reply::keep(OK)).await;
+    let upstream = reusing(scripted.addr, PATIENCE);
+    for _ in 0..10 {
+        for _ in 0..1000 {
+            tokio::task::yield_now().await;
+        }
+        let answer = send(upstream.dial().await.unwrap()).await.unwrap();
+        assert_eq!(whole(answer).await.unwrap(), "200 ok");
+    }
+    let connections: Vec<_> = scripted.seen().iter().map(|seen| seen.connection).collect();
+    assert_eq!(connections, [1; 10]);
+    // One that has rested for too long is not taken.
+    let strict = reusing(scripted.addr, Duration::ZERO);
+    for _ in 0..2 {
+        assert_eq!(
+            whole(send(strict.dial().await.unwrap()).await.unwrap()).await.unwrap(),
+            "200 ok"
+        );
+    }
+    let connections: Vec<_> = scripted.seen().iter().map(|seen| seen.connection).collect();
+    assert_eq!(connections.get(10..), Some([2, 3].as_slice()));
+}
+
+#[tokio::test]
+async fn permission_and_the_count_of_bytes_begin_anew_on_a_connection_that_was_used_before() {
+    let scripted = Scripted::always(Reply::keep(OK)).await;
+    let upstream = reusing(scripted.addr, PATIENCE);
+    let answer = send(upstream.dial().await.unwrap()).await.unwrap();
+    assert_eq!(whole(answer).await.unwrap(), "200 ok");
+    let dialed = dial_reused(&upstream, &scripted, 1).await;
+    let held = dialed.send(post("hi"), || false).await;
+    assert!(matches!(held, Err(SendError::Held)), "{:?}", held.err());
+    assert_eq!(scripted.seen().len(), 1, "nothing was sent");
+}
+
+#[tokio::test]
+async fn what_was_written_on_a_connection_that_was_used_before_is_never_taken_for_unsent() {
+    // The upstream reads the second request of a connection, and closes without an answer.
+    let scripted = Scripted::start(|n, _| match n {
+        1 => Reply::keep(OK),
+        _ => Reply::fin(""),
+    })
+    .await;
+    let upstream = reusing(scripted.addr, PATIENCE);
+    let answer = send(upstream.dial().await.unwrap()).await.unwrap();
+    assert_eq!(whole(answer).await.unwrap(), "200 ok");
+    let lost = send(dial_reused(&upstream, &scripted, 1).await).await;
+    assert!(matches!(lost, Err(SendError::Broken(_))), "{:?}", lost.err());
+    assert_eq!(scripted.seen().len(), 2, "and it is not sent again");
+}
+
+#[tokio::test]
+async fn a_connection_that_the_upstream_has_closed_carries_no_reserved_request() {
+    // The FIN is there, but the connection's task has not seen it yet.
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let upstream = reusing(listener.local_addr().unwrap(), PATIENCE);
+    let (close, closing) = std::sync::mpsc::channel::<()>();
+    let (closed, is_closed) = std::sync::mpsc::channel::<()>();
+    let server = std::thread::spawn(move || {
+        for round in 1..=2 {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut request = vec![0; 2000];
+            assert!(std::io::Read::read(&mut stream, &mut request).unwrap() > 0);
+            std::io::Write::write_all(&mut stream, OK.as_bytes()).unwrap();
+            if round == 1 {
+                closing.recv().unwrap();
+                drop(stream);
+                closed.send(()).unwrap();
+            }
+        }
+    });
+    let answer = send(upstream.dial().await.unwrap()).await.unwrap();
+    assert_eq!(whole(answer).await.unwrap(), "200 ok");
+    for _ in 0..1000 {
+        tokio::task::yield_now().await;
+    }
+    close.send(()).unwrap();
+    is_closed.recv().unwrap();
+    let answer = send(upstream.dial().await.unwrap()).await.unwrap();
+    assert_eq!(whole(answer).await.unwrap(), "200 ok");
+    server.join().unwrap();
+}
+
 #[tokio::test]
 async fn a_request_that_met_a_dead_pooled_connection_unsent_goes_out_on_another() {
     // F6: the FIN is there, but the connection's task has not seen it yet.

@@ -17,6 +17,7 @@ use super::Unwritable;
 use super::disk::{self, ENDING};
 use super::format::{self, BadHead, Contents, FileHead, HEAD, Place, ReadAt as _};
 use crate::record::{Record, State};
+use crate::store::sealed::Keys;
 use crate::store::{self, Completion, Error, LateOutcome, Settled, Store};
 use crate::telemetry::{Drained, Metrics, causes};
 
@@ -52,6 +53,24 @@ struct Left {
     contents: Contents,
 }
 
+/// A file that is being paid off.
+struct Source {
+    file: File,
+    head: FileHead,
+    /// What opens its entries where they are sealed.
+    keys: Arc<Keys>,
+}
+
+impl Source {
+    /// An outcome as it was before it was sealed. `None`: it is not one.
+    fn read(&self, place: Place) -> io::Result<Option<Completion>> {
+        let body = self.head.body(&self.file, place)?;
+        let Some((mut completion, _)) = format::decode(&body) else { return Ok(None) };
+        self.keys.open_completion(&mut completion).map_err(io::Error::other)?;
+        Ok(Some(completion))
+    }
+}
+
 /// What a file is to this process.
 enum Found {
     /// Nothing: it is another living process's, or it held nothing and is gone.
@@ -78,6 +97,7 @@ struct Tally {
 pub async fn drain(
     folder: &Path,
     database: Uuid,
+    keys: &Arc<Keys>,
     store: &Arc<dyn Store>,
     metrics: &Metrics,
 ) -> Result<(), DrainError> {
@@ -92,7 +112,7 @@ pub async fn drain(
         };
         match found {
             Found::Nothing => {}
-            Found::Left(left) => alone += u64::from(!pay_off(*left, store, metrics).await?),
+            Found::Left(left) => alone += u64::from(!pay_off(*left, keys, store, metrics).await?),
             Found::Alone(why) => {
                 alone += 1;
                 let path = path.display();
@@ -107,11 +127,13 @@ pub async fn drain(
 /// Pays all that a file owes, and removes it. Whether that was all of it; else the file is set aside.
 async fn pay_off(
     left: Left,
+    keys: &Arc<Keys>,
     store: &Arc<dyn Store>,
     metrics: &Metrics,
 ) -> Result<bool, DrainError> {
     let Left { file, path, head, contents } = left;
-    let (file, mut tally) = (Arc::new((file, head)), Tally::default());
+    let (file, mut tally) =
+        (Arc::new(Source { file, head, keys: Arc::clone(keys) }), Tally::default());
     for places in contents.owed.chunks(AT_ONCE) {
         pay_some(&file, places, store, metrics, &mut tally).await?;
     }
@@ -135,7 +157,7 @@ async fn pay_off(
 }
 
 async fn pay_some(
-    file: &Arc<(File, FileHead)>,
+    file: &Arc<Source>,
     places: &[Place],
     store: &Arc<dyn Store>,
     metrics: &Metrics,
@@ -224,17 +246,14 @@ fn read_head(file: &File, length: u64) -> io::Result<Result<FileHead, BadHead>> 
 
 /// Pays one outcome, for as long as the patience lasts. `None`: it cannot be read.
 async fn pay_one(
-    file: Arc<(File, FileHead)>,
+    file: Arc<Source>,
     place: Place,
     store: &dyn Store,
 ) -> Result<Option<Drained>, Error> {
-    let reading = tokio::task::spawn_blocking(move || {
-        let (file, head) = &*file;
-        head.body(file, place).map(|body| format::decode(&body))
-    });
+    let reading = tokio::task::spawn_blocking(move || file.read(place));
     let read = reading.await.map_err(io::Error::other).flatten();
     let completion = match read {
-        Ok(Some((completion, _))) => completion,
+        Ok(Some(completion)) => completion,
         Ok(None) => return Ok(None),
         Err(error) => {
             tracing::error!(%error, "an outcome in the spill cannot be read");

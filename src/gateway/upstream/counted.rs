@@ -7,7 +7,7 @@
 use std::io;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -19,28 +19,35 @@ use crate::gateway::upstream::{BodyError, SendError};
 #[derive(Default)]
 pub(super) struct Meter {
     written: AtomicU64,
-    may_write: OnceLock<Box<dyn Fn() -> bool + Send + Sync>>,
+    /// Of the reserved request that the connection is used for.
+    may_write: Mutex<Option<MayWrite>>,
     held: AtomicBool,
     /// The first bytes that came, while they are looked at.
     heard: Mutex<Option<Vec<u8>>>,
 }
 
+type MayWrite = Arc<dyn Fn() -> bool + Send + Sync>;
+
 /// So much of what came first is kept for a look at the names in it.
 const HEARD_MAX: usize = 64 * 1024;
 
 impl Meter {
-    /// From here on keeps what comes, until it is taken.
-    pub(super) fn listen(&self) {
-        *self.heard.lock().unwrap_or_else(PoisonError::into_inner) = Some(Vec::new());
+    /// A reserved request begins: counts from nothing, asks before its first byte, and keeps what comes until it is taken.
+    ///
+    /// The connection is idle: nobody else writes on it, and all that was written before is answered.
+    pub(super) fn begin(&self, may_write: impl Fn() -> bool + Send + Sync + 'static) {
+        *lock(&self.may_write) = Some(Arc::new(may_write));
+        *lock(&self.heard) = Some(Vec::new());
+        self.written.store(0, Ordering::Release);
     }
 
-    /// What came first since [`Meter::listen`].
+    /// What came first since [`Meter::begin`].
     pub(super) fn heard(&self) -> Vec<u8> {
-        self.heard.lock().unwrap_or_else(PoisonError::into_inner).take().unwrap_or_default()
+        lock(&self.heard).take().unwrap_or_default()
     }
 
     fn hear(&self, bytes: &[u8]) {
-        let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut heard = lock(&self.heard);
         if let Some(heard) = &mut *heard {
             let room = HEARD_MAX.saturating_sub(heard.len());
             heard.extend(bytes.iter().take(room));
@@ -51,14 +58,13 @@ impl Meter {
         self.written.load(Ordering::Acquire)
     }
 
-    pub(super) fn ask(&self, may_write: impl Fn() -> bool + Send + Sync + 'static) {
-        // A connection that is dialed is used for one request, so the slot is empty.
-        self.may_write.get_or_init(|| Box::new(may_write));
-    }
-
     /// Before each write: may the first byte go out?
     fn check(&self) -> io::Result<()> {
-        if self.written() > 0 || self.may_write.get().is_none_or(|may_write| may_write()) {
+        if self.written() > 0 {
+            return Ok(());
+        }
+        let may_write = lock(&self.may_write).clone();
+        if may_write.is_none_or(|may_write| may_write()) {
             return Ok(());
         }
         self.held.store(true, Ordering::Release);
@@ -96,6 +102,10 @@ impl Meter {
             SendError::NothingSent(cause)
         }
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 pub(super) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}

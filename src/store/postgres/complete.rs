@@ -15,7 +15,7 @@ use tokio_postgres::Row;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::door::{Door, Effect, Forms, Lane, Param, Params, bounded};
+use super::door::{Door, Effect, Forms, Lane, Param, Params};
 use super::records::committed;
 use super::rows::{attempt, get};
 use super::seconds;
@@ -69,15 +69,19 @@ macro_rules! fits {
     };
 }
 
-macro_rules! complete {
-    ($bounded:expr, $free:expr, $skipped:expr, $queue:expr) => {
-        concat!(
-            "-- complete
+/// The plain form is a function of the schema, which says why. The passing one takes the lock of each row, in the order of
+/// the scopes, and does not wait for it. What its snapshot says may be completed and was not is held by somebody, or has
+/// just been changed: it is looked at again. OFFSET keeps the planner from reading the whole table for that.
+const COMPLETE: Forms = Forms {
+    plain: "-- complete
+SELECT id, expires_at, false AS skipped
+FROM oncegate_complete_batch($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16,
+                             $17, $18, $19)",
+    passing: concat!(
+        "-- complete_passing
 WITH c AS MATERIALIZED (
     SELECT x.*, clock_timestamp() AS at
-    FROM ",
-            $bounded,
-            "unnest($1::uuid[], $2::int[], $3::text[], $4::text[], $5::text[],
+    FROM unnest($1::uuid[], $2::int[], $3::text[], $4::text[], $5::text[],
                 $6::int[], $7::bytea[], $8::bytea[], $9::float8[])
       AS x(id, attempt, tenant_id, operation, key, response_status, headers, body, retention)
     ORDER BY x.tenant_id, x.operation, x.key),
@@ -87,60 +91,27 @@ done AS (
         expires_at = c.at + make_interval(secs => c.retention),
         response_status = c.response_status, response_headers = c.headers,
         response_body = c.body, request_context = NULL
-    FROM c",
-            $free,
-            "
-    WHERE ",
-            fits!(),
-            "
-    RETURNING r.id, r.tenant_id, r.operation, r.key, r.expires_at, c.at)",
-            write_messages!(),
-            $queue,
-            "
-SELECT c.id, done.expires_at, ",
-            $skipped,
-            " AS skipped
-FROM c LEFT JOIN done ON done.id = c.id"
-        )
-    };
-}
-
-/// The lock is taken row by row, in the order of the scopes, and not waited for.
-macro_rules! free {
-    () => {
-        concat!(
-            " CROSS JOIN LATERAL (
+    FROM c CROSS JOIN LATERAL (
         SELECT 1 FROM idempotency_records r
         WHERE ",
-            fits!(),
-            "
-        FOR NO KEY UPDATE SKIP LOCKED) free"
-        )
-    };
-}
-
-/// What the statement's snapshot says may be completed and was not is held by somebody, or has just been changed: it is
-/// looked at again. OFFSET keeps the planner from reading the whole table for that.
-macro_rules! skipped {
-    () => {
-        concat!(
-            "done.id IS NULL AND EXISTS (
+        fits!(),
+        "
+        FOR NO KEY UPDATE SKIP LOCKED) free
+    WHERE ",
+        fits!(),
+        "
+    RETURNING r.id, r.tenant_id, r.operation, r.key, r.expires_at, c.at)",
+        write_messages!(),
+        queue_messages!(),
+        "
+SELECT c.id, done.expires_at,
+       done.id IS NULL AND EXISTS (
     SELECT FROM idempotency_records r
     WHERE ",
-            fits!(),
-            " OFFSET 0)"
-        )
-    };
-}
-
-const COMPLETE: Forms = Forms {
-    plain: complete!(bounded!(), "", "false", queue_messages!()),
-    passing: complete!("", free!(), skipped!(), queue_messages!()),
-};
-/// Where no event of the batch has a sink: each statement is planned anew, so what it cannot need is left out.
-const COMPLETE_UNWANTED: Forms = Forms {
-    plain: complete!(bounded!(), "", "false", ""),
-    passing: complete!("", free!(), skipped!(), ""),
+        fits!(),
+        " OFFSET 0) AS skipped
+FROM c LEFT JOIN done ON done.id = c.id"
+    ),
 };
 
 // What was not completed here may be this completion itself, run before, whose answer was lost. See
@@ -202,20 +173,6 @@ impl<'a> Columns<'a> {
                 self.sinks.push(sink);
             }
         }
-    }
-
-    /// The statement for these completions.
-    fn statement(&self) -> Forms {
-        if self.sinks.is_empty() { COMPLETE_UNWANTED } else { COMPLETE }
-    }
-
-    /// As many of the parameters as [`Columns::statement`] has.
-    fn statement_params(&self) -> Vec<Param<'_>> {
-        let mut params = self.params();
-        if self.sinks.is_empty() {
-            params.truncate(17);
-        }
-        params
     }
 
     pub(super) fn params(&self) -> Vec<Param<'_>> {
@@ -284,7 +241,7 @@ impl Work for Completions {
         let rows = {
             let mut columns = Columns::default();
             items.iter().for_each(|item| columns.add(item));
-            self.0.write(columns.statement(), &columns.statement_params()).await?
+            self.0.write(COMPLETE, &columns.params()).await?
         };
         let tried: HashMap<RecordId, Tried> =
             rows.iter().map(tried).collect::<Result<_, Error>>().map_err(RunError::from)?;

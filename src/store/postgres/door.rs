@@ -3,8 +3,9 @@
 //! Every statement goes through [`Connection::run`], which names it, times it, bounds it and says what its failure
 //! means. What must stay true:
 //!
-//! - Statements are unnamed and one-shot: each is planned anew with its values, and a pooler that hands each
-//!   transaction another server connection does no harm. There is no session state.
+//! - Statements are unnamed and one-shot, and a pooler that hands each transaction another server connection does no harm:
+//!   there is no session state. Each is planned anew with its values, but for the two batches that every first request is
+//!   part of: those are functions of the schema, whose plans the server keeps.
 //! - A connection serves again only after the answer to its last statement has arrived. A caller that is dropped in
 //!   the middle, a time-out or a broken transaction spoil it; it is closed then.
 //! - A write whose answer did not arrive is in doubt; a read, or what the server itself says it rolled back, is not.
@@ -596,7 +597,7 @@ pub(super) struct Lane {
 /// A write in two forms that do the same. What is passed by costs a look and a lock for each row, and is rarely there.
 #[derive(Clone, Copy)]
 pub(super) struct Forms {
-    /// Waits for a row that somebody's transaction holds, for as long as [`bounded!`] says.
+    /// Waits for a row that somebody's transaction holds, for 20 ms; then it fails, and has changed nothing.
     pub(super) plain: &'static str,
     /// Passes such rows by.
     pub(super) passing: &'static str,
@@ -604,15 +605,6 @@ pub(super) struct Forms {
 
 /// For how long rows are passed by after one was held.
 const PASSING: Duration = Duration::from_secs(1);
-
-/// In the FROM of a statement's first part: whoever holds a row is waited for 20 ms, which is long enough for a change
-/// of ours that is about to commit, and then the statement fails and has changed nothing. It ends with the transaction.
-macro_rules! bounded {
-    () => {
-        "(SELECT set_config('lock_timeout', '20ms', true)) AS bounded, "
-    };
-}
-pub(super) use bounded;
 
 impl Lane {
     pub(super) fn new(dial: Dial) -> Self {

@@ -51,6 +51,11 @@ const MIGRATIONS: &[Migration] = &[
         name: "unwanted",
         sql: include_str!("../../../migrations/postgres/0006_unwanted.sql"),
     },
+    Migration {
+        version: 7,
+        name: "batches",
+        sql: include_str!("../../../migrations/postgres/0007_batches.sql"),
+    },
 ];
 
 /// The version that this program knows.

@@ -13,24 +13,22 @@ use tokio_postgres::Row;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::door::{Door, Effect, Forms, Lane, Param, Params, bounded};
+use super::door::{Door, Effect, Forms, Lane, Param, Params};
 use super::rows::{self, attempt, get, record_columns, unreadable};
 use super::seconds;
 use crate::record::{Attempt, Fence, Record, RecordId, Scope, Settle};
 use crate::store::batch::{RunError, Work};
 use crate::store::{Changed, Error, Proposal, Reserved, Takeover};
 
-// The rows go in sorted by scope, so that two replicas wait for each other in one direction only. ON CONFLICT waits for a
-// transaction that changes the row in the way, and an application's may last: where one does, what stands already is
-// not even tried.
-macro_rules! reserve {
-    ($bounded:expr, $absent:expr) => {
-        concat!(
-            "-- reserve
+/// The plain form is a function of the schema, which says why. ON CONFLICT waits for a transaction that changes the row in
+/// the way, and an application's may last: where one does, what stands already is not even tried.
+const RESERVE: Forms = Forms {
+    plain: "-- reserve
+SELECT id, held, live
+FROM oncegate_reserve_batch($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
+    passing: "-- reserve_passing
 WITH p AS MATERIALIZED (
-    SELECT p.* FROM ",
-            $bounded,
-            "unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bytea[], $6::bytea[],
+    SELECT * FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bytea[], $6::bytea[],
                          $7::bytea[], $8::uuid[], $9::text[], $10::bytea[], $11::float8[])
       AS p(id, tenant_id, operation, key, request_hash, raw_hash, recipe, owner, caller, context,
            retention)),
@@ -44,26 +42,14 @@ made AS (
     SELECT id, tenant_id, operation, key, request_hash, raw_hash, recipe,
            'in_progress', 1, owner, caller, context, clock_timestamp(),
            make_interval(secs => retention)
-    FROM p WHERE owner IN (SELECT owner FROM live)",
-            $absent,
-            "
+    FROM p WHERE owner IN (SELECT owner FROM live) AND NOT EXISTS (
+        SELECT FROM idempotency_records r
+        WHERE r.tenant_id = p.tenant_id AND r.operation = p.operation AND r.key = p.key OFFSET 0)
     ORDER BY tenant_id, operation, key
     ON CONFLICT (tenant_id, operation, key) DO NOTHING
     RETURNING id)
 SELECT p.id, p.id IN (SELECT id FROM made) AS held, p.owner IN (SELECT owner FROM live) AS live
-FROM p"
-        )
-    };
-}
-
-const RESERVE: Forms = Forms {
-    plain: reserve!(bounded!(), ""),
-    passing: reserve!(
-        "",
-        " AND NOT EXISTS (
-        SELECT FROM idempotency_records r
-        WHERE r.tenant_id = p.tenant_id AND r.operation = p.operation AND r.key = p.key OFFSET 0)"
-    ),
+FROM p",
 };
 
 // A second statement has a new snapshot, and so sees what the insert met. LATERAL with OFFSET keeps the planner to
