@@ -9,6 +9,7 @@ pub mod serve;
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use clap::{Args, Parser, Subcommand};
@@ -21,6 +22,7 @@ use crate::demo;
 use crate::fault;
 use crate::gateway::explain::Explainer;
 use crate::gateway::spill;
+use crate::gateway::tokens::Tokens;
 use crate::record::Answer;
 use crate::record::event::{Event, Origin};
 use crate::scope::{DigestKey, Source};
@@ -306,7 +308,9 @@ async fn explain_request(args: &ExplainCommand) -> ExitCode {
             Some(_) => Some(serve::open(&config.store, false).await.map_err(opened)?),
             None => None,
         };
-        let by = Explainer::new(&config.gateway, config.routes, digest);
+        let tokens = config.jwt.map(Tokens::new).transpose();
+        let tokens = tokens.map_err(|why| (1, why))?.map(Arc::new);
+        let by = Explainer::new(&config.gateway, config.routes, digest, tokens);
         let (mut out, json) = (std::io::stdout().lock(), args.config.json);
         let result = explain::run(&args.request, &by, store.as_deref(), &mut out, json).await;
         result.map_err(failed)

@@ -29,7 +29,7 @@ use http::Method;
 use crate::config::build::Builder;
 use crate::config::tree::{Node, Note, Notes, Place};
 use crate::fault;
-use crate::gateway::{self, accept, spill, upstream};
+use crate::gateway::{self, accept, spill, tokens, upstream};
 use crate::record::Operation;
 use crate::relay;
 use crate::route::Routes;
@@ -62,6 +62,8 @@ pub struct Config {
     pub relay: relay::Settings,
     /// What is deleted.
     pub sweep: sweep::Settings,
+    /// How tokens are checked; none: no tenant is read from one.
+    pub jwt: Option<tokens::Settings>,
     /// The log.
     pub log: Log,
     /// Where the key of the digests is.

@@ -23,9 +23,11 @@ pub mod pass;
 mod prefixed;
 pub mod reply;
 pub mod reserve;
+mod rights;
 mod room;
 mod spelling;
 pub mod spill;
+pub mod tokens;
 pub mod upstream;
 
 use std::collections::HashMap;
@@ -52,16 +54,18 @@ use self::pass::PassError;
 use self::reply::{Decoded, Kept, Name, Problem, Takes};
 use self::reserve::{
     Admission, Ask, Desk, Followed, Lead, MayJudge, Question, Raised, Refusal, Replay, Reservation,
-    Seat, Unreserved,
+    Seat, Shared, SharedAnswer, Unreserved,
 };
+use self::rights::{Permit, Rights};
 use self::room::{Limits, NoRoom};
 use self::spill::Spill;
+use self::tokens::Tokens;
 use self::upstream::{Body, Upstream};
 use crate::fault::{self, Point};
 use crate::record::lookup::Verdict;
 use crate::record::outcome::Failure;
 use crate::record::{Answer, KeptBody, LeaseView, Operation, RecordId};
-use crate::route::{Found, Mode, OnUnknown, Route, Routes};
+use crate::route::{Found, Mode, OnUnknown, Route, Routes, Server};
 use crate::scope::{DigestKey, Params};
 use crate::store::{Asking, Due, Store};
 use crate::telemetry::{Metrics, Reply, Step, Would};
@@ -131,6 +135,8 @@ pub struct Gateway {
     store: Arc<dyn Store>,
     desk: Desk,
     intake: Intake,
+    tokens: Option<Arc<Tokens>>,
+    rights: Rights,
     late: LateReads,
     alarm: Alarm,
     observed: observe::Memory,
@@ -155,10 +161,43 @@ pub struct Parts {
     pub spill: Spill,
     /// For digests of credentials.
     pub digest: DigestKey,
+    /// Checks tokens; none: no route reads its tenant from one.
+    pub tokens: Option<Tokens>,
+    /// Who is asked whether a stored answer may be read.
+    pub servers: HashMap<Server, Arc<Upstream>>,
     /// Where everything is counted.
     pub metrics: Arc<Metrics>,
     /// Wakes the relay.
     pub wake: Arc<Notify>,
+}
+
+/// What a request gets that is not executed by itself.
+enum Permitted {
+    /// A stored answer that this caller may read.
+    Replay(Arc<Replay>, Permit),
+    /// The answer of an attempt that was not kept.
+    Share(Arc<Shared>),
+}
+
+impl Permitted {
+    /// The stored or shared answer that it is answered with.
+    fn answer(&self) -> Option<&Answer> {
+        match self {
+            Self::Replay(replay, _) => Some(&replay.answer),
+            Self::Share(shared) => match &shared.answer {
+                SharedAnswer::Released(answer) => Some(answer),
+                SharedAnswer::Unreachable => None,
+            },
+        }
+    }
+
+    /// The record that it is answered from.
+    fn record(&self) -> RecordId {
+        match self {
+            Self::Replay(replay, _) => replay.fence.id,
+            Self::Share(shared) => shared.record,
+        }
+    }
 }
 
 /// What came of asking for a retry.
@@ -183,8 +222,8 @@ impl Gateway {
     /// Puts the gateway together. `None`: no upstream has the default's name.
     #[must_use]
     pub fn new(settings: Settings, parts: Parts) -> Option<Arc<Self>> {
-        let Parts { routes, upstreams, store, lease, may_judge, spill, digest, metrics, wake } =
-            parts;
+        let Parts { routes, upstreams, store, lease, may_judge, spill, digest, .. } = parts;
+        let Parts { tokens, servers, metrics, wake, .. } = parts;
         let default = Arc::clone(upstreams.get(&settings.default_upstream)?);
         let desk_settings = reserve::Settings {
             reserve_timeout: settings.reserve_timeout,
@@ -195,7 +234,9 @@ impl Gateway {
         let desk = Desk::new(desk_settings, asked, lease, may_judge, spill, counted);
         let limits =
             Limits::new(settings.in_flight_max, settings.waiting_max, settings.buffered_bytes_max);
-        let intake = Intake::new(digest, Arc::clone(&metrics), limits);
+        let tokens = tokens.map(Arc::new);
+        let intake = Intake::new(digest, tokens.clone(), Arc::clone(&metrics), limits);
+        let rights = Rights::new(settings.forwarding.clone(), servers);
         let tasks = TaskTracker::new();
         let late = LateReads::new(settings.late_answers_max, Arc::clone(&metrics));
         Some(Arc::new(Self {
@@ -206,6 +247,8 @@ impl Gateway {
             store,
             desk,
             intake,
+            tokens,
+            rights,
             late,
             alarm: Alarm::default(),
             observed: observe::Memory::default(),
@@ -354,7 +397,7 @@ impl Gateway {
                 let _in_flight = self.metrics.in_flight();
                 match self.ask_first(&route, &keyed.ask, question).await {
                     Asked::Send(reservation) => reservation,
-                    Asked::Over(finish) => return self.finished(&keyed, *finish).await,
+                    Asked::Over(finish) => return self.told(keyed, *finish).await,
                 }
             }
             Admission::Refuse(refusal) if self.bypasses(refusal) => {
@@ -390,6 +433,14 @@ impl Gateway {
             Some(held) => response.map(|body| held.carry(body, bytes)),
             None => response,
         }
+    }
+
+    /// What a retry gets that asked first. What was found may be what another caller's attempt brought.
+    async fn told(&self, mut keyed: Keyed, finish: Finish) -> Response<Body> {
+        if let Finish::Found(found) = finish {
+            return self.reply(&mut keyed, Admission::Replay(found), Reply::Replayed).await;
+        }
+        self.finished(&keyed, finish).await
     }
 
     fn closing<'a>(&'a self, route: &'a Route, context: Option<&'a [u8]>) -> Closing<'a> {
@@ -531,8 +582,23 @@ impl Gateway {
         admission: Admission,
         replayed: Reply,
     ) -> Response<Body> {
-        let (route, stored) = (Arc::clone(&keyed.route), admission.answer());
-        let decoded = match self.fit(keyed, stored, admission.record()).await {
+        let route = Arc::clone(&keyed.route);
+        let admission = match admission {
+            Admission::Replay(replay) => match self.rights.check(keyed, &replay).await {
+                Ok(permit) => Permitted::Replay(replay, permit),
+                Err(problem) => return self.refuse(&route, problem),
+            },
+            Admission::Share(shared) => Permitted::Share(shared),
+            Admission::Refuse(refusal) => {
+                return self.refuse(&route, reply::refusal(refusal, &route.policy));
+            }
+            // Only a leader executes or asks, in `work`. Dropping the reservation releases it.
+            Admission::Execute(_) | Admission::Ask(_) => {
+                return self.refuse(&route, Problem::new(Name::StoreUnavailable));
+            }
+        };
+        let stored = admission.answer();
+        let decoded = match self.fit(keyed, stored, Some(admission.record())).await {
             Ok(decoded) => decoded,
             Err(problem) => return self.refuse(&route, problem),
         };
@@ -549,20 +615,14 @@ impl Gateway {
         };
         let (operation, takes) = (&route.operation, &keyed.takes);
         let response = match admission {
-            Admission::Replay(replay) => {
+            Permitted::Replay(replay, permit) => {
                 self.metrics.replied(operation.as_str(), replayed);
-                reply::replay(&replay, decoded.as_ref().unwrap_or(&replay.answer), takes, operation)
+                let sent = decoded.as_ref().unwrap_or(&replay.answer);
+                reply::replay(&replay, sent, takes, operation, permit)
             }
-            Admission::Share(shared) => {
+            Permitted::Share(shared) => {
                 self.metrics.replied(operation.as_str(), Reply::Released);
                 reply::shared(&shared, decoded.as_ref(), takes, operation)
-            }
-            Admission::Refuse(refusal) => {
-                self.refuse(&route, reply::refusal(refusal, &route.policy))
-            }
-            // Only a leader executes or asks, in `work`. Dropping the reservation releases it.
-            Admission::Execute(_) | Admission::Ask(_) => {
-                self.refuse(&route, Problem::new(Name::StoreUnavailable))
             }
         };
         match held {
@@ -590,7 +650,7 @@ impl Gateway {
         keyed: &Keyed,
         replay: &Replay,
         counted: Reply,
-        write: fn(&Replay, &Answer, &Takes, &Operation) -> Response<Body>,
+        write: impl FnOnce(&Replay, &Answer, &Takes, &Operation) -> Response<Body>,
     ) -> Response<Body> {
         let operation = &keyed.route.operation;
         match self.fit(keyed, Some(&replay.answer), Some(replay.fence.id)).await {
@@ -603,6 +663,19 @@ impl Gateway {
                     Some(held) => response.map(|body| held.carry(body, body_bytes(sent))),
                     None => response,
                 }
+            }
+            Err(problem) => self.refuse(&keyed.route, problem),
+        }
+    }
+
+    /// The answer of another attempt than this caller's, where it may read that.
+    async fn other(&self, keyed: &Keyed, replay: &Replay, counted: Reply) -> Response<Body> {
+        match Rights::of_executor(keyed, replay) {
+            Ok(permit) => {
+                let write = |replay: &Replay, sent: &Answer, takes: &Takes, of: &Operation| {
+                    reply::replay(replay, sent, takes, of, permit)
+                };
+                self.found(keyed, replay, counted, write).await
             }
             Err(problem) => self.refuse(&keyed.route, problem),
         }
@@ -624,12 +697,8 @@ impl Gateway {
             Finish::Recorded(replay) => {
                 return self.found(keyed, &replay, Reply::Executed, reply::recorded).await;
             }
-            Finish::Overtaken(replay) => {
-                return self.found(keyed, &replay, Reply::Executed, reply::replay).await;
-            }
-            Finish::Found(replay) => {
-                return self.found(keyed, &replay, Reply::Replayed, reply::replay).await;
-            }
+            Finish::Overtaken(replay) => return self.other(keyed, &replay, Reply::Executed).await,
+            Finish::Found(replay) => return self.other(keyed, &replay, Reply::Replayed).await,
             Finish::StillUnknown { record } => {
                 let refusal = Refusal::OutcomeUnknown { record, again: None };
                 return self.refuse(route, reply::refusal(refusal, &route.policy));
@@ -647,6 +716,13 @@ impl Gateway {
         };
         self.metrics.replied(route.operation.as_str(), reply);
         response
+    }
+
+    /// Keeps the keys that tokens are checked with, until `stop`.
+    pub async fn keep_keys(self: Arc<Self>, stop: CancellationToken) {
+        if let Some(tokens) = &self.tokens {
+            tokens.keep(&stop).await;
+        }
     }
 
     /// Forgets in-memory answers of records that operators acted on, until `stop`.

@@ -161,6 +161,11 @@ text_newtype!(
     Key
 );
 
+text_newtype!(
+    /// Who asked: the verified subject, or a keyed digest of the credential.
+    Caller
+);
+
 impl Tenant {
     /// Checks a tenant that comes from outside. `None`: empty, longer than 255 bytes, or with characters that cannot be seen.
     #[must_use]
@@ -486,6 +491,8 @@ pub struct Record {
     pub fence: Fence,
     /// The request that made it.
     pub fingerprint: Fingerprint,
+    /// Who asked for its current attempt.
+    pub caller: Option<Caller>,
     /// How it stands.
     pub state: State,
 }

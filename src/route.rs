@@ -13,9 +13,11 @@ mod near;
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use http::uri::PathAndQuery;
 use http::{HeaderName, Method, StatusCode};
 use percent_encoding::percent_decode;
 
@@ -69,6 +71,44 @@ pub struct Policy {
     pub replay_drop: Vec<HeaderName>,
     /// Whether requests are protected at all.
     pub mode: Mode,
+    /// Who may read a stored answer within the scope.
+    pub replay_auth: ReplayAuth,
+}
+
+/// Who may read a stored answer within the scope.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ReplayAuth {
+    /// Everybody within it: the tenant is the boundary.
+    Scope,
+    /// Whoever sends the credential that the first caller sent; where the tenant comes from a checked token, its subject.
+    SameCredential,
+    /// Whoever is let by another server, which is asked for each replay.
+    Subrequest(Arc<Subrequest>),
+}
+
+/// How another server is asked whether a caller may read a stored answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Subrequest {
+    /// Who is asked.
+    pub server: Server,
+    /// What is asked for.
+    pub target: PathAndQuery,
+    /// How long the answer may take.
+    pub timeout: Duration,
+}
+
+/// A server that is asked.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Server {
+    /// One of the configured upstreams, by its name.
+    Upstream(String),
+    /// Another one.
+    Url {
+        /// `http://host[:port]` or `https://host[:port]`.
+        base: String,
+        /// For https: the only certificates to trust. None: the system's.
+        ca_file: Option<PathBuf>,
+    },
 }
 
 /// Whether a route's requests are protected.
@@ -390,6 +430,7 @@ mod tests {
                     mismatch_status: StatusCode::CONFLICT,
                     replay_drop: Vec::new(),
                     mode: Mode::Protect,
+                    replay_auth: ReplayAuth::Scope,
                 },
                 upstream: String::new(),
             };

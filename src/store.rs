@@ -28,8 +28,8 @@ pub use self::late::{LateEnd, LateOutcome};
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
 use crate::record::{
-    Answer, Attempt, Fence, Fingerprint, Operation, OwnerId, Record, RecordId, Scope, Settle,
-    Status,
+    Answer, Attempt, Caller, Fence, Fingerprint, Operation, OwnerId, Record, RecordId, Scope,
+    Settle, Status,
 };
 
 /// Why the store did not do it, by what the caller may conclude.
@@ -176,6 +176,8 @@ pub struct Due {
     pub fence: Fence,
     /// Of the request that made it.
     pub fingerprint: Fingerprint,
+    /// Who asked for the attempt.
+    pub caller: Option<Caller>,
     /// What was kept of the request.
     pub context: Option<Bytes>,
 }

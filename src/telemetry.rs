@@ -57,6 +57,10 @@ label_enum!(
         Mismatch = "mismatch",
         /// Refused: still running after the wait.
         InProgress = "in_progress",
+        /// Refused: the stored answer is not for this caller.
+        Forbidden = "forbidden",
+        /// Refused: nobody could say who asks, or whether the stored answer is for this caller.
+        Unchecked = "unchecked",
         /// Refused: a record whose outcome is unknown.
         Held = "held",
         /// Refused: executed, its answer was too large to keep.

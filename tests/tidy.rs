@@ -174,6 +174,7 @@ fn meaning_knows_no_runtime_and_each_crate_has_its_home() {
         ("bb8::", &["store/postgres"]),
         ("bb8_postgres::", &["store/postgres"]),
         ("rusqlite::", &["store/sqlite"]),
+        ("ring::", &["scope/jwt", "store/postgres/tls", "store/sealed/keys"]),
         ("clap::", &["cli", "main"]),
         ("toml::", &["config"]),
         ("axum::", &["admin", "cli", "demo"]),

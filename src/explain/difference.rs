@@ -154,8 +154,7 @@ impl Step<'_> {
 /// their index. Each level is read once.
 fn json(mut a: &str, mut b: &str) -> Option<Difference> {
     let mut path = "$".to_owned();
-    loop {
-        let (Some(ours), Some(theirs)) = (entries(a), entries(b)) else { break };
+    while let (Some(ours), Some(theirs)) = (entries(a), entries(b)) {
         if a.get(..1) != b.get(..1) {
             break;
         }

@@ -31,7 +31,7 @@ use super::spill::Keeping;
 use super::upstream;
 use crate::record::event::{Event, Origin};
 use crate::record::outcome::{Class, Failure};
-use crate::record::{Answer, Attempt, Fence, KeptBody, RecordId, Spelling};
+use crate::record::{Answer, Attempt, Caller, Fence, KeptBody, RecordId, Spelling};
 use crate::route::Route;
 use crate::store::{
     Changed, Completion, Error, LateEnd, LateOutcome, Settled, Store, complete_or_plain,
@@ -191,6 +191,7 @@ impl Closing<'_> {
     ) -> (Finish, Option<Late>) {
         let fence = underway.fence;
         let Fence { id: record, attempt } = fence;
+        let caller = underway.caller.clone();
         let operation = &self.route.operation;
         tracing::warn!(%record, %operation, ?failure, "an attempt ended without an answer");
         let ending = match failure {
@@ -211,7 +212,8 @@ impl Closing<'_> {
                 Ending::Unknown(record)
             }
             Failure::NothingSent => {
-                Ending::Shared(Arc::new(Shared { record, answer: SharedAnswer::Unreachable }))
+                let answer = SharedAnswer::Unreachable;
+                Ending::Shared(Arc::new(Shared { record, caller, answer }))
             }
             Failure::LeaseEnded => Ending::LookAgain,
         };
@@ -224,7 +226,8 @@ impl Closing<'_> {
 
     /// The upstream did not execute: passes its answer on.
     async fn free(&self, underway: Box<Underway>, first: First) -> Finish {
-        let share = shared(&first, &self.route.policy.replay_drop).map(Arc::new);
+        let caller = underway.caller.clone();
+        let share = shared(&first, caller, &self.route.policy.replay_drop).map(Arc::new);
         let ending = share.map_or(Ending::LookAgain, Ending::Shared);
         let answer = self.answer(&first);
         match self.release(underway, ending, LateEnd::Released { answer }).await {
@@ -394,10 +397,11 @@ impl Closing<'_> {
     /// it is durable now.
     async fn spill(&self, underway: Box<Underway>, completion: Completion, error: &Error) -> bool {
         owed(error);
-        let fingerprint = underway.fingerprint;
+        let (fingerprint, caller) = (underway.fingerprint, underway.caller.clone());
         let keeping = self.desk.settler().spill().keep(&completion, fingerprint).await;
         let spilled = matches!(keeping, Keeping::Spilled(_));
-        underway.owe(Debt::Complete { completion: Box::new(completion), fingerprint, keeping });
+        let completion = Box::new(completion);
+        underway.owe(Debt::Complete { completion, fingerprint, caller, keeping });
         spilled
     }
 
@@ -517,7 +521,7 @@ fn owed(error: &Error) {
 
 /// An answer that is not kept, for those who waited for it; a stream cannot be shared. Like a replay it leaves `drop`
 /// out: a session that was opened for the first caller is nobody else's.
-fn shared(first: &First, drop: &[HeaderName]) -> Option<Shared> {
+fn shared(first: &First, caller: Option<Caller>, drop: &[HeaderName]) -> Option<Shared> {
     let FirstBody::Whole { body, trailers } = &first.body else { return None };
     let without = |mut headers: HeaderMap| {
         for name in drop {
@@ -529,7 +533,7 @@ fn shared(first: &First, drop: &[HeaderName]) -> Option<Shared> {
     note(&mut headers, first, &without(trailers.clone()));
     let (status, spelling) = (first.head.status, spelling_of(&headers, &first.head));
     let answer = Answer { status, headers, spelling, body: KeptBody::Whole(body.clone()) };
-    Some(Shared { record: first.record, answer: SharedAnswer::Released(answer) })
+    Some(Shared { record: first.record, caller, answer: SharedAnswer::Released(answer) })
 }
 
 /// Notes among the headers that are kept what a replay needs besides.

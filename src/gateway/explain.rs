@@ -12,6 +12,7 @@ use http_body_util::{BodyExt, Full};
 use super::intake::{Intake, Read};
 use super::reply::{Name, Problem};
 use super::room::Limits;
+use super::tokens::Tokens;
 use super::{Gateway, Settings, headers};
 use crate::explain::{self, Becomes, Canonical, Explain, Explained, Sample};
 use crate::route::{Found, Mode, Route, Routes};
@@ -25,11 +26,16 @@ pub struct Explainer {
 }
 
 impl Explainer {
-    /// By these routes and limits. `digest`: for tenants that are digests.
+    /// By these routes and limits. `digest`: for tenants that are digests; `tokens`: for those that stand in tokens.
     #[must_use]
-    pub fn new(settings: &Settings, routes: Routes, digest: DigestKey) -> Self {
+    pub fn new(
+        settings: &Settings,
+        routes: Routes,
+        digest: DigestKey,
+        tokens: Option<Arc<Tokens>>,
+    ) -> Self {
         let limits = Limits::new(1, 1, settings.buffered_bytes_max);
-        Self { routes, intake: Intake::new(digest, Arc::new(Metrics::default()), limits) }
+        Self { routes, intake: Intake::new(digest, tokens, Arc::new(Metrics::default()), limits) }
     }
 }
 

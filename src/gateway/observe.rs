@@ -176,7 +176,7 @@ pub(super) async fn judge(
         Read::Keyed(keyed) => {
             let (scope, fingerprint) = (&keyed.ask.scope, keyed.ask.fingerprint);
             let would = memory.meet(route, scope, fingerprint, ended, Instant::now());
-            tell(metrics, route, would, Some(intake.key_digest(&scope.key)), None);
+            tell(metrics, route, would, Some(&intake.key_digest(&scope.key)), None);
         }
         Read::Unkeyed(_) => tell(metrics, route, Would::Pass, None, None),
         Read::Refused(problem) => tell(metrics, route, refused(&problem), None, Some(&problem)),
@@ -184,6 +184,7 @@ pub(super) async fn judge(
 }
 
 /// What a refusal counts as.
+#[expect(clippy::wildcard_enum_match_arm, reason = "the log names every other one")]
 fn refused(problem: &Problem) -> Would {
     match problem.name() {
         Name::KeyMissing => Would::KeyMissing,
@@ -191,7 +192,6 @@ fn refused(problem: &Problem) -> Would {
         Name::TenantMissing => Would::TenantMissing,
         Name::BodyTooLarge => Would::BodyTooLarge,
         Name::Overloaded => Would::Overloaded,
-        #[expect(clippy::wildcard_enum_match_arm, reason = "the log names every other one")]
         _ => Would::Refuse,
     }
 }
@@ -201,7 +201,7 @@ pub(super) fn tell(
     metrics: &Metrics,
     route: &Route,
     would: Would,
-    key: Option<String>,
+    key: Option<&str>,
     problem: Option<&Problem>,
 ) {
     let operation = route.operation.as_str();

@@ -22,6 +22,7 @@ use super::notes::{self, Notes};
 use super::pass;
 use super::prefixed::Prefixed;
 use super::reserve::{Refusal, Replay, Shared, SharedAnswer};
+use super::rights::Permit;
 use super::spelling;
 use super::upstream::{Body, BodyError};
 use crate::record::outcome::Failure;
@@ -48,6 +49,7 @@ pub(super) fn refusal(refusal: Refusal, policy: &Policy) -> Problem {
         Refusal::Mismatch { record } => {
             Problem::new(Name::RequestMismatch).status(policy.mismatch_status).record(record)
         }
+        Refusal::Forbidden { record } => Problem::new(Name::ReplayForbidden).record(record),
         Refusal::InProgress { record } => Problem::new(Name::InProgress).record(record),
         Refusal::OutcomeUnknown { record, again } => {
             let problem = Problem::new(Name::OutcomeUnknown).record(record);
@@ -137,12 +139,13 @@ pub(super) enum Kept {
     No,
 }
 
-/// A stored answer, sent again. `sent`: in the form that the caller takes.
+/// A stored answer, sent again, to one who may read it. `sent`: in the form that the caller takes.
 pub(super) fn replay(
     replay: &Replay,
     sent: &Answer,
     takes: &Takes,
     operation: &Operation,
+    _: Permit,
 ) -> Response<Body> {
     let mut response = recorded(replay, sent, takes, operation);
     if matches!(replay.answer.body, KeptBody::Whole(_)) {

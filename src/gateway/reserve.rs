@@ -9,6 +9,8 @@
 //!   byte went out it is released; dropped later it becomes `unknown`. Either is owed to the store by the [`Settler`],
 //!   and the entry stays until the store has taken it: duplicates on this replica see the entry before the database.
 //! - Another request under the scope is refused as soon as the record's fingerprint is known, and not before.
+//! - Where only the same caller may read ([`Readers::Caller`]), that is decided before fingerprints are compared: another
+//!   caller learns that the key is taken, not whether it has guessed the request, and gets nothing that the first one got.
 //! - Followers of an attempt that ends `unknown` are told so; only a duplicate that arrives later starts an attempt.
 //! - Losing a task (panic, shutdown) wakes its followers: a [`Lead`] that is dropped tells them to look again.
 
@@ -34,7 +36,7 @@ pub(super) use self::settler::{Debt, Settler, Standing};
 use super::room::AnswerRoom;
 use super::spill::Spill;
 use crate::record::{
-    Completed, Fence, Fingerprint, LeaseView, OwnerId, Record, RecordId, Scope, State,
+    Caller, Completed, Fence, Fingerprint, LeaseView, OwnerId, Record, RecordId, Scope, State,
 };
 use crate::route::OnUnknown;
 use crate::store::{self, Store};
@@ -71,10 +73,40 @@ pub type MayJudge = Arc<dyn Fn() -> bool + Send + Sync>;
 pub(super) struct Ask {
     pub(super) scope: Scope,
     pub(super) fingerprint: Fingerprint,
-    pub(super) caller: Option<String>,
+    pub(super) caller: Option<Caller>,
+    pub(super) readers: Readers,
     pub(super) context: Option<Bytes>,
     pub(super) on_unknown: OnUnknown,
     pub(super) retention: Duration,
+}
+
+/// Who gets what another request under the scope came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Readers {
+    /// Everybody within the scope.
+    Scope,
+    /// Whoever is let before an answer is given (see `rights`). What is not kept goes to the same caller only.
+    Asked,
+    /// The same caller only.
+    Caller,
+}
+
+impl Ask {
+    /// Whether this is another caller than the one who made the record, where that counts.
+    fn is_stranger(&self, caller: Option<&Caller>) -> bool {
+        match self.readers {
+            Readers::Scope | Readers::Asked => false,
+            Readers::Caller => self.caller.as_ref() != caller,
+        }
+    }
+
+    /// Whether an answer that is not kept, and that this caller got, is this one's too.
+    fn shares(&self, caller: Option<&Caller>) -> bool {
+        match self.readers {
+            Readers::Scope => true,
+            Readers::Asked | Readers::Caller => self.caller.as_ref() == caller,
+        }
+    }
 }
 
 /// What a keyed request gets.
@@ -91,33 +123,12 @@ pub(super) enum Admission {
     Refuse(Refusal),
 }
 
-impl Admission {
-    /// The stored or shared answer that it is answered with.
-    pub(super) fn answer(&self) -> Option<&crate::record::Answer> {
-        match self {
-            Self::Replay(replay) => Some(&replay.answer),
-            Self::Share(shared) => match &shared.answer {
-                SharedAnswer::Released(answer) => Some(answer),
-                SharedAnswer::Unreachable => None,
-            },
-            Self::Execute(_) | Self::Ask(_) | Self::Refuse(_) => None,
-        }
-    }
-
-    /// The record that it is answered from.
-    pub(super) fn record(&self) -> Option<RecordId> {
-        match self {
-            Self::Replay(replay) => Some(replay.fence.id),
-            Self::Share(shared) => Some(shared.record),
-            Self::Execute(_) | Self::Ask(_) | Self::Refuse(_) => None,
-        }
-    }
-}
-
 /// The answer of an attempt that is not kept, for those that waited for it.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) record: RecordId,
+    /// Whose attempt it was.
+    pub(super) caller: Option<Caller>,
     pub(super) answer: SharedAnswer,
 }
 
@@ -135,6 +146,8 @@ pub(super) enum SharedAnswer {
 pub(super) enum Refusal {
     /// Another request stands under the scope.
     Mismatch { record: RecordId },
+    /// Another caller's request stands under the scope.
+    Forbidden { record: RecordId },
     /// It is still running after the wait.
     InProgress { record: Option<RecordId> },
     /// Nobody knows whether it executed. `again`: when more may be known.
@@ -193,7 +206,7 @@ enum News {
     /// Its leader asks the store.
     Proposed,
     /// A record stands under the scope and is being worked on, here or by another replica.
-    Running { record: RecordId, fingerprint: Fingerprint },
+    Running { record: RecordId, fingerprint: Fingerprint, caller: Option<Caller> },
     /// It ended.
     Ended(Ending),
 }
@@ -229,8 +242,8 @@ impl Lead {
         self.ending = ending;
     }
 
-    fn running(&self, record: RecordId, fingerprint: Fingerprint) {
-        self.entry.news.send_replace(News::Running { record, fingerprint });
+    fn running(&self, record: RecordId, fingerprint: Fingerprint, caller: Option<Caller>) {
+        self.entry.news.send_replace(News::Running { record, fingerprint, caller });
     }
 }
 
@@ -292,6 +305,7 @@ pub(super) struct Underway {
     pub(super) scope: Scope,
     pub(super) fence: Fence,
     pub(super) fingerprint: Fingerprint,
+    pub(super) caller: Option<Caller>,
     owner: OwnerId,
     lease: LeaseView,
     sending: Arc<AtomicBool>,
@@ -450,7 +464,8 @@ impl Desk {
         match entries.entry(underway.scope.clone()) {
             hash_map::Entry::Vacant(place) => {
                 let (record, fingerprint) = (underway.fence.id, underway.fingerprint);
-                let news = News::Running { record, fingerprint };
+                let caller = underway.caller.clone();
+                let news = News::Running { record, fingerprint, caller };
                 underway.lead = Some(self.take_the_lead(place, news));
             }
             hash_map::Entry::Occupied(entry) => entry.get().answered.store(true, Ordering::SeqCst),
@@ -505,16 +520,21 @@ impl Desk {
         let Follow { mut news, entry } = follow;
         let _waiting = self.metrics.waiting();
         let mut running = None;
+        let mut stranger = false;
         let mut looks = entry.look_is_due();
         loop {
             let now = news.borrow_and_update().clone();
             match now {
                 News::Proposed => {}
-                News::Running { record, fingerprint } => {
-                    if !fingerprint.same_request(&ask.fingerprint) {
+                News::Running { record, fingerprint, caller } => {
+                    stranger = ask.is_stranger(caller.as_ref());
+                    if !stranger && !fingerprint.same_request(&ask.fingerprint) {
                         return Followed::Admitted(Admission::Refuse(Refusal::Mismatch { record }));
                     }
                     running = Some(record);
+                }
+                News::Ended(Ending::Unknown(record)) if stranger => {
+                    return Followed::Admitted(Admission::Refuse(Refusal::Forbidden { record }));
                 }
                 News::Ended(ending) => return ended(ask, ending),
             }
@@ -553,15 +573,15 @@ impl Desk {
 
     /// The answer of a record that somebody else completed while it is being worked on here.
     async fn look(&self, ask: &Ask) -> Option<Admission> {
-        let Ok(Some(Record { fence, fingerprint, state: State::Completed(completed) })) =
-            self.store.find(&ask.scope).await
+        let Ok(Some(record)) = self.store.find(&ask.scope).await else { return None };
+        let Record { fence, fingerprint, caller, state: State::Completed(completed) } = record
         else {
             return None;
         };
         if completed.time_left.is_zero() {
             return None;
         }
-        let replay = Arc::new(replay_of(fence, fingerprint, *completed));
+        let replay = Arc::new(replay_of(fence, fingerprint, caller, *completed));
         self.remember(&ask.scope, &replay);
         Some(from_record(ask, replay))
     }
@@ -613,11 +633,12 @@ impl Desk {
     }
 
     fn reservation(&self, held: Held, ask: &Ask, lead: Lead) -> Reservation {
-        lead.running(held.fence.id, held.fingerprint);
+        lead.running(held.fence.id, held.fingerprint, ask.caller.clone());
         Reservation(Box::new(Underway {
             scope: ask.scope.clone(),
             fence: held.fence,
             fingerprint: held.fingerprint,
+            caller: ask.caller.clone(),
             owner: held.owner,
             lease: self.lease.clone(),
             sending: Arc::new(AtomicBool::new(false)),
@@ -629,9 +650,11 @@ impl Desk {
     }
 }
 
-/// A stored answer for the same request; for another one, a mismatch.
+/// A stored answer for the same request; for another one, a mismatch; for another caller neither.
 fn from_record(ask: &Ask, replay: Arc<Replay>) -> Admission {
-    if replay.fingerprint.same_request(&ask.fingerprint) {
+    if ask.is_stranger(replay.caller.as_ref()) {
+        Admission::Refuse(Refusal::Forbidden { record: replay.fence.id })
+    } else if replay.fingerprint.same_request(&ask.fingerprint) {
         Admission::Replay(replay)
     } else {
         Admission::Refuse(Refusal::Mismatch { record: replay.fence.id })
@@ -641,7 +664,9 @@ fn from_record(ask: &Ask, replay: Arc<Replay>) -> Admission {
 fn ended(ask: &Ask, ending: Ending) -> Followed {
     Followed::Admitted(match ending {
         Ending::Kept(replay) => from_record(ask, replay),
-        Ending::Shared(shared) => Admission::Share(shared),
+        Ending::Shared(shared) if ask.shares(shared.caller.as_ref()) => Admission::Share(shared),
+        // The key is free again: who gets no share asks for itself.
+        Ending::Shared(_) => return Followed::LookAgain,
         Ending::Unknown(record) => {
             Admission::Refuse(Refusal::OutcomeUnknown { record, again: None })
         }
@@ -651,9 +676,14 @@ fn ended(ask: &Ask, ending: Ending) -> Followed {
 }
 
 /// A completed record as it is replayed, with the end of its life in memory.
-pub(super) fn replay_of(fence: Fence, fingerprint: Fingerprint, completed: Completed) -> Replay {
+pub(super) fn replay_of(
+    fence: Fence,
+    fingerprint: Fingerprint,
+    caller: Option<Caller>,
+    completed: Completed,
+) -> Replay {
     let Completed { answer, expires_at, time_left } = completed;
-    Replay::new(fence, fingerprint, answer, expires_at, Instant::now() + time_left)
+    Replay::new(fence, fingerprint, caller, answer, expires_at, Instant::now() + time_left)
 }
 
 /// A freshly completed record as it is replayed. `before`: a moment before the completion, `retention` after it.
@@ -663,5 +693,6 @@ pub(super) fn replay_of_completion(
     expires_at: SystemTime,
     ends: Instant,
 ) -> Replay {
-    Replay::new(underway.fence, underway.fingerprint, answer, expires_at, ends)
+    let caller = underway.caller.clone();
+    Replay::new(underway.fence, underway.fingerprint, caller, answer, expires_at, ends)
 }

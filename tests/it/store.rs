@@ -12,8 +12,8 @@ use http::{HeaderMap, HeaderValue, StatusCode};
 use oncegate::record::event::Event;
 use oncegate::record::event::doubt::{Doubt, News, Resolution};
 use oncegate::record::{
-    Answer, Attempt, Change, Fence, Fingerprint, KeptBody, Key, Next, Operation, OwnerId, RecordId,
-    Scope, Settle, Spelling, State, Status, Tenant, transition,
+    Answer, Attempt, Caller, Change, Fence, Fingerprint, KeptBody, Key, Next, Operation, OwnerId,
+    RecordId, Scope, Settle, Spelling, State, Status, Tenant, transition,
 };
 use oncegate::store::{
     Acknowledgement, Asker, Asking, Beat, Changed, Claim, Claimed, Completion, EventFilter,
@@ -50,6 +50,7 @@ macro_rules! on_every_store {
 on_every_store![
     each_change_leads_where_the_transition_function_says,
     a_reservation_is_held_once_and_found_by_others,
+    a_record_says_who_asked_for_its_current_attempt,
     an_own_reservation_proposed_again_is_held,
     without_a_live_lease_nothing_is_reserved_or_taken_over,
     of_many_concurrent_proposals_exactly_one_is_held,
@@ -363,11 +364,43 @@ async fn a_reservation_is_held_once_and_found_by_others(store: Tested) {
     };
     assert_eq!(found.fence, fence);
     assert_eq!(found.fingerprint, fingerprint(1), "known from the reservation on");
+    assert_eq!(found.caller.as_ref().map(Caller::as_str), Some("alice"));
     assert_eq!(found.state, State::InProgress { owner: first, owner_lives: true });
     assert_eq!(store.find(&scope).await.unwrap(), Some(*found));
     store.retire(first).await.unwrap();
     let found = store.find(&scope).await.unwrap().unwrap();
     assert_eq!(found.state, State::InProgress { owner: first, owner_lives: false });
+}
+
+async fn a_record_says_who_asked_for_its_current_attempt(store: Tested) {
+    let scope = scope();
+    let caller = async || store.find(&scope).await.unwrap().unwrap().caller;
+    let by = async |name: Option<&str>| {
+        let caller = name.map(str::to_owned);
+        Proposal { caller, ..proposal(&scope, owner(&store).await) }
+    };
+    let bob = || Some(Caller::stored("bob"));
+    let first = by(Some("bob")).await;
+    let fence = Fence { id: first.id, attempt: Attempt::FIRST };
+    assert_eq!(store.reserve(first, deadline()).await.unwrap(), Reserved::Held);
+    assert_eq!(caller().await, bob());
+    store.mark_unknown(&scope, fence).await.unwrap();
+    assert_eq!(caller().await, bob());
+    // A question is nobody's; a new attempt is whose it is.
+    let question = Takeover::Question(fence, NOW, Asker::Gateway);
+    assert_eq!(store.take_over(by(None).await, question).await.unwrap(), Changed::Yes);
+    assert_eq!(caller().await, bob());
+    store.mark_unknown(&scope, fence).await.unwrap();
+    let retry = Takeover::Unknown(fence);
+    assert_eq!(store.take_over(by(Some("eve")).await, retry).await.unwrap(), Changed::Yes);
+    assert_eq!(caller().await, Some(Caller::stored("eve")));
+    let second = Fence { attempt: fence.attempt.next(), ..fence };
+    let settled = Completion { retention: Duration::ZERO, ..completion(&scope, second, vec![]) };
+    assert!(is_done(complete(&store, settled).await));
+    assert_eq!(caller().await, Some(Caller::stored("eve")));
+    let expired = Takeover::Expired(second);
+    assert_eq!(store.take_over(by(None).await, expired).await.unwrap(), Changed::Yes);
+    assert_eq!(caller().await, None);
 }
 
 async fn an_own_reservation_proposed_again_is_held(store: Tested) {
@@ -669,6 +702,7 @@ async fn an_unknown_record_is_asked_about_by_one_at_a_time(store: Tested) {
     assert_eq!(found.len(), 1);
     assert_eq!((&found[0].scope, found[0].fence), (&scope, fence));
     assert_eq!(found[0].fingerprint, fingerprint(1));
+    assert_eq!(found[0].caller.as_ref().map(Caller::as_str), Some("alice"));
     assert_eq!(found[0].context.as_deref(), Some(b"{\"n\":1}".as_slice()));
     let tasks: Vec<_> = (0..8)
         .map(|_| {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 
 use super::{Ask, Debt, Desk, Lead, News, POLL_FIRST, Refusal, Replay, Unreserved, replay_of};
-use crate::record::{Attempt, Fence, Fingerprint, OwnerId, Record, RecordId, State};
+use crate::record::{Attempt, Caller, Fence, Fingerprint, OwnerId, Record, RecordId, State};
 use crate::route::{Lookup, OnUnknown};
 use crate::store::{Asker, Changed, Error, Proposal, Reserved, Takeover};
 use crate::telemetry::{self, causes};
@@ -21,6 +21,15 @@ pub(super) struct Held {
     pub(super) fence: Fence,
     pub(super) fingerprint: Fingerprint,
     pub(super) owner: OwnerId,
+}
+
+/// A record in progress that stands in the way.
+struct Met {
+    fence: Fence,
+    fingerprint: Fingerprint,
+    caller: Option<Caller>,
+    /// Whether it is another caller's, where that counts.
+    stranger: bool,
 }
 
 /// What the leader does next.
@@ -131,7 +140,7 @@ impl<'a> Inquiry<'a> {
             scope: self.ask.scope.clone(),
             fingerprint: self.ask.fingerprint,
             owner: self.desk.lease.current().owner,
-            caller: self.ask.caller.clone(),
+            caller: self.ask.caller.as_ref().map(ToString::to_string),
             context: self.ask.context.clone(),
             retention: self.ask.retention,
         }
@@ -180,17 +189,24 @@ impl<'a> Inquiry<'a> {
         {
             return self.take_over(Takeover::Expired(fence), self.ask.fingerprint).await;
         }
-        if !record.fingerprint.same_request(&self.ask.fingerprint) {
+        let stranger = self.ask.is_stranger(record.caller.as_ref());
+        if !stranger && !record.fingerprint.same_request(&self.ask.fingerprint) {
             return Step::Refuse(Refusal::Mismatch { record: fence.id });
         }
+        let (fingerprint, caller) = (record.fingerprint, record.caller);
         match record.state {
-            State::Completed(completed) => {
-                Step::Replay(Arc::new(replay_of(fence, record.fingerprint, *completed)))
-            }
-            State::Unknown => self.meet_unknown(fence, record.fingerprint).await,
+            // Running, it may still be released, and then the key is free for everybody.
             State::InProgress { owner, owner_lives } => {
-                self.meet_running(fence, record.fingerprint, owner, owner_lives).await
+                let met = Met { fence, fingerprint, caller, stranger };
+                self.meet_running(met, owner, owner_lives).await
             }
+            State::Completed(_) | State::Unknown if stranger => {
+                Step::Refuse(Refusal::Forbidden { record: fence.id })
+            }
+            State::Completed(completed) => {
+                Step::Replay(Arc::new(replay_of(fence, fingerprint, caller, *completed)))
+            }
+            State::Unknown => self.meet_unknown(fence, fingerprint).await,
         }
     }
 
@@ -230,13 +246,8 @@ impl<'a> Inquiry<'a> {
         Step::Asks { held, lookup: Arc::clone(lookup), context: doubt.context }
     }
 
-    async fn meet_running(
-        &mut self,
-        fence: Fence,
-        fingerprint: Fingerprint,
-        owner: OwnerId,
-        owner_lives: bool,
-    ) -> Step {
+    async fn meet_running(&mut self, met: Met, owner: OwnerId, owner_lives: bool) -> Step {
+        let Met { fence, fingerprint, caller, stranger } = met;
         let scope = &self.ask.scope;
         let marked = if owner == self.desk.lease.current().owner {
             // A row of this process without an entry: nobody here knows how far it came.
@@ -247,10 +258,11 @@ impl<'a> Inquiry<'a> {
             marked.map(|marked| if marked > 0 { Changed::Yes } else { Changed::Locked })
         } else {
             self.saw_running = true;
-            self.lead.running(fence.id, fingerprint);
+            self.lead.running(fence.id, fingerprint, caller);
             return Step::Wait(fence.id);
         };
         match marked {
+            Ok(Changed::Yes) if stranger => Step::Refuse(Refusal::Forbidden { record: fence.id }),
             Ok(Changed::Yes) => self.meet_unknown(fence, fingerprint).await,
             Ok(Changed::No) => Step::Again,
             Ok(Changed::Locked) => Step::Wait(fence.id),

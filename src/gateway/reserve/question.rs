@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 
 use super::inquiry::{Held, Inquiry, Step};
-use super::{Ask, Desk, Lead, POLL_FIRST, Reservation, Seat, Underway};
+use super::{Ask, Desk, Lead, POLL_FIRST, Readers, Reservation, Seat, Underway};
 use crate::record::lookup::About;
 use crate::record::{Fence, RecordId};
 use crate::route::{Lookup, OnUnknown};
@@ -75,7 +75,8 @@ impl Desk {
         let ask = Ask {
             scope: due.scope.clone(),
             fingerprint: due.fingerprint,
-            caller: None,
+            caller: due.caller.clone(),
+            readers: Readers::Scope,
             context: None,
             on_unknown: OnUnknown::Hold,
             // What stands in the row stays.
@@ -132,7 +133,7 @@ impl Desk {
             scope: underway.scope.clone(),
             fingerprint: underway.fingerprint,
             owner: underway.owner,
-            caller: ask.caller.clone(),
+            caller: ask.caller.as_ref().map(ToString::to_string),
             context: ask.context.clone(),
             retention: ask.retention,
         };

@@ -20,7 +20,7 @@ use super::cache::Cache;
 use super::{Ending, Lead, Replay};
 use crate::fault::{self, Point};
 use crate::gateway::spill::{Keeping, Spill};
-use crate::record::{Fence, Fingerprint, OwnerId, Record, RecordId, Scope, State};
+use crate::record::{Caller, Fence, Fingerprint, OwnerId, Record, RecordId, Scope, State};
 use crate::store::{self, Changed, Completion, Error, LateOutcome, Settled, Store};
 use crate::telemetry::{Drained, Metrics, causes};
 
@@ -40,7 +40,12 @@ const NOBODYS: Fingerprint = Fingerprint { canonical: [0; 32], raw: [0; 32], rec
 /// The end of an attempt, as it has to be written.
 pub(crate) enum Debt {
     /// The outcome is known.
-    Complete { completion: Box<Completion>, fingerprint: Fingerprint, keeping: Keeping },
+    Complete {
+        completion: Box<Completion>,
+        fingerprint: Fingerprint,
+        caller: Option<Caller>,
+        keeping: Keeping,
+    },
     /// Nobody knows what the upstream did.
     Unknown { scope: Scope, fence: Fence },
     /// It is known not to have executed; those who waited get this ending. `late`: what is noted where another attempt
@@ -180,9 +185,10 @@ impl Settler {
     /// What stands under a scope where the record `id` was.
     pub(super) async fn standing(&self, scope: &Scope, id: RecordId) -> Result<Standing, Error> {
         Ok(match self.store.find(scope).await? {
-            Some(Record { fence, fingerprint, state }) if fence.id == id => match state {
+            Some(Record { fence, fingerprint, caller, state }) if fence.id == id => match state {
                 State::Completed(completed) => {
-                    Standing::Completed(Arc::new(super::replay_of(fence, fingerprint, *completed)))
+                    let replay = super::replay_of(fence, fingerprint, caller, *completed);
+                    Standing::Completed(Arc::new(replay))
                 }
                 State::InProgress { .. } | State::Unknown => Standing::Open,
             },
@@ -236,7 +242,7 @@ impl Settler {
     /// Leaves a debt to the next process: an outcome in the spill, where it was not there yet.
     async fn hand_over(&self, debt: Debt) -> Ending {
         match &debt {
-            Debt::Complete { completion, fingerprint, keeping: Keeping::Memory(_) } => {
+            Debt::Complete { completion, fingerprint, keeping: Keeping::Memory(_), .. } => {
                 // Where there is still no room, the record becomes unknown.
                 drop(self.spill.keep(completion, *fingerprint).await);
             }
@@ -269,8 +275,8 @@ impl Settler {
 
     async fn try_pay(&self, debt: &Debt) -> Result<Paid, Error> {
         match debt {
-            Debt::Complete { completion, fingerprint, .. } => {
-                self.complete(completion, *fingerprint).await
+            Debt::Complete { completion, fingerprint, caller, .. } => {
+                self.complete(completion, *fingerprint, caller.as_ref()).await
             }
             Debt::Unknown { scope, fence } => match self.store.mark_unknown(scope, *fence).await? {
                 Changed::Yes => Ok(Paid::taken(Ending::Unknown(fence.id))),
@@ -369,6 +375,7 @@ impl Settler {
         &self,
         completion: &Completion,
         fingerprint: Fingerprint,
+        caller: Option<&Caller>,
     ) -> Result<Paid, Error> {
         let begun = Instant::now();
         let deadline = begun + TRY;
@@ -377,7 +384,8 @@ impl Settler {
             Settled::Done { expires_at } => {
                 let ends = begun + completion.retention;
                 let answer = completion.answer.clone();
-                let replay = Replay::new(completion.fence, fingerprint, answer, expires_at, ends);
+                let (fence, caller) = (completion.fence, caller.cloned());
+                let replay = Replay::new(fence, fingerprint, caller, answer, expires_at, ends);
                 Ok(Paid::taken(self.kept(&completion.scope, Arc::new(replay))))
             }
             Settled::Fenced => {

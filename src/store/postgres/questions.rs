@@ -15,7 +15,7 @@ use crate::store::{Asking, Due, Error, Unresolved};
 // believes of the tables.
 const QUESTIONS: &str = "-- questions
 SELECT r.tenant_id, r.operation, r.key, r.id, r.attempt, r.request_hash, r.raw_hash, r.recipe,
-       r.request_context
+       r.caller, r.request_context
 FROM oncegate_unknown u
 CROSS JOIN LATERAL (
     SELECT * FROM idempotency_records r WHERE r.id = u.id AND r.status = 'unknown' OFFSET 0) r
@@ -42,6 +42,7 @@ pub(super) async fn due(door: &Door, asking: &[Asking], limit: u32) -> Result<Ve
             scope: rows::scope(row, "key")?,
             fence: rows::fence(row)?,
             fingerprint: rows::fingerprint(row)?,
+            caller: rows::caller(row)?,
             context: context(row)?,
         })
     };

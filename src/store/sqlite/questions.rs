@@ -10,7 +10,7 @@ use crate::record::{Fence, Record, RecordId, Scope, Settle, State};
 
 pub(super) fn due(tx: &Tx<'_>, asking: &[Asking], limit: u32) -> rusqlite::Result<Vec<Due>> {
     const SQL: &str = "SELECT u.next_ask_at, r.tenant_id, r.operation, r.key, r.id, r.attempt,
-          r.request_hash, r.raw_hash, r.recipe, r.request_context
+          r.request_hash, r.raw_hash, r.recipe, r.request_context, r.caller
         FROM oncegate_unknown u CROSS JOIN idempotency_records r ON r.id = u.id
         WHERE r.status = 'unknown' AND r.operation = ?2 AND u.next_ask_at <= ?1
           AND u.since + iif(u.orphaned, ?4, ?3) <= ?1
@@ -20,6 +20,7 @@ pub(super) fn due(tx: &Tx<'_>, asking: &[Asking], limit: u32) -> rusqlite::Resul
             scope: row::scope(row, 1)?,
             fence: row::fence(row, 4)?,
             fingerprint: row::fingerprint(row, 6)?,
+            caller: row::caller(row, 10)?,
             context: row.get::<_, Option<Vec<u8>>>(9)?.map(Into::into),
         };
         Ok((row.get::<_, i64>(0)?, due))
