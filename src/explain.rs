@@ -193,7 +193,7 @@ pub struct Canonical {
     method: String,
     path: String,
     /// Decoded pairs in their canonical order; `Err`: they cannot be decoded, and count as they came.
-    query: Result<Vec<(Vec<u8>, Vec<u8>)>, String>,
+    query: Result<Vec<text::Pair>, String>,
     content_type: String,
     headers: Vec<(HeaderName, Vec<Vec<u8>>)>,
     /// The name of the form; none: the bytes count as they are.
