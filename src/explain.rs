@@ -187,16 +187,13 @@ fn hex(bytes: &[u8]) -> String {
     text
 }
 
-/// Name and value, decoded.
-type Pair = (Vec<u8>, Vec<u8>);
-
 /// What counts of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Canonical {
     method: String,
     path: String,
     /// Decoded pairs in their canonical order; `Err`: they cannot be decoded, and count as they came.
-    query: Result<Vec<Pair>, String>,
+    query: Result<Vec<text::Pair>, String>,
     content_type: String,
     headers: Vec<(HeaderName, Vec<Vec<u8>>)>,
     /// The name of the form; none: the bytes count as they are.

@@ -4,7 +4,8 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use super::{Canonical, text};
+use super::Canonical;
+use super::text::{self, Pair};
 
 /// How much of a value is shown, in bytes.
 const VALUE_MAX: usize = 200;
@@ -102,10 +103,8 @@ fn body(a: &Canonical, b: &Canonical) -> Option<Difference> {
     found.or_else(|| Some(bytes("byte", &a.body, &b.body)))
 }
 
-type Pairs = [(Vec<u8>, Vec<u8>)];
-
 /// Of two lists that are sorted by name.
-fn pairs(what: &str, a: &Pairs, b: &Pairs) -> Option<Difference> {
+fn pairs(what: &str, a: &[Pair], b: &[Pair]) -> Option<Difference> {
     let at = a.iter().zip(b).position(|(a, b)| a != b).unwrap_or(a.len().min(b.len()));
     let (one, other) = (a.get(at), b.get(at));
     let (name, first, second) = match (one, other) {

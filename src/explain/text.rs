@@ -1,7 +1,10 @@
 //! Canonical forms as text: JSON and XML are text by themselves, pairs are read back from their lengths.
 
+/// Name and value, decoded.
+pub(super) type Pair = (Vec<u8>, Vec<u8>);
+
 /// Reads back what `form::write` has written. `None`: it is something else.
-pub(super) fn pairs(mut form: &[u8]) -> Option<Vec<(Vec<u8>, Vec<u8>)>> {
+pub(super) fn pairs(mut form: &[u8]) -> Option<Vec<Pair>> {
     let count = length(&mut form)?;
     // Each takes two bytes at least.
     let mut pairs = Vec::with_capacity(count.min(form.len() / 2));
