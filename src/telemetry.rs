@@ -187,6 +187,8 @@ label_enum!(
     Drained {
         /// The database took it.
         Completed = "completed",
+        /// The database took it: the attempt had not executed, and its key is free, or its record unknown as before it.
+        Released = "released",
         /// The database had it already.
         Already = "already",
         /// Somebody else has the record.

@@ -257,7 +257,9 @@ impl Closing<'_> {
             Err(error) => error,
         };
         owed(&error);
-        underway.owe(Debt::Release { scope, fence, ending, late: Some(Box::new(late)) });
+        // Before the caller is told: what is known not to have executed is known after a crash, too.
+        let keeping = self.desk.settler().spill().keep_freed(&late, false).await;
+        underway.owe(Debt::Release { scope, fence, ending, late: Some((Box::new(late), keeping)) });
         Freed::Done
     }
 

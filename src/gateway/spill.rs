@@ -35,12 +35,12 @@ use uuid::Uuid;
 pub use self::disk::Disk;
 use self::disk::Held;
 pub use self::drain::{DrainError, drain};
-use self::format::{FileHead, Place};
+use self::format::{FileHead, Kind, NotExecuted, Place};
 use self::writer::{Order, Writer};
 use crate::fault::{self, Point};
-use crate::record::Fingerprint;
-use crate::store::Completion;
+use crate::record::{Fingerprint, RecordId};
 use crate::store::sealed::Keys;
+use crate::store::{self, Completion, LateEnd, LateOutcome};
 use crate::telemetry::{Drained, Metrics, causes};
 
 /// Orders that may wait for the thread; beyond it an outcome counts as not kept. More than there are requests in flight.
@@ -134,26 +134,43 @@ impl Spill {
         Self { keys, ..self }
     }
 
-    /// An outcome as it is written. One that cannot be sealed is not written.
-    fn entry(&self, completion: &Completion, fingerprint: Fingerprint) -> Result<Vec<u8>, NotKept> {
-        let mut sealed = completion.clone();
-        self.keys
-            .seal_completion(&mut sealed)
-            .map_err(|error| NotKept::Unsealed(causes(&error)))?;
-        Ok(format::encode(&sealed, fingerprint))
-    }
-
     /// Keeps an outcome until the database has taken it. When this returns `Spilled`, it is durable.
     pub(super) async fn keep(&self, completion: &Completion, fingerprint: Fingerprint) -> Keeping {
-        let record = completion.fence.id;
+        let mut sealed = completion.clone();
+        let entry = self.keys.seal_completion(&mut sealed);
+        let entry = entry.map(|()| (Kind::Outcome, format::encode(&sealed, fingerprint)));
+        self.keep_entry(completion.fence.id, entry).await
+    }
+
+    /// Keeps that an attempt did not execute, until the database has taken it. `gone_on`: its record has gone on, so that this
+    /// is only to be noted. An outcome of what executed is kept by [`Spill::keep`].
+    pub(super) async fn keep_freed(&self, late: &LateOutcome, gone_on: bool) -> Keeping {
+        let LateOutcome { scope, fence, end } = late;
+        let mut answer = match end {
+            LateEnd::Released { answer } | LateEnd::Completed { answer, .. } => {
+                Some(answer.clone())
+            }
+            LateEnd::NotSent => None,
+        };
+        let sealed = answer.iter_mut().try_for_each(|answer| self.keys.seal_of(*fence, answer));
+        let freed = NotExecuted { scope: scope.clone(), fence: *fence, answer, gone_on };
+        let entry = sealed.map(|()| (Kind::Freed, format::encode_freed(&freed)));
+        self.keep_entry(fence.id, entry).await
+    }
+
+    /// Keeps an entry. One that cannot be sealed is not written.
+    async fn keep_entry(
+        &self,
+        record: RecordId,
+        entry: Result<(Kind, Vec<u8>), store::Error>,
+    ) -> Keeping {
         let (reply, told) = oneshot::channel();
-        let entry = self.entry(completion, fingerprint);
         fault::point(Point::Spilling).await;
-        let order = |body| self.orders.try_send(Order::Keep { body, reply });
+        let order = |(kind, body)| self.orders.try_send(Order::Keep { kind, body, reply });
         let kept = match entry.map(order) {
             Ok(Ok(())) => told.await.unwrap_or(Err(NotKept::Closed)),
             Ok(Err(_)) => Err(NotKept::Closed),
-            Err(unsealed) => Err(unsealed),
+            Err(error) => Err(NotKept::Unsealed(causes(&error))),
         };
         fault::point(Point::Spilled).await;
         match kept {

@@ -60,6 +60,22 @@ impl Keys {
         completion.events.iter_mut().try_for_each(|event| self.seal_event(event)).map_err(no_random)
     }
 
+    /// The answer of an attempt, sealed; one that is sealed stays as it is.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] where the system has no random bytes.
+    pub fn seal_of(&self, attempt: Fence, answer: &mut Answer) -> Result<(), Error> {
+        self.seal_answer(attempt.id.into(), answer).map_err(no_random)
+    }
+
+    /// The inverse of [`Keys::seal_of`].
+    ///
+    /// # Errors
+    /// [`Unopened`].
+    pub fn open_of(&self, attempt: Fence, answer: &mut Answer) -> Result<(), Unopened> {
+        self.open_answer(attempt.id.into(), answer)
+    }
+
     /// A completion as it was before it was sealed.
     ///
     /// # Errors

@@ -122,6 +122,47 @@ async fn said(gateway: &Gateway, text: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn that_an_attempt_did_not_execute_is_kept_as_well_and_outlives_the_process() {
+    let mut cut = Cut::start("").await;
+    cut.orders.answer_status(429);
+    let first = cut.outcomes_without_a_database(&["k"]).await.remove(0);
+    assert_eq!(first.status, StatusCode::TOO_MANY_REQUESTS, "{first:?}");
+    let admin = cut.gateway.admin;
+    assert_eq!(metric(admin, "oncegate_spill_entries").await, 1, "before the caller was told");
+
+    cut.killed_and_started();
+    assert_eq!(drained(cut.gateway.admin, "released").await, 1);
+    assert_eq!(cut.place.status_of("k").await, None, "its key is free, not unknown");
+    cut.orders.answer_created();
+    let retry = order("k").to(cut.gateway.addr).await;
+    assert_eq!((retry.status, retry.replayed()), (StatusCode::CREATED, false));
+    assert!(files(&cut.folder(), "aside").is_empty());
+    assert_eq!(cut.late_outcomes().await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_freed_attempt_that_somebody_resolved_meanwhile_frees_nothing_and_is_noted() {
+    let mut cut = Cut::start("").await;
+    cut.orders.answer_status(429);
+    let first = cut.outcomes_without_a_database(&["k"]).await.remove(0);
+    cut.gateway.kill9();
+    cut.fault.pass();
+    // As an operator would, through a replica of its own folder: the record is at another attempt then.
+    let resolve = "update idempotency_records set attempt = 2, status = 'unknown' where key = 'k'";
+    cut.place
+        .rows(&format!("with done as ({resolve} returning 1) select count(*) from done"))
+        .await;
+    cut.killed_and_started();
+    assert_eq!(drained(cut.gateway.admin, "fenced_off").await, 1);
+    assert_eq!(cut.place.status_of("k").await.as_deref(), Some("unknown"));
+    assert_eq!(cut.late_outcomes().await, 1);
+    let told = cut.place.rows("select why from audit_log where action = 'late_outcome'").await;
+    let told = told[0][0].clone().unwrap();
+    assert!(told.contains("429, not executed"), "{told}");
+    assert_eq!(first.status, StatusCode::TOO_MANY_REQUESTS);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a10_an_outcome_is_kept_while_the_database_is_away_and_written_when_it_is_back() {
     let cut = Cut::start("").await;
     let first = cut.outcomes_without_a_database(&["k"]).await.remove(0);

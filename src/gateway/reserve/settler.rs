@@ -49,8 +49,13 @@ pub(crate) enum Debt {
     /// Nobody knows what the upstream did.
     Unknown { scope: Scope, fence: Fence },
     /// It is known not to have executed; those who waited get this ending. `late`: what is noted where another attempt
-    /// is found in its place.
-    Release { scope: Scope, fence: Fence, ending: Ending, late: Option<Box<LateOutcome>> },
+    /// is found in its place, and where it is kept until then.
+    Release {
+        scope: Scope,
+        fence: Fence,
+        ending: Ending,
+        late: Option<(Box<LateOutcome>, Keeping)>,
+    },
     /// A reservation that may still be committed by a backend that was lost: deleted, again and again, until
     /// that backend cannot commit any more.
     Withdraw { scope: Scope, fence: Fence, window: Duration },
@@ -93,9 +98,11 @@ impl Debt {
     /// It is owed no more.
     fn paid(self, how: Drained) {
         match self {
-            Self::Complete { keeping, .. } => keeping.paid(how),
+            Self::Complete { keeping, .. } | Self::Release { late: Some((_, keeping)), .. } => {
+                keeping.paid(how);
+            }
             Self::Unknown { .. }
-            | Self::Release { .. }
+            | Self::Release { late: None, .. }
             | Self::Withdraw { .. }
             | Self::Unask { .. }
             | Self::Unraise { .. }
@@ -246,6 +253,9 @@ impl Settler {
                 // Where there is still no room, the record becomes unknown.
                 drop(self.spill.keep(completion, *fingerprint).await);
             }
+            Debt::Release { late: Some((late, Keeping::Memory(_))), .. } => {
+                drop(self.spill.keep_freed(late, false).await);
+            }
             Debt::Late(late) => self.hand_over_late(late).await,
             Debt::Complete { keeping: Keeping::Spilled(_), .. }
             | Debt::Unknown { .. }
@@ -257,17 +267,13 @@ impl Settler {
         Ending::LookAgain
     }
 
-    /// The next process finds its record gone on, as this one did, and notes it. What did not execute has no answer to be
-    /// kept: the log has it.
+    /// The next process notes it: it finds its record gone on, as this one did.
     async fn hand_over_late(&self, late: &LateOutcome) {
-        let spilled = match late.completion() {
-            Some(completion) => {
-                let kept = self.spill.keep(&completion, NOBODYS).await;
-                matches!(kept, Keeping::Spilled(_))
-            }
-            None => false,
+        let kept = match late.completion() {
+            Some(completion) => self.spill.keep(&completion, NOBODYS).await,
+            None => self.spill.keep_freed(late, true).await,
         };
-        if !spilled {
+        if !matches!(kept, Keeping::Spilled(_)) {
             let (record, outcome) = (late.fence.id, late.summary());
             tracing::error!(%record, outcome, "the process ends, and the audit table has not got a late outcome");
         }
@@ -284,17 +290,19 @@ impl Settler {
                 Changed::No => self.in_its_place(scope, fence.id).await,
             },
             Debt::Release { scope, fence, ending, late } => {
+                let freed = || Ok(Paid { ending: ending.clone(), how: Drained::Released });
                 match self.store.release(scope, *fence).await? {
-                    Changed::Yes => return Ok(Paid::taken(ending.clone())),
+                    Changed::Yes => return freed(),
                     Changed::Locked => return Err(locked()),
                     Changed::No => {}
                 }
                 let standing = self.standing(scope, fence.id).await?;
                 // Gone by the first try of this very release, most likely, of which no word came.
                 if matches!(standing, Standing::Gone) {
-                    return Ok(Paid::taken(ending.clone()));
+                    return freed();
                 }
-                self.stands(standing, scope, *fence, late.as_deref().cloned()).await
+                let late = late.as_ref().map(|(late, _)| (**late).clone());
+                self.stands(standing, scope, *fence, late).await
             }
             Debt::Late(late) => {
                 self.store.note_late_outcome(late).await?;

@@ -15,10 +15,12 @@ use uuid::Uuid;
 
 use super::Unwritable;
 use super::disk::{self, ENDING};
-use super::format::{self, BadHead, Contents, FileHead, HEAD, Place, ReadAt as _};
+use super::format::{
+    self, BadHead, Contents, FileHead, HEAD, Kind, NotExecuted, Place, ReadAt as _,
+};
 use crate::record::{Record, State};
 use crate::store::sealed::Keys;
-use crate::store::{self, Completion, Error, LateOutcome, Settled, Store};
+use crate::store::{self, Changed, Completion, Error, LateEnd, LateOutcome, Settled, Store};
 use crate::telemetry::{Drained, Metrics, causes};
 
 /// How many outcomes are under way at a time: one batch of the store.
@@ -61,13 +63,35 @@ struct Source {
     keys: Arc<Keys>,
 }
 
+/// What is owed.
+enum Owed {
+    /// An answer with its events.
+    Outcome(Box<Completion>),
+    /// That an attempt did not execute. `gone_on`: its record had gone on before the process died.
+    Freed { late: Box<LateOutcome>, gone_on: bool },
+}
+
 impl Source {
-    /// An outcome as it was before it was sealed. `None`: it is not one.
-    fn read(&self, place: Place) -> io::Result<Option<Completion>> {
+    /// What is owed, as it was before it was sealed. `None`: it is nothing that is kept here.
+    fn read(&self, place: Place) -> io::Result<Option<Owed>> {
         let body = self.head.body(&self.file, place)?;
-        let Some((mut completion, _)) = format::decode(&body) else { return Ok(None) };
-        self.keys.open_completion(&mut completion).map_err(io::Error::other)?;
-        Ok(Some(completion))
+        match place.kind {
+            Kind::Outcome => {
+                let Some((mut completion, _)) = format::decode(&body) else { return Ok(None) };
+                self.keys.open_completion(&mut completion).map_err(io::Error::other)?;
+                Ok(Some(Owed::Outcome(Box::new(completion))))
+            }
+            Kind::Freed => {
+                let Some(freed) = format::decode_freed(&body) else { return Ok(None) };
+                let NotExecuted { scope, fence, mut answer, gone_on } = freed;
+                let opened = answer.iter_mut().try_for_each(|it| self.keys.open_of(fence, it));
+                opened.map_err(io::Error::other)?;
+                let end = answer.map_or(LateEnd::NotSent, |answer| LateEnd::Released { answer });
+                let late = Box::new(LateOutcome { scope, fence, end });
+                Ok(Some(Owed::Freed { late, gone_on }))
+            }
+            Kind::Paid => Ok(None),
+        }
     }
 }
 
@@ -252,8 +276,8 @@ async fn pay_one(
 ) -> Result<Option<Drained>, Error> {
     let reading = tokio::task::spawn_blocking(move || file.read(place));
     let read = reading.await.map_err(io::Error::other).flatten();
-    let completion = match read {
-        Ok(Some(completion)) => completion,
+    let owed = match read {
+        Ok(Some(owed)) => owed,
         Ok(None) => return Ok(None),
         Err(error) => {
             tracing::error!(%error, "an outcome in the spill cannot be read");
@@ -262,7 +286,11 @@ async fn pay_one(
     };
     let give_up = Instant::now() + PATIENCE;
     loop {
-        match settle(&completion, store).await {
+        let settled = match &owed {
+            Owed::Outcome(completion) => settle(completion, store).await,
+            Owed::Freed { late, gone_on } => free(late, *gone_on, store).await,
+        };
+        match settled {
             Ok(result) => return Ok(Some(result)),
             Err(error) if Instant::now() >= give_up => return Err(error),
             Err(error) => {
@@ -294,6 +322,26 @@ async fn settle(completion: &Completion, store: &dyn Store) -> Result<Drained, E
             Ok(Drained::Refused)
         }
         Err(error) => Err(error),
+    }
+}
+
+/// Frees an attempt that did not execute, if its record is still at it.
+async fn free(late: &LateOutcome, gone_on: bool, store: &dyn Store) -> Result<Drained, Error> {
+    let LateOutcome { scope, fence, .. } = late;
+    if gone_on {
+        return fenced_off(late, store).await;
+    }
+    match store.release(scope, *fence).await? {
+        Changed::Yes => return Ok(Drained::Released),
+        Changed::Locked => {
+            return Err(Error::Unavailable("another transaction holds the record".into()));
+        }
+        Changed::No => {}
+    }
+    match store.find(scope).await? {
+        Some(record) if record.fence.id == fence.id => fenced_off(late, store).await,
+        // Gone by the release of the process that died, most likely, of which no word came.
+        Some(_) | None => Ok(Drained::Already),
     }
 }
 

@@ -39,7 +39,9 @@ pub(super) const ENTRY_HEAD: u64 = 33;
 const MAGIC: [u8; 8] = *b"ONCESPIL";
 const ENTRY_MAGIC: [u8; 4] = *b"OGEN";
 /// The version of all that this file describes.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
+/// The oldest version that is read: it knew no attempts that were freed.
+const OLDEST: u32 = 1;
 /// How much is read at a time where the next entry is looked for.
 const STEP: u64 = 64 * 1024;
 
@@ -49,6 +51,7 @@ pub(super) type Check = [u8; 16];
 /// What a file says of itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct FileHead {
+    version: u32,
     /// To which database it owes what is in it.
     pub(super) database: Uuid,
     salt: Uuid,
@@ -66,10 +69,12 @@ pub(super) enum BadHead {
 }
 
 /// What an entry is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Kind {
-    /// An outcome that is owed.
+    /// An outcome that is owed: an answer with its events.
     Outcome,
+    /// An attempt that is known not to have executed.
+    Freed,
     /// The note that an outcome before it is owed no more.
     Paid,
 }
@@ -79,17 +84,20 @@ impl Kind {
         match self {
             Self::Outcome => 1,
             Self::Paid => 2,
+            Self::Freed => 3,
         }
     }
 
     fn of(byte: u8) -> Option<Self> {
-        [Self::Outcome, Self::Paid].into_iter().find(|kind| kind.byte() == byte)
+        [Self::Outcome, Self::Freed, Self::Paid].into_iter().find(|kind| kind.byte() == byte)
     }
 }
 
 /// Where an outcome stands in its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Place {
+    /// What stands there.
+    pub(super) kind: Kind,
     /// Of the entry's first byte.
     pub(super) offset: u64,
     /// Of the body.
@@ -112,13 +120,13 @@ pub(super) struct Contents {
 impl FileHead {
     /// For a new file.
     pub(super) fn new(database: Uuid) -> Self {
-        Self { database, salt: Uuid::new_v4() }
+        Self { version: VERSION, database, salt: Uuid::new_v4() }
     }
 
     /// The file's first bytes.
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut bytes = MAGIC.to_vec();
-        bytes.extend(VERSION.to_le_bytes());
+        bytes.extend(self.version.to_le_bytes());
         bytes.extend(self.database.as_bytes());
         bytes.extend(self.salt.as_bytes());
         let check = first::<8>(Sha256::digest(&bytes).as_slice());
@@ -137,8 +145,8 @@ impl FileHead {
         if magic == MAGIC && version > VERSION {
             return Err(BadHead::Newer(version));
         }
-        let head = Self { database, salt };
-        let whole = magic == MAGIC && version == VERSION && head.encode().ends_with(&check);
+        let head = Self { version, database, salt };
+        let whole = magic == MAGIC && version >= OLDEST && head.encode().ends_with(&check);
         if whole { Ok(head) } else { Err(BadHead::Damaged) }
     }
 
@@ -170,7 +178,7 @@ impl FileHead {
         let (kind, length) = (Kind::of(cursor.u8()?)?, cursor.u32()?);
         let check = cursor.array()?;
         let whole = self.entry_head(offset, kind, length, check) == bytes;
-        whole.then_some((kind, Place { offset, length, check }))
+        whole.then_some((kind, Place { kind, offset, length, check }))
     }
 
     /// Reads all of a file of this head and of this length.
@@ -182,7 +190,7 @@ impl FileHead {
         let mut at = HEAD;
         while at < length {
             at = match self.look(file, length, at)? {
-                Look::Whole(Kind::Outcome, place, _) => {
+                Look::Whole(Kind::Outcome | Kind::Freed, place, _) => {
                     contents.owed.push(place);
                     place.end()
                 }
@@ -331,22 +339,12 @@ fn first<const N: usize>(hash: &[u8]) -> [u8; N] {
 /// An outcome as an entry's body.
 pub(super) fn encode(completion: &Completion, fingerprint: Fingerprint) -> Vec<u8> {
     let Completion { scope, fence, answer, retention, events } = completion;
-    let Answer { status, headers, spelling, body } = answer;
     let mut out = Vec::new();
-    out.extend(Uuid::from(fence.id).as_bytes());
-    out.extend(fence.attempt.number().to_le_bytes());
-    put(&mut out, scope.tenant.as_str().as_bytes());
-    put(&mut out, scope.operation.as_str().as_bytes());
-    put(&mut out, scope.key.as_str().as_bytes());
+    put_attempt(&mut out, scope, *fence);
     out.extend(fingerprint.canonical);
     out.extend(fingerprint.raw);
     out.extend(fingerprint.recipe);
-    out.extend(status.as_u16().to_le_bytes());
-    put(&mut out, &encode_headers(headers, spelling));
-    match body {
-        KeptBody::Whole(body) => put_some(&mut out, Some(body)),
-        KeptBody::NotRetained => put_some(&mut out, None),
-    }
+    put_answer(&mut out, answer);
     out.extend(retention.as_secs().to_le_bytes());
     out.extend(retention.subsec_nanos().to_le_bytes());
     put_count(&mut out, events.len());
@@ -366,24 +364,88 @@ pub(super) fn encode(completion: &Completion, fingerprint: Fingerprint) -> Vec<u
     out
 }
 
-/// The inverse of [`encode`]. `None`: it is not what `encode` makes.
-pub(super) fn decode(body: &[u8]) -> Option<(Completion, Fingerprint)> {
+/// An attempt that is known not to have executed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct NotExecuted {
+    pub(super) scope: Scope,
+    pub(super) fence: Fence,
+    /// What the upstream said; none: not one byte was sent.
+    pub(super) answer: Option<Answer>,
+    /// Its record had gone on already: there is nothing to be freed, only something to be noted.
+    pub(super) gone_on: bool,
+}
+
+/// An attempt that did not execute as an entry's body.
+pub(super) fn encode_freed(freed: &NotExecuted) -> Vec<u8> {
+    let NotExecuted { scope, fence, answer, gone_on } = freed;
+    let mut out = Vec::new();
+    put_attempt(&mut out, scope, *fence);
+    out.push(u8::from(*gone_on));
+    out.push(u8::from(answer.is_some()));
+    if let Some(answer) = answer {
+        put_answer(&mut out, answer);
+    }
+    out
+}
+
+/// The inverse of [`encode_freed`]. `None`: it is not what that makes.
+pub(super) fn decode_freed(body: &[u8]) -> Option<NotExecuted> {
     let mut cursor = Cursor(body);
+    let (scope, fence) = attempt(&mut cursor)?;
+    let (gone_on, answered) = (cursor.u8()?, cursor.u8()?);
+    let answer = match answered {
+        0 => None,
+        _ => Some(answer(&mut cursor)?),
+    };
+    let canonical = gone_on <= 1 && answered <= 1 && cursor.0.is_empty();
+    canonical.then_some(NotExecuted { scope, fence, answer, gone_on: gone_on == 1 })
+}
+
+fn put_attempt(out: &mut Vec<u8>, scope: &Scope, fence: Fence) {
+    out.extend(Uuid::from(fence.id).as_bytes());
+    out.extend(fence.attempt.number().to_le_bytes());
+    put(out, scope.tenant.as_str().as_bytes());
+    put(out, scope.operation.as_str().as_bytes());
+    put(out, scope.key.as_str().as_bytes());
+}
+
+fn attempt(cursor: &mut Cursor<'_>) -> Option<(Scope, Fence)> {
     let fence = Fence { id: cursor.uuid()?.into(), attempt: Attempt::from_number(cursor.u32()?) };
     let scope = Scope {
         tenant: Tenant::stored(cursor.text()?),
         operation: Operation::stored(cursor.text()?),
         key: Key::stored(cursor.text()?),
     };
-    let fingerprint =
-        Fingerprint { canonical: cursor.array()?, raw: cursor.array()?, recipe: cursor.array()? };
+    Some((scope, fence))
+}
+
+fn put_answer(out: &mut Vec<u8>, answer: &Answer) {
+    let Answer { status, headers, spelling, body } = answer;
+    out.extend(status.as_u16().to_le_bytes());
+    put(out, &encode_headers(headers, spelling));
+    match body {
+        KeptBody::Whole(body) => put_some(out, Some(body)),
+        KeptBody::NotRetained => put_some(out, None),
+    }
+}
+
+fn answer(cursor: &mut Cursor<'_>) -> Option<Answer> {
     let status = StatusCode::from_u16(cursor.u16()?).ok()?;
     let (headers, spelling) = decode_headers(cursor.bytes()?).ok()?;
     let body = match cursor.maybe()? {
         Some(body) => KeptBody::Whole(Bytes::copy_from_slice(body)),
         None => KeptBody::NotRetained,
     };
-    let answer = Answer { status, headers, spelling, body };
+    Some(Answer { status, headers, spelling, body })
+}
+
+/// The inverse of [`encode`]. `None`: it is not what `encode` makes.
+pub(super) fn decode(body: &[u8]) -> Option<(Completion, Fingerprint)> {
+    let mut cursor = Cursor(body);
+    let (scope, fence) = attempt(&mut cursor)?;
+    let fingerprint =
+        Fingerprint { canonical: cursor.array()?, raw: cursor.array()?, recipe: cursor.array()? };
+    let answer = answer(&mut cursor)?;
     let seconds = Duration::from_secs(cursor.u64()?);
     let retention = seconds.checked_add(Duration::from_nanos(cursor.u32()?.into()))?;
     let count = cursor.u32()?;
@@ -583,6 +645,30 @@ mod tests {
     }
 
     #[test]
+    fn an_attempt_that_did_not_execute_comes_back_as_it_was_kept() {
+        let of = completion("k", KeptBody::Whole(Bytes::from_static(b"later")));
+        for (answer, gone_on) in [(Some(of.answer.clone()), false), (None, false), (None, true)] {
+            let (scope, fence) = (of.scope.clone(), of.fence);
+            let freed = NotExecuted { scope, fence, answer, gone_on };
+            let encoded = encode_freed(&freed);
+            assert_eq!(decode_freed(&encoded), Some(freed));
+            for length in 0..encoded.len() {
+                assert!(decode_freed(&encoded[..length]).is_none(), "{length}");
+            }
+            assert!(decode_freed(&[encoded.as_slice(), &[0]].concat()).is_none());
+        }
+    }
+
+    #[test]
+    fn a_file_of_the_version_before_is_read() {
+        let head = FileHead { version: OLDEST, ..FileHead::new(Uuid::from_u128(1)) };
+        assert_eq!(FileHead::decode(&head.encode()), Ok(head.clone()));
+        let mut bytes = head.encode();
+        add(&head, &mut bytes, Kind::Outcome, b"old");
+        assert_eq!(read(&head, &bytes).owed.len(), 1);
+    }
+
+    #[test]
     fn a_tail_that_is_torn_at_any_byte_loses_the_last_entry_only() {
         let (head, bytes, starts) = file(&some_bodies());
         let whole = read(&head, &bytes);
@@ -660,8 +746,8 @@ mod tests {
     fn a_newer_format_is_told_from_damage() {
         let mut bytes = FileHead::new(Uuid::from_u128(1)).encode();
         assert_eq!(bytes.len(), usize::try_from(HEAD).unwrap());
-        bytes[8] = 2;
-        assert_eq!(FileHead::decode(&bytes), Err(BadHead::Newer(2)));
+        bytes[8] = 3;
+        assert_eq!(FileHead::decode(&bytes), Err(BadHead::Newer(3)));
         bytes[0] = b'X';
         assert_eq!(FileHead::decode(&bytes), Err(BadHead::Damaged));
     }

@@ -27,7 +27,7 @@ type Reply = oneshot::Sender<Result<Place, NotKept>>;
 /// What the thread is asked to do.
 pub(super) enum Order {
     /// Make this body durable, and say where it stands.
-    Keep { body: Vec<u8>, reply: Reply },
+    Keep { kind: Kind, body: Vec<u8>, reply: Reply },
     /// This outcome is owed no more.
     Paid(Place),
     /// The process ends. `reply` is dropped when that is done.
@@ -81,7 +81,7 @@ impl Writer {
         let (mut bodies, mut paid, mut close) = (Vec::new(), Vec::new(), None);
         for order in orders {
             match order {
-                Order::Keep { body, reply } => bodies.push((body, reply)),
+                Order::Keep { kind, body, reply } => bodies.push((kind, body, reply)),
                 Order::Paid(place) => paid.push(place),
                 Order::Close { reply } => close = Some(reply),
             }
@@ -114,11 +114,14 @@ impl Writer {
     }
 
     /// Makes the bodies durable; what each of those who wait is told.
-    fn keep(&mut self, bodies: Vec<(Vec<u8>, Reply)>) -> Vec<(Reply, Result<Place, NotKept>)> {
+    fn keep(
+        &mut self,
+        bodies: Vec<(Kind, Vec<u8>, Reply)>,
+    ) -> Vec<(Reply, Result<Place, NotKept>)> {
         let begun = self.end;
         let mut told = Vec::with_capacity(bodies.len());
-        for (body, reply) in bodies {
-            let written = self.write(Kind::Outcome, &body);
+        for (kind, body, reply) in bodies {
+            let written = self.write(kind, &body);
             if let Ok(place) = &written {
                 self.end = place.end();
             }
@@ -143,7 +146,7 @@ impl Writer {
 
     fn write(&mut self, kind: Kind, body: &[u8]) -> Result<Place, NotKept> {
         let length = u32::try_from(body.len()).map_err(|_| NotKept::NoRoom)?;
-        let place = Place { offset: self.end, length, check: self.head.check(body) };
+        let place = Place { kind, offset: self.end, length, check: self.head.check(body) };
         if place.end() - HEAD > self.level.bytes_max {
             return Err(NotKept::NoRoom);
         }
@@ -222,7 +225,7 @@ mod tests {
             .iter()
             .map(|body| {
                 let (reply, told) = oneshot::channel();
-                (Order::Keep { body: body.to_vec(), reply }, told)
+                (Order::Keep { kind: Kind::Outcome, body: body.to_vec(), reply }, told)
             })
             .unzip();
         writer.batch(orders.into_iter());
