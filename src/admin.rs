@@ -1,4 +1,4 @@
-//! The operators' listener: probes, metrics, and records and events as JSON. It only reads.
+//! The operators' listener: probes, metrics, and records and events as JSON. It only reads, also where it is sent a question.
 //!
 //! - It is a listener of its own: nothing here is reachable on the port that callers use.
 //! - `/healthz` says that the process runs, `/readyz` that it may be sent requests. Both are open to everybody and say
@@ -10,9 +10,11 @@
 //! - Keys, tenants and bodies are shown, escaped, and never logged.
 //!
 //! Actions on records and events are commands for now. Were they added here as POST routes, they would stand behind
-//! the same `guard`, which must then also refuse a foreign `Origin`, since a browser sends those without reading.
+//! the same `guard`. It also refuses a foreign `Origin`, since a browser sends questions for other pages without their reading the
+//! answer.
 //! When the process dies here, nothing is lost: no state is kept.
 
+pub mod explain;
 pub(crate) mod query;
 pub mod view;
 
@@ -27,14 +29,14 @@ use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, RawQuery, Request};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
-use axum::routing::get;
-use http::header::{AUTHORIZATION, CACHE_CONTROL, CONTENT_TYPE, HOST, WWW_AUTHENTICATE};
+use axum::routing::{get, post};
+use http::header::{AUTHORIZATION, CACHE_CONTROL, CONTENT_TYPE, HOST, ORIGIN, WWW_AUTHENTICATE};
 use http::{HeaderMap, HeaderValue, StatusCode, Uri};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use serde::Serialize;
-use serde_json::json;
+use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 use subtle::ConstantTimeEq as _;
 use tokio::net::{TcpListener, TcpStream};
@@ -42,6 +44,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
+use crate::explain::Explain;
 use crate::record::RecordId;
 use crate::store::{self, EventFilter, Store};
 use crate::telemetry::Metrics;
@@ -58,6 +61,8 @@ const HEADER_TIMEOUT: Duration = Duration::from_secs(2);
 const STOP_GRACE: Duration = Duration::from_secs(5);
 /// How many connections are served at once; one more waits.
 const CONNECTIONS_MAX: usize = 512;
+/// How long a question about a request may be, in bytes.
+const QUESTION_MAX: usize = 8 << 20;
 /// How many rows of one event (one a sink) are shown.
 const EVENT_ROWS_MAX: u32 = 500;
 
@@ -76,6 +81,8 @@ pub struct State {
     pub version: &'static str,
     /// The operations that the configuration names.
     pub operations: Arc<[String]>,
+    /// Who says what is made of a request.
+    pub explain: Arc<dyn Explain>,
 }
 
 /// Where the process stands between its start and its end. All clones see one value.
@@ -149,6 +156,7 @@ pub fn router(state: State) -> Router {
         .route("/api/v1/records/{id}", get(show_record))
         .route("/api/v1/events", get(list_events))
         .route("/api/v1/events/{id}", get(show_event))
+        .route("/api/v1/explain", post(explain_request))
         .fallback(|| async { Problem::NoSuchPage })
         .layer(middleware::from_fn_with_state(state.clone(), guard));
     open.merge(guarded)
@@ -212,6 +220,7 @@ async fn guard(
     let refused = match &state.token {
         Some(token) if !bears(token, request.headers()) => Some(Problem::Unauthorized),
         None if !names_this_machine(request.uri(), request.headers()) => Some(Problem::ForeignHost),
+        None if is_foreign(request.headers()) => Some(Problem::ForeignHost),
         Some(_) | None => None,
     };
     match refused {
@@ -233,6 +242,15 @@ fn names_this_machine(uri: &Uri, headers: &HeaderMap) -> bool {
     let Ok(named) = line.to_str() else { return false };
     // A target in absolute form names a host too, and a reader may believe either.
     is_loopback(named) && uri.authority().is_none_or(|authority| is_loopback(authority.as_str()))
+}
+
+/// Whether a browser sends it for a page that is not this machine's.
+fn is_foreign(headers: &HeaderMap) -> bool {
+    let ours = |origin: &HeaderValue| {
+        let (_, authority) = origin.to_str().ok()?.split_once("://")?;
+        Some(is_loopback(authority))
+    };
+    !headers.get_all(ORIGIN).iter().all(|origin| ours(origin).unwrap_or(false))
 }
 
 fn is_loopback(authority: &str) -> bool {
@@ -332,6 +350,35 @@ async fn show_event(
     Ok(Json(EventPage { events: rows.iter().map(EventView::whole).collect(), next: None }))
 }
 
+async fn explain_request(
+    axum::extract::State(state): axum::extract::State<State>,
+    RawQuery(query): RawQuery,
+    request: Request,
+) -> Result<Json<explain::Answer>, Problem> {
+    Query::parse(query.as_deref(), &[]).map_err(Problem::Query)?;
+    let question = async {
+        let bytes = axum::body::to_bytes(request.into_body(), QUESTION_MAX).await;
+        let bytes =
+            bytes.map_err(|_| format!("it is longer than {QUESTION_MAX} bytes, or broke off"))?;
+        let question: explain::Question =
+            serde_json::from_slice(&bytes).map_err(|error| error.to_string())?;
+        question.read()
+    };
+    let asked = tokio::time::timeout(READ_TIMEOUT, question)
+        .await
+        .unwrap_or_else(|_| Err("it did not come in time".to_owned()))
+        .map_err(Problem::Question)?;
+    let by = state.explain.as_ref();
+    let answer = async {
+        match explain::answer(by, Some(state.store.as_ref()), asked).await {
+            Ok(answer) => Ok(Some(answer)),
+            Err(explain::NoAnswer::NoRecord(_)) => Ok(None),
+            Err(explain::NoAnswer::Store(error)) => Err(error),
+        }
+    };
+    in_time(answer).await?.map(Json).ok_or(Problem::NotFound)
+}
+
 fn id_of(path: Result<Path<String>, PathRejection>) -> Result<Uuid, Problem> {
     let Path(text) = path.map_err(|_| Problem::Id)?;
     text.parse().map_err(|_| Problem::Id)
@@ -383,6 +430,7 @@ enum Problem {
     Unauthorized,
     ForeignHost,
     Query(Vec<String>),
+    Question(String),
     Id,
     NotFound,
     NoSuchPage,
@@ -402,12 +450,17 @@ impl Problem {
             Self::ForeignHost => (
                 StatusCode::FORBIDDEN,
                 "foreign-host",
-                "Without an admin token, ask for localhost, 127.0.0.1 or [::1] by that name.",
+                "Without an admin token, ask for localhost, 127.0.0.1 or [::1] by that name, and from no other page.",
             ),
             Self::Query(_) => (
                 StatusCode::BAD_REQUEST,
                 "query-invalid",
                 "Correct the query; `errors` names each mistake.",
+            ),
+            Self::Question(_) => (
+                StatusCode::BAD_REQUEST,
+                "question-invalid",
+                "Send a JSON object that names a request; `errors` says what is wrong.",
             ),
             Self::Id => (StatusCode::BAD_REQUEST, "id-invalid", "An id is a UUID."),
             Self::NotFound => (
@@ -446,8 +499,15 @@ impl IntoResponse for Problem {
             "status": status.as_u16(),
             "detail": detail,
         });
-        if let (Self::Query(errors), Some(fields)) = (&self, body.as_object_mut()) {
-            fields.insert("errors".to_owned(), json!(errors));
+        let errors = if let Self::Query(errors) = &self {
+            json!(errors)
+        } else if let Self::Question(error) = &self {
+            json!([error])
+        } else {
+            Value::Null
+        };
+        if let (false, Some(fields)) = (errors.is_null(), body.as_object_mut()) {
+            fields.insert("errors".to_owned(), errors);
         }
         let mut response = as_json(status, "application/problem+json", &body);
         if matches!(self, Self::Unauthorized) {

@@ -1,6 +1,7 @@
 //! The commands: what a person types, and what is wired from it.
 
 pub mod events;
+pub mod explain;
 pub mod print;
 pub mod records;
 pub mod serve;
@@ -8,6 +9,7 @@ pub mod serve;
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use clap::{Args, Parser, Subcommand};
@@ -18,9 +20,12 @@ use self::print::{Exit, Failure};
 use crate::config::{self, Config, LogFormat};
 use crate::demo;
 use crate::fault;
+use crate::gateway::explain::Explainer;
 use crate::gateway::spill;
+use crate::gateway::tokens::Tokens;
 use crate::record::Answer;
 use crate::record::event::{Event, Origin};
+use crate::scope::{DigestKey, Source};
 use crate::store::RecordRow;
 use crate::telemetry::causes;
 
@@ -40,6 +45,8 @@ enum Command {
     Demo(DemoArgs),
     /// Check a configuration: mistakes, and what is unsafe
     Check(ConfigArgs),
+    /// Say what the gateway makes of a request: its route and why, its key, its canonical form and hash
+    Explain(ExplainCommand),
     /// Bring the store's schema up to date
     Migrate(ConfigArgs),
     /// Look at records, and resolve them
@@ -75,6 +82,14 @@ struct DemoArgs {
     /// End after the cases; the exit status says whether all held
     #[arg(long)]
     exit: bool,
+}
+
+#[derive(Debug, Args)]
+struct ExplainCommand {
+    #[command(flatten)]
+    config: ConfigArgs,
+    #[command(flatten)]
+    request: explain::ExplainArgs,
 }
 
 #[derive(Debug, Args)]
@@ -120,6 +135,7 @@ async fn run(command: Command) -> ExitCode {
         Command::Serve(args) => serve(args).await,
         Command::Demo(args) => demo::run(args.exit).await,
         Command::Check(args) => check(&args),
+        Command::Explain(args) => explain_request(&args).await,
         Command::Migrate(args) => migrate(&args).await,
         Command::Records(args) => {
             with_config(&args.config, async |config| {
@@ -276,6 +292,30 @@ fn check(args: &ConfigArgs) -> ExitCode {
         say(&format!("ok: {routes}, {warned}"));
     }
     ExitCode::SUCCESS
+}
+
+async fn explain_request(args: &ExplainCommand) -> ExitCode {
+    with_config(&args.config, async |config| {
+        let unreadable = |error: std::io::Error| (1, format!("the digest key: {error}"));
+        let digest = config.digest_key_file.look().map_err(unreadable)?;
+        if digest.is_none() && config.routes.iter().any(|r| r.scope.tenant == Source::Credential) {
+            // Made by `serve` at its first start, as the user that it runs as.
+            let note = "oncegate: there is no digest key yet: a tenant that is a digest will be another one";
+            drop(writeln!(std::io::stderr(), "{note}"));
+        }
+        let digest = digest.unwrap_or_else(|| DigestKey::from_bytes(&[]));
+        let store = match args.request.record {
+            Some(_) => Some(serve::open(&config.store, false).await.map_err(opened)?),
+            None => None,
+        };
+        let tokens = config.jwt.map(Tokens::new).transpose();
+        let tokens = tokens.map_err(|why| (1, why))?.map(Arc::new);
+        let by = Explainer::new(&config.gateway, config.routes, digest, tokens);
+        let (mut out, json) = (std::io::stdout().lock(), args.config.json);
+        let result = explain::run(&args.request, &by, store.as_deref(), &mut out, json).await;
+        result.map_err(failed)
+    })
+    .await
 }
 
 /// What is sealed at rest, and what is not.

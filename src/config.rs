@@ -29,7 +29,7 @@ use http::Method;
 use crate::config::build::Builder;
 use crate::config::tree::{Node, Note, Notes, Place};
 use crate::fault;
-use crate::gateway::{self, accept, spill, upstream};
+use crate::gateway::{self, accept, spill, tokens, upstream};
 use crate::record::Operation;
 use crate::relay;
 use crate::route::Routes;
@@ -62,6 +62,8 @@ pub struct Config {
     pub relay: relay::Settings,
     /// What is deleted.
     pub sweep: sweep::Settings,
+    /// How tokens are checked; none: no tenant is read from one.
+    pub jwt: Option<tokens::Settings>,
     /// The log.
     pub log: Log,
     /// Where the key of the digests is.
@@ -176,18 +178,33 @@ impl DigestKeyFile {
     /// # Errors
     /// The file cannot be read or made, or is too short to be a key.
     pub fn open(&self) -> io::Result<DigestKey> {
+        match (self.look()?, self) {
+            (Some(key), _) => Ok(key),
+            (None, Self::Given(path) | Self::Made(path)) => checked(&make_key(path)?),
+        }
+    }
+
+    /// Reads the key; `None`: it is of the second kind, and not made yet.
+    ///
+    /// # Errors
+    /// The file cannot be read, or is too short to be a key.
+    pub fn look(&self) -> io::Result<Option<DigestKey>> {
         let bytes = match self {
             Self::Given(path) => std::fs::read(path)?,
             Self::Made(path) => match std::fs::read(path) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => make_key(path)?,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
                 read => read?,
             },
         };
-        if bytes.len() < 16 {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "the digest key is too short"));
-        }
-        Ok(DigestKey::from_bytes(&bytes))
+        checked(&bytes).map(Some)
     }
+}
+
+fn checked(bytes: &[u8]) -> io::Result<DigestKey> {
+    if bytes.len() < 16 {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "the digest key is too short"));
+    }
+    Ok(DigestKey::from_bytes(bytes))
 }
 
 /// Writes 32 random bytes under another name first, so that a crash or a second process never leaves half a key.

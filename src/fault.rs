@@ -58,6 +58,8 @@ named! {
         Reserve = "reserve",
         /// The next attempt, or an expired record's successor.
         TakeOver = "take-over",
+        /// The next attempt, after the upstream was asked about the one before and knew nothing of it.
+        Raise = "raise",
         /// An outcome with its events.
         Complete = "complete",
         /// An attempt that did not execute.
@@ -119,6 +121,8 @@ named! {
         AnswerBody = "answer-body",
         /// An answer came after its time-out; the caller has its 504, and the record says `unknown`.
         LateAnswer = "late-answer",
+        /// The upstream has said what became of an attempt, and nothing is done about it: the record is in progress.
+        QuestionAnswered = "question-answered",
         /// The database did not take the outcome, and it is about to be written to the spill.
         Spilling = "spilling",
         /// It is in the spill, synced (or did not fit); nobody has been told.

@@ -20,6 +20,7 @@ pub mod form;
 pub mod json;
 pub(crate) mod multipart;
 pub(crate) mod parameters;
+pub mod show;
 pub mod xml;
 
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE};

@@ -11,18 +11,23 @@
 pub mod accept;
 mod bypass;
 pub mod complete;
+pub mod explain;
 pub mod forward;
 pub mod headers;
 mod intake;
 mod late;
 mod lookup;
+mod notes;
+mod observe;
 pub mod pass;
 mod prefixed;
 pub mod reply;
 pub mod reserve;
+mod rights;
 mod room;
 mod spelling;
 pub mod spill;
+pub mod tokens;
 pub mod upstream;
 
 use std::collections::HashMap;
@@ -46,21 +51,24 @@ use self::headers::Forwarding;
 use self::intake::{Intake, Keyed, Read};
 use self::late::LateReads;
 use self::pass::PassError;
-use self::reply::{Kept, Name, Problem};
+use self::reply::{Decoded, Kept, Name, Problem, Takes};
 use self::reserve::{
-    Admission, Desk, Followed, Lead, MayJudge, Refusal, Reservation, Seat, Unreserved,
+    Admission, Ask, Desk, Followed, Lead, MayJudge, Question, Raised, Refusal, Replay, Reservation,
+    Seat, Shared, SharedAnswer, Unreserved,
 };
-use self::room::{Limits, NoRoom, Room};
+use self::rights::{Permit, Rights};
+use self::room::{Limits, NoRoom};
 use self::spill::Spill;
+use self::tokens::Tokens;
 use self::upstream::{Body, Upstream};
 use crate::fault::{self, Point};
-use crate::record::lookup::{About, Verdict};
+use crate::record::lookup::Verdict;
 use crate::record::outcome::Failure;
-use crate::record::{Attempt, LeaseView};
-use crate::route::{Found, Lookup, OnUnknown, Route, Routes};
+use crate::record::{Answer, KeptBody, LeaseView, Operation, RecordId};
+use crate::route::{Found, Mode, OnUnknown, Route, Routes, Server};
 use crate::scope::{DigestKey, Params};
 use crate::store::{Asking, Due, Store};
-use crate::telemetry::{Metrics, Reply, Step};
+use crate::telemetry::{Metrics, Reply, Step, Would};
 
 /// How often the audit table is read for what operators did.
 const AUDIT_EVERY: Duration = Duration::from_millis(500);
@@ -127,8 +135,11 @@ pub struct Gateway {
     store: Arc<dyn Store>,
     desk: Desk,
     intake: Intake,
+    tokens: Option<Arc<Tokens>>,
+    rights: Rights,
     late: LateReads,
     alarm: Alarm,
+    observed: observe::Memory,
     metrics: Arc<Metrics>,
     wake: Arc<Notify>,
     tasks: TaskTracker,
@@ -150,13 +161,46 @@ pub struct Parts {
     pub spill: Spill,
     /// For digests of credentials.
     pub digest: DigestKey,
+    /// Checks tokens; none: no route reads its tenant from one.
+    pub tokens: Option<Tokens>,
+    /// Who is asked whether a stored answer may be read.
+    pub servers: HashMap<Server, Arc<Upstream>>,
     /// Where everything is counted.
     pub metrics: Arc<Metrics>,
     /// Wakes the relay.
     pub wake: Arc<Notify>,
 }
 
-/// What came of asking before a later attempt.
+/// What a request gets that is not executed by itself.
+enum Permitted {
+    /// A stored answer that this caller may read.
+    Replay(Arc<Replay>, Permit),
+    /// The answer of an attempt that was not kept.
+    Share(Arc<Shared>),
+}
+
+impl Permitted {
+    /// The stored or shared answer that it is answered with.
+    fn answer(&self) -> Option<&Answer> {
+        match self {
+            Self::Replay(replay, _) => Some(&replay.answer),
+            Self::Share(shared) => match &shared.answer {
+                SharedAnswer::Released(answer) => Some(answer),
+                SharedAnswer::Unreachable => None,
+            },
+        }
+    }
+
+    /// The record that it is answered from.
+    fn record(&self) -> RecordId {
+        match self {
+            Self::Replay(replay, _) => replay.fence.id,
+            Self::Share(shared) => shared.record,
+        }
+    }
+}
+
+/// What came of asking for a retry.
 enum Asked {
     /// It may be sent.
     Send(Reservation),
@@ -178,8 +222,8 @@ impl Gateway {
     /// Puts the gateway together. `None`: no upstream has the default's name.
     #[must_use]
     pub fn new(settings: Settings, parts: Parts) -> Option<Arc<Self>> {
-        let Parts { routes, upstreams, store, lease, may_judge, spill, digest, metrics, wake } =
-            parts;
+        let Parts { routes, upstreams, store, lease, may_judge, spill, digest, .. } = parts;
+        let Parts { tokens, servers, metrics, wake, .. } = parts;
         let default = Arc::clone(upstreams.get(&settings.default_upstream)?);
         let desk_settings = reserve::Settings {
             reserve_timeout: settings.reserve_timeout,
@@ -190,7 +234,9 @@ impl Gateway {
         let desk = Desk::new(desk_settings, asked, lease, may_judge, spill, counted);
         let limits =
             Limits::new(settings.in_flight_max, settings.waiting_max, settings.buffered_bytes_max);
-        let intake = Intake::new(digest, Arc::clone(&metrics), limits);
+        let tokens = tokens.map(Arc::new);
+        let intake = Intake::new(digest, tokens.clone(), Arc::clone(&metrics), limits);
+        let rights = Rights::new(settings.forwarding.clone(), servers);
         let tasks = TaskTracker::new();
         let late = LateReads::new(settings.late_answers_max, Arc::clone(&metrics));
         Some(Arc::new(Self {
@@ -201,8 +247,11 @@ impl Gateway {
             store,
             desk,
             intake,
+            tokens,
+            rights,
             late,
             alarm: Alarm::default(),
+            observed: observe::Memory::default(),
             metrics,
             wake,
             tasks,
@@ -222,9 +271,47 @@ impl Gateway {
         headers::to_origin_form(&mut request);
         match self.routes.find(request.method(), request.uri().path()) {
             Found::Nothing => self.pass(&self.default, request).await,
-            Found::Ambiguous => Problem::new(Name::PathAmbiguous).into_response(None),
-            Found::Keyed { route, params } => self.keyed(route, &params, request).await,
+            Found::Ambiguous { split, decoded } => {
+                if [&split, &decoded].iter().any(|route| route.policy.mode == Mode::Protect) {
+                    return Problem::new(Name::PathAmbiguous).into_response(None);
+                }
+                let problem = Problem::new(Name::PathAmbiguous);
+                observe::tell(&self.metrics, &split, Would::Refuse, None, Some(&problem));
+                self.pass(&self.upstream(&split), request).await
+            }
+            Found::Keyed { route, params } => match route.policy.mode {
+                Mode::Protect => self.keyed(route, &params, request).await,
+                Mode::Observe => self.observe(route, params, request).await,
+            },
         }
+    }
+
+    /// Forwards a request at once, and tells what would have become of it.
+    async fn observe(
+        self: Arc<Self>,
+        route: Arc<Route>,
+        params: Params,
+        request: Request<Body>,
+    ) -> Response<Body> {
+        self.metrics.replied(route.operation.as_str(), Reply::Passed);
+        let upstream = self.upstream(&route);
+        let max = route.policy.request_body_max;
+        let Ok(room) = self.intake.room_for_a_copy(request.headers(), max) else {
+            observe::tell(&self.metrics, &route, Would::Overloaded, None, None);
+            return self.pass(&upstream, request).await;
+        };
+        let (request, copied, whole) = observe::copy(request, max, room);
+        let (gateway, observed) = (Arc::clone(&self), Arc::clone(&route));
+        let ended = observe::Ended::default();
+        let ends = ended.clone();
+        let judging = self.tasks.spawn(async move {
+            let Self { observed: memory, intake, metrics, .. } = &*gateway;
+            let to = (&observed, &params);
+            observe::judge(memory, intake, metrics, to, copied, &ends).await;
+        });
+        let passed = pass::pass(&upstream, &self.settings.forwarding, request).await;
+        observe::over(&ended, observe::End::of(&route, &passed), judging, &whole).await;
+        passed.unwrap_or_else(not_passed)
     }
 
     /// Answers a request on a keyed route.
@@ -247,7 +334,7 @@ impl Gateway {
         loop {
             match self.desk.seat(&keyed.ask) {
                 Seat::Decided(admission) => {
-                    return self.reply(&route, &mut keyed.room, admission, Reply::Replayed);
+                    return self.reply(&mut keyed, admission, Reply::Replayed).await;
                 }
                 // Dropping the lead lets the others look again.
                 Seat::Lead(lead) => match keyed.room.work() {
@@ -266,7 +353,7 @@ impl Gateway {
                             return self.bypass(*keyed).await;
                         }
                         Followed::Admitted(admission) => {
-                            return self.reply(&route, &mut keyed.room, admission, Reply::Waited);
+                            return self.reply(&mut keyed, admission, Reply::Waited).await;
                         }
                         Followed::LookAgain => {}
                     }
@@ -306,19 +393,22 @@ impl Gateway {
         let route = Arc::clone(&keyed.route);
         let reservation = match self.desk.lead(&keyed.ask, lead, deadline).await {
             Admission::Execute(reservation) => reservation,
+            Admission::Ask(question) => {
+                let _in_flight = self.metrics.in_flight();
+                match self.ask_first(&route, &keyed.ask, question).await {
+                    Asked::Send(reservation) => reservation,
+                    Asked::Over(finish) => return self.told(keyed, *finish).await,
+                }
+            }
             Admission::Refuse(refusal) if self.bypasses(refusal) => {
                 return self.bypass(keyed).await;
             }
             other @ (Admission::Replay(_) | Admission::Share(_) | Admission::Refuse(_)) => {
-                return self.reply(&route, &mut keyed.room, other, Reply::Replayed);
+                return self.reply(&mut keyed, other, Reply::Replayed).await;
             }
         };
         let _in_flight = self.metrics.in_flight();
         let context = keyed.ask.context.take();
-        let reservation = match self.ask_first(&route, context.as_deref(), reservation).await {
-            Asked::Send(reservation) => reservation,
-            Asked::Over(finish) => return self.finished(&route, *finish),
-        };
         let upstream = self.upstream(&route);
         let request =
             keyed.outgoing(&self.settings.forwarding, &upstream, Some(reservation.fence()));
@@ -338,11 +428,19 @@ impl Gateway {
             self.await_late(late, &route, context);
         }
         fault::point(Point::BeforeReply).await;
-        let response = self.finished(&route, finish);
+        let response = self.finished(&keyed, finish).await;
         match held {
             Some(held) => response.map(|body| held.carry(body, bytes)),
             None => response,
         }
+    }
+
+    /// What a retry gets that asked first. What was found may be what another caller's attempt brought.
+    async fn told(&self, mut keyed: Keyed, finish: Finish) -> Response<Body> {
+        if let Finish::Found(found) = finish {
+            return self.reply(&mut keyed, Admission::Replay(found), Reply::Replayed).await;
+        }
+        self.finished(&keyed, finish).await
     }
 
     fn closing<'a>(&'a self, route: &'a Route, context: Option<&'a [u8]>) -> Closing<'a> {
@@ -357,32 +455,29 @@ impl Gateway {
         }
     }
 
-    /// Before a later attempt is sent on a route that looks up: what became of the one before? Asked right before, while this
-    /// reservation holds the record, since "not found" is true only of that moment.
-    async fn ask_first(
-        &self,
-        route: &Route,
-        context: Option<&[u8]>,
-        reservation: Reservation,
-    ) -> Asked {
-        let OnUnknown::Lookup(lookup) = &route.policy.on_unknown else {
-            return Asked::Send(reservation);
-        };
-        if reservation.fence().attempt == Attempt::FIRST {
-            return Asked::Send(reservation);
-        }
-        let verdict = self.ask(route, lookup, &reservation.about(context)).await;
-        let closing = self.closing(route, context);
+    /// For a retry on a route that looks up: what became of the attempt before? It is asked about under its own fence, so
+    /// whatever still comes of it counts. Only "not found" lets the next attempt be sent, and only if nothing came in between.
+    async fn ask_first(&self, route: &Route, ask: &Ask, question: Question) -> Asked {
+        let verdict = self.ask(route, &question).await;
+        let context = question.context();
+        let closing = self.closing(route, context.as_deref());
         Asked::Over(Box::new(match verdict {
-            Verdict::NotFound => return Asked::Send(reservation),
-            Verdict::Found(answer) => closing.adopt(reservation.begin(), answer).await,
-            Verdict::Failed(_) => closing.hold_back(reservation.begin()).await,
+            Verdict::Found(answer) => closing.adopt(question.asked(), answer).await,
+            Verdict::Failed(_) => closing.put_back(question.asked()).await,
+            Verdict::NotFound => match self.desk.raise(question, ask).await {
+                Raised::Held(reservation) => return Asked::Send(reservation),
+                Raised::Not(question) => closing.put_back(question.asked()).await,
+                Raised::Doubt(record) => Finish::StillUnknown { record },
+            },
         }))
     }
 
-    async fn ask(&self, route: &Route, lookup: &Lookup, about: &About<'_>) -> Verdict {
+    async fn ask(&self, route: &Route, question: &Question) -> Verdict {
+        let lookup = question.lookup();
         let upstream = self.upstreams.get(&lookup.upstream).unwrap_or(&self.default);
-        lookup::ask(route, lookup, upstream, about, &self.metrics).await
+        let verdict = lookup::ask(route, lookup, upstream, &question.about(), &self.metrics).await;
+        fault::point(Point::QuestionAnswered).await;
+        verdict
     }
 
     /// Asks about records whose outcome is unknown, so that they resolve without a retry, until `stop`. Records whose route
@@ -421,15 +516,14 @@ impl Gateway {
     async fn question(&self, due: Due) {
         let Some(route) = self.routes.by_operation(due.scope.operation.as_str()) else { return };
         let OnUnknown::Lookup(lookup) = &route.policy.on_unknown else { return };
-        let Some(question) = self.desk.question(&due, lookup.settle).await else { return };
-        let underway = question.asked();
-        let context = due.context.as_deref();
-        let verdict = self.ask(&route, lookup, &underway.about(context)).await;
-        let closing = self.closing(&route, context);
-        match verdict {
-            Verdict::Found(answer) => drop(closing.adopt(underway, answer).await),
-            Verdict::NotFound | Verdict::Failed(_) => closing.put_back(underway).await,
-        }
+        let Some(question) = self.desk.question(&due, lookup).await else { return };
+        let verdict = self.ask(&route, &question).await;
+        let context = question.context();
+        let closing = self.closing(&route, context.as_deref());
+        drop(match verdict {
+            Verdict::Found(answer) => closing.adopt(question.asked(), answer).await,
+            Verdict::NotFound | Verdict::Failed(_) => closing.put_back(question.asked()).await,
+        });
     }
 
     /// Goes on reading an answer whose caller was told that it did not come in time.
@@ -464,14 +558,8 @@ impl Gateway {
     }
 
     async fn pass(&self, upstream: &Upstream, request: Request<Body>) -> Response<Body> {
-        let name = match pass::pass(upstream, &self.settings.forwarding, request).await {
-            Ok(response) => return response,
-            Err(PassError::Unreachable) => Name::UpstreamUnreachable,
-            Err(PassError::Failed) => Name::UpstreamFailed,
-            Err(PassError::TimedOut) => Name::UpstreamTimeout,
-            Err(PassError::Caller) => Name::BodyIncomplete,
-        };
-        Problem::new(name).into_response(None)
+        let passed = pass::pass(upstream, &self.settings.forwarding, request).await;
+        passed.unwrap_or_else(not_passed)
     }
 
     fn upstream(&self, route: &Route) -> Arc<Upstream> {
@@ -488,37 +576,54 @@ impl Gateway {
     }
 
     /// Answers a request that is not executed by itself. `replayed`: how a stored answer counts.
-    fn reply(
+    async fn reply(
         &self,
-        route: &Route,
-        room: &mut Room,
+        keyed: &mut Keyed,
         admission: Admission,
         replayed: Reply,
     ) -> Response<Body> {
-        let bytes = admission.bytes();
+        let route = Arc::clone(&keyed.route);
+        let admission = match admission {
+            Admission::Replay(replay) => match self.rights.check(keyed, &replay).await {
+                Ok(permit) => Permitted::Replay(replay, permit),
+                Err(problem) => return self.refuse(&route, problem),
+            },
+            Admission::Share(shared) => Permitted::Share(shared),
+            Admission::Refuse(refusal) => {
+                return self.refuse(&route, reply::refusal(refusal, &route.policy));
+            }
+            // Only a leader executes or asks, in `work`. Dropping the reservation releases it.
+            Admission::Execute(_) | Admission::Ask(_) => {
+                return self.refuse(&route, Problem::new(Name::StoreUnavailable));
+            }
+        };
+        let stored = admission.answer();
+        let decoded = match self.fit(keyed, stored, Some(admission.record())).await {
+            Ok(decoded) => decoded,
+            Err(problem) => return self.refuse(&route, problem),
+        };
+        let (decoded, held) = decoded.map(|it| (it.answer, it.held)).unzip();
+        let bytes = decoded.as_ref().or(stored).map_or(0, body_bytes);
         // A stored answer that finds no room is still stored: the caller comes again for it.
-        let held = match bytes {
-            0 => None,
-            bytes => match room.answer(bytes) {
+        let held = match (held, bytes) {
+            (None, 0) => None,
+            (Some(held), _) => Some(held),
+            (None, bytes) => match keyed.room.answer(bytes) {
                 Ok(held) => Some(held),
-                Err(NoRoom) => return self.overloaded(route),
+                Err(NoRoom) => return self.overloaded(&route),
             },
         };
-        let operation = &route.operation;
+        let (operation, takes) = (&route.operation, &keyed.takes);
         let response = match admission {
-            Admission::Replay(replay) => {
+            Permitted::Replay(replay, permit) => {
                 self.metrics.replied(operation.as_str(), replayed);
-                reply::replay(&replay, operation)
+                let sent = decoded.as_ref().unwrap_or(&replay.answer);
+                reply::replay(&replay, sent, takes, operation, permit)
             }
-            Admission::Share(shared) => {
+            Permitted::Share(shared) => {
                 self.metrics.replied(operation.as_str(), Reply::Released);
-                reply::shared(&shared, operation)
+                reply::shared(&shared, decoded.as_ref(), takes, operation)
             }
-            Admission::Refuse(refusal) => {
-                self.refuse(route, reply::refusal(refusal, &route.policy))
-            }
-            // Only a leader executes, in `work`. Dropping the reservation releases it.
-            Admission::Execute(_) => self.refuse(route, Problem::new(Name::StoreUnavailable)),
         };
         match held {
             Some(held) => response.map(|body| held.carry(body, bytes)),
@@ -526,27 +631,80 @@ impl Gateway {
         }
     }
 
+    /// A stored answer in the form that this caller takes; `None`: as it is stored.
+    async fn fit(
+        &self,
+        keyed: &Keyed,
+        stored: Option<&Answer>,
+        record: Option<RecordId>,
+    ) -> Result<Option<Decoded>, Problem> {
+        let Some(stored) = stored else { return Ok(None) };
+        let kept_max = keyed.route.policy.response_body_max;
+        let fitted = reply::fit(&keyed.takes, stored, kept_max, &keyed.room).await;
+        fitted.map_err(|unfit| unfit.problem(stored).record(record))
+    }
+
+    /// A stored answer for the caller whose request was executed, or was to be. `write`: as what it is sent.
+    async fn found(
+        &self,
+        keyed: &Keyed,
+        replay: &Replay,
+        counted: Reply,
+        write: impl FnOnce(&Replay, &Answer, &Takes, &Operation) -> Response<Body>,
+    ) -> Response<Body> {
+        let operation = &keyed.route.operation;
+        match self.fit(keyed, Some(&replay.answer), Some(replay.fence.id)).await {
+            Ok(decoded) => {
+                self.metrics.replied(operation.as_str(), counted);
+                let (decoded, held) = decoded.map(|it| (it.answer, it.held)).unzip();
+                let sent = decoded.as_ref().unwrap_or(&replay.answer);
+                let response = write(replay, sent, &keyed.takes, operation);
+                match held {
+                    Some(held) => response.map(|body| held.carry(body, body_bytes(sent))),
+                    None => response,
+                }
+            }
+            Err(problem) => self.refuse(&keyed.route, problem),
+        }
+    }
+
+    /// The answer of another attempt than this caller's, where it may read that.
+    async fn other(&self, keyed: &Keyed, replay: &Replay, counted: Reply) -> Response<Body> {
+        match Rights::of_executor(keyed, replay) {
+            Ok(permit) => {
+                let write = |replay: &Replay, sent: &Answer, takes: &Takes, of: &Operation| {
+                    reply::replay(replay, sent, takes, of, permit)
+                };
+                self.found(keyed, replay, counted, write).await
+            }
+            Err(problem) => self.refuse(&keyed.route, problem),
+        }
+    }
+
     /// The answer for the caller whose request was executed, or was to be.
-    fn finished(&self, route: &Route, finish: Finish) -> Response<Body> {
+    async fn finished(&self, keyed: &Keyed, finish: Finish) -> Response<Body> {
+        let (route, takes) = (&keyed.route, &keyed.takes);
         let (reply, response) = match finish {
             Finish::Kept { first, expires_at } => {
-                (Reply::Executed, reply::first(first, Kept::Until(expires_at)))
+                (Reply::Executed, reply::first(first, Kept::Until(expires_at), takes))
             }
-            Finish::Spilled { first } => (Reply::Executed, reply::first(first, Kept::Spilled)),
-            Finish::NotStored { first, counted } => (counted, reply::first(first, Kept::NotYet)),
+            Finish::Spilled { first } => {
+                (Reply::Executed, reply::first(first, Kept::Spilled, takes))
+            }
+            Finish::NotStored { first, counted } => {
+                (counted, reply::first(first, Kept::NotYet, takes))
+            }
             Finish::Recorded(replay) => {
-                (Reply::Executed, reply::recorded(&replay, &route.operation))
+                return self.found(keyed, &replay, Reply::Executed, reply::recorded).await;
             }
-            Finish::Overtaken(replay) => {
-                (Reply::Executed, reply::replay(&replay, &route.operation))
-            }
-            Finish::Found(replay) => (Reply::Replayed, reply::replay(&replay, &route.operation)),
+            Finish::Overtaken(replay) => return self.other(keyed, &replay, Reply::Executed).await,
+            Finish::Found(replay) => return self.other(keyed, &replay, Reply::Replayed).await,
             Finish::StillUnknown { record } => {
                 let refusal = Refusal::OutcomeUnknown { record, again: None };
                 return self.refuse(route, reply::refusal(refusal, &route.policy));
             }
-            Finish::Released { first } => (Reply::Released, reply::first(first, Kept::No)),
-            Finish::Unknown { first } => (Reply::Unknown, reply::first(first, Kept::No)),
+            Finish::Released { first } => (Reply::Released, reply::first(first, Kept::No, takes)),
+            Finish::Unknown { first } => (Reply::Unknown, reply::first(first, Kept::No, takes)),
             Finish::Failed { fence, failure } => {
                 let counted = match failure {
                     Failure::NothingSent | Failure::LeaseEnded => Reply::Released,
@@ -558,6 +716,13 @@ impl Gateway {
         };
         self.metrics.replied(route.operation.as_str(), reply);
         response
+    }
+
+    /// Keeps the keys that tokens are checked with, until `stop`.
+    pub async fn keep_keys(self: Arc<Self>, stop: CancellationToken) {
+        if let Some(tokens) = &self.tokens {
+            tokens.keep(&stop).await;
+        }
     }
 
     /// Forgets in-memory answers of records that operators acted on, until `stop`.
@@ -585,6 +750,27 @@ impl Gateway {
     /// becomes `unknown` once this process's lease has run out.
     pub async fn leave(&self) {
         tokio::join!(self.late.cut(), self.desk.settler().leave());
+        // What the last late answers left behind.
+        self.desk.settler().idle().await;
+    }
+}
+
+/// What the caller of a request gets that passed through and has no answer.
+fn not_passed(error: PassError) -> Response<Body> {
+    let name = match error {
+        PassError::Unreachable => Name::UpstreamUnreachable,
+        PassError::Failed => Name::UpstreamFailed,
+        PassError::TimedOut => Name::UpstreamTimeout,
+        PassError::Caller => Name::BodyIncomplete,
+    };
+    Problem::new(name).into_response(None)
+}
+
+/// The bytes of an answer's kept body.
+fn body_bytes(answer: &Answer) -> usize {
+    match &answer.body {
+        KeptBody::Whole(body) => body.len(),
+        KeptBody::NotRetained => 0,
     }
 }
 

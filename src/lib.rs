@@ -13,6 +13,7 @@ pub mod scope;
 
 pub mod route;
 
+pub mod explain;
 pub mod fault;
 pub mod telemetry;
 

@@ -161,6 +161,11 @@ text_newtype!(
     Key
 );
 
+text_newtype!(
+    /// Who asked: the verified subject, or a keyed digest of the credential.
+    Caller
+);
+
 impl Tenant {
     /// Checks a tenant that comes from outside. `None`: empty, longer than 255 bytes, or with characters that cannot be seen.
     #[must_use]
@@ -276,6 +281,8 @@ pub enum Change {
     Retry,
     /// The upstream is asked what became of the attempt: somebody holds the record meanwhile.
     Ask,
+    /// The upstream was asked and knows nothing of the attempt: whoever holds the record goes on to the next one.
+    Raise,
     /// An operator says what happened.
     OperatorComplete,
     /// An operator says that nothing happened (for a completed record: that it shall be forgotten).
@@ -286,12 +293,13 @@ pub enum Change {
 
 impl Change {
     /// All of them.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Complete,
         Self::Release,
         Self::Lose,
         Self::Retry,
         Self::Ask,
+        Self::Raise,
         Self::OperatorComplete,
         Self::OperatorRelease,
         Self::Expire,
@@ -320,7 +328,9 @@ pub fn transition(status: Status, attempt: Attempt, change: Change) -> Option<Ne
         }
         (Status::InProgress | Status::Unknown, Change::Release) => Some(released),
         (Status::InProgress, Change::Lose) => Some(Next::Status(Status::Unknown)),
-        (Status::Unknown, Change::Retry | Change::Ask) => Some(Next::Status(Status::InProgress)),
+        (Status::Unknown, Change::Retry | Change::Ask) | (Status::InProgress, Change::Raise) => {
+            Some(Next::Status(Status::InProgress))
+        }
         (Status::Unknown, Change::OperatorComplete) => Some(Next::Status(Status::Completed)),
         (Status::Unknown | Status::Completed, Change::OperatorRelease) => Some(Next::Gone),
         (Status::Completed, Change::Expire) => Some(Next::Gone),
@@ -332,7 +342,7 @@ pub fn transition(status: Status, attempt: Attempt, change: Change) -> Option<Ne
             | Change::OperatorRelease
             | Change::Expire,
         )
-        | (Status::Unknown, Change::Lose | Change::Expire)
+        | (Status::Unknown, Change::Lose | Change::Raise | Change::Expire)
         | (
             Status::Completed,
             Change::Complete
@@ -340,6 +350,7 @@ pub fn transition(status: Status, attempt: Attempt, change: Change) -> Option<Ne
             | Change::Lose
             | Change::Retry
             | Change::Ask
+            | Change::Raise
             | Change::OperatorComplete,
         ) => None,
     }
@@ -374,14 +385,6 @@ pub struct Answer {
     pub spelling: Spelling,
     /// The body, byte for byte.
     pub body: KeptBody,
-}
-
-impl Answer {
-    /// Whether status, headers and body are the same. How the names are spelled says nothing.
-    #[must_use]
-    pub fn says_the_same(&self, other: &Self) -> bool {
-        (self.status, &self.headers, &self.body) == (other.status, &other.headers, &other.body)
-    }
 }
 
 /// How the names of headers were spelled by their sender, line by line in the order of the map; HTTP/1.1 callers that read
@@ -488,6 +491,8 @@ pub struct Record {
     pub fence: Fence,
     /// The request that made it.
     pub fingerprint: Fingerprint,
+    /// Who asked for its current attempt.
+    pub caller: Option<Caller>,
     /// How it stands.
     pub state: State,
 }

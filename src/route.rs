@@ -9,11 +9,15 @@
 //! one table for each method. A trailing slash and `;params` do not matter. A catch-all also matches nothing at all. What is
 //! forwarded and fingerprinted is the path as it came.
 
+mod near;
+
 use std::collections::HashMap;
 use std::fmt::Write as _;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use http::uri::PathAndQuery;
 use http::{HeaderName, Method, StatusCode};
 use percent_encoding::percent_decode;
 
@@ -22,6 +26,8 @@ use crate::record::event::Templates;
 use crate::record::outcome::Lists;
 use crate::record::{Operation, Settle, lookup};
 use crate::scope::{self, Params};
+
+pub use self::near::{Look, Named, Near, Reading};
 
 /// Everything that is decided by which route a request takes.
 #[derive(Debug)]
@@ -63,6 +69,56 @@ pub struct Policy {
     pub mismatch_status: StatusCode,
     /// Headers of an answer that are not kept.
     pub replay_drop: Vec<HeaderName>,
+    /// Whether requests are protected at all.
+    pub mode: Mode,
+    /// Who may read a stored answer within the scope.
+    pub replay_auth: ReplayAuth,
+}
+
+/// Who may read a stored answer within the scope.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ReplayAuth {
+    /// Everybody within it: the tenant is the boundary.
+    Scope,
+    /// Whoever sends the credential that the first caller sent; where the tenant comes from a checked token, its subject.
+    SameCredential,
+    /// Whoever is let by another server, which is asked for each replay.
+    Subrequest(Arc<Subrequest>),
+}
+
+/// How another server is asked whether a caller may read a stored answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Subrequest {
+    /// Who is asked.
+    pub server: Server,
+    /// What is asked for.
+    pub target: PathAndQuery,
+    /// How long the answer may take.
+    pub timeout: Duration,
+}
+
+/// A server that is asked.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Server {
+    /// One of the configured upstreams, by its name.
+    Upstream(String),
+    /// Another one.
+    Url {
+        /// `http://host[:port]` or `https://host[:port]`.
+        base: String,
+        /// For https: the only certificates to trust. None: the system's.
+        ca_file: Option<PathBuf>,
+    },
+}
+
+/// Whether a route's requests are protected.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// They are.
+    #[default]
+    Protect,
+    /// They are forwarded, and it is told what would have become of them.
+    Observe,
 }
 
 /// What a duplicate of an unknown outcome gets.
@@ -102,6 +158,8 @@ pub struct Pattern {
 #[derive(Debug, Default)]
 pub struct Routes {
     routes: Vec<Arc<Route>>,
+    /// Of the routes, in their order.
+    patterns: Vec<Pattern>,
     tables: HashMap<Method, matchit::Router<usize>>,
     ignore_case: bool,
 }
@@ -119,7 +177,12 @@ pub enum Found {
         params: Params,
     },
     /// The two readings of the path name different routes.
-    Ambiguous,
+    Ambiguous {
+        /// Split, then decoded.
+        split: Arc<Route>,
+        /// Decoded, then split and resolved.
+        decoded: Arc<Route>,
+    },
 }
 
 impl Routes {
@@ -141,6 +204,7 @@ impl Routes {
                 Err(wrong) => errors.extend(wrong.into_iter().map(named)),
             }
             built.routes.push(Arc::new(route));
+            built.patterns.push(pattern);
         }
         for (method, root, index) in roots {
             // A conflict here means that another route names this path itself.
@@ -181,16 +245,17 @@ impl Routes {
         let path = path.split('?').next().unwrap_or_default();
         let split = self.look_up(table, &split_then_decoded(path));
         let decoded = self.look_up(table, &decoded_then_split(path));
-        match (split, decoded) {
-            (Some((one, _)), Some((other, _))) if one != other => Found::Ambiguous,
+        let route = |index: usize| self.routes.get(index).cloned();
+        let found = match (split, decoded) {
+            (Some((one, _)), Some((other, _))) if one != other => route(one)
+                .zip(route(other))
+                .map(|(split, decoded)| Found::Ambiguous { split, decoded }),
             (Some((index, params)), _) | (None, Some((index, params))) => {
-                match self.routes.get(index) {
-                    Some(route) => Found::Keyed { route: Arc::clone(route), params },
-                    None => Found::Nothing,
-                }
+                route(index).map(|route| Found::Keyed { route, params })
             }
-            (None, None) => Found::Nothing,
-        }
+            (None, None) => None,
+        };
+        found.unwrap_or(Found::Nothing)
     }
 
     /// The table of a method, also where it is written in lower case: some upstreams do not care.
@@ -364,6 +429,8 @@ mod tests {
                     on_unknown: OnUnknown::Hold,
                     mismatch_status: StatusCode::CONFLICT,
                     replay_drop: Vec::new(),
+                    mode: Mode::Protect,
+                    replay_auth: ReplayAuth::Scope,
                 },
                 upstream: String::new(),
             };
@@ -376,7 +443,7 @@ mod tests {
     fn named(routes: &Routes, method: &str, path: &str) -> String {
         match routes.find(&Method::from_bytes(method.as_bytes()).unwrap(), path) {
             Found::Nothing => "-".to_owned(),
-            Found::Ambiguous => "?".to_owned(),
+            Found::Ambiguous { .. } => "?".to_owned(),
             Found::Keyed { route, params } => {
                 let params = params.iter().map(|(name, value)| format!(" {name}={value}"));
                 format!("{}{}", route.operation, params.collect::<String>())
@@ -481,6 +548,46 @@ mod tests {
             let routes = routes(&[("o", "POST", "/a/{x}"), ("r", "POST", "/{*rest}")], true).unwrap();
             let _found = named(&routes, "POST", &path);
             let _found = named(&routes, "POST", &odd);
+        }
+    }
+
+    #[test]
+    fn a_look_says_which_reading_matched_and_what_nearly_did() {
+        let list = [
+            ("orders", "POST", "/orders"),
+            ("lines", "POST", "/orders/{id}/lines"),
+            ("all", "PUT", "/files/{*rest}"),
+        ];
+        let routes = routes(&list, false).unwrap();
+        let look = |method: &str, path: &str| {
+            let look = routes.look(&Method::from_bytes(method.as_bytes()).unwrap(), path);
+            let operation =
+                |reading: Reading| reading.route.map(|route| route.operation.to_string());
+            let near =
+                look.near.iter().map(|near| format!("{}: {}", near.route.operation, near.why_not));
+            let near: Vec<_> = near.collect();
+            (operation(look.split), operation(look.decoded), near.join("; "))
+        };
+        let orders = || Some("orders".to_owned());
+        assert_eq!(look("POST", "/orders"), (orders(), orders(), String::new()));
+        assert_eq!(look("POST", "/x/../orders?a=1"), (None, orders(), String::new()));
+        for (method, path, why) in [
+            ("PUT", "/orders", "orders: the path fits, but the method is PUT and not POST"),
+            (
+                "POST",
+                "/Orders",
+                "orders: \"Orders\" is \"orders\" in other letters; see server.ignore_path_case",
+            ),
+            ("POST", "/orders/7/line", "lines: the path says \"line\" and not \"lines\""),
+            (
+                "POST",
+                "/orders/7",
+                "orders: the path has 2 segments and not 1; lines: the path has 2 segments and not 3",
+            ),
+            ("POST", "/files/a/b", "all: the path fits, but the method is POST and not PUT"),
+            ("POST", "/else", ""),
+        ] {
+            assert_eq!(look(method, path), (None, None, why.to_owned()), "{method} {path}");
         }
     }
 }

@@ -5,7 +5,10 @@
 //!
 //! What must stay true: what is ambiguous is refused, never guessed and never treated as absent (two lines, a list, an empty
 //! value). A sent key never equals a derived one: what is sent may not begin with [`DERIVED`]. An address is never part of the
-//! scope. Credentials leave this module only as keyed digests.
+//! scope. Credentials leave this module only as keyed digests. A tenant out of a token is read only from one that was checked
+//! ([`jwt`]).
+
+pub mod jwt;
 
 use std::fmt;
 
@@ -17,9 +20,10 @@ use http::{HeaderMap, HeaderName, Method};
 use serde_json_path::JsonPath;
 use sha2::{Digest as _, Sha256};
 
+use self::jwt::{ClaimPath, Token};
 use crate::fingerprint::form;
 use crate::fingerprint::json::{Scalar, Tree};
-use crate::record::{KEY_MAX, Key, Tenant};
+use crate::record::{Caller, KEY_MAX, Key, Tenant};
 
 /// How every derived key begins, and no sent one.
 pub const DERIVED: &str = "derived:";
@@ -60,6 +64,8 @@ pub struct Asked<'a> {
     pub params: &'a Params,
     /// The host the caller named, with or without a port: from the target where it has one, else from `Host`.
     pub host: Option<&'a str>,
+    /// The caller's token, checked; only where the tenant's source is one.
+    pub token: Option<&'a Token>,
 }
 
 /// How a route finds key and tenant.
@@ -92,6 +98,8 @@ pub enum Source {
     BasicUser,
     /// A keyed digest of the Authorization header.
     Credential,
+    /// A claim of a checked token.
+    JwtClaim(ClaimPath),
 }
 
 /// The parts of a derived key, compiled.
@@ -253,6 +261,12 @@ pub enum Refusal {
     KeyInvalid(&'static str),
     /// The tenant's source yields nothing that can be a tenant: what is wrong, as a sentence without its end.
     TenantMissing(&'static str),
+    /// The tenant is read from a token, and the request has none.
+    TokenMissing,
+    /// The token is no good: what is wrong, to stand after "the token".
+    TokenInvalid(&'static str),
+    /// The keys that the token is checked with are not known at the moment.
+    TokenUnverified,
 }
 
 /// Reads the key from its header. `None`: the header is absent, whether or not the route requires it.
@@ -369,6 +383,7 @@ fn tenant(source: &Source, asked: &Asked<'_>, digest: &DigestKey) -> Result<Tena
         Source::Credential => {
             digest.digest(credential(asked.headers)?.ok_or("the request has no credential")?)
         }
+        Source::JwtClaim(path) => asked.token.ok_or("the token was not checked")?.text(path)?,
     };
     Tenant::parse(&text).ok_or(INVALID)
 }
@@ -423,10 +438,37 @@ fn basic_user(headers: &HeaderMap) -> Result<String, &'static str> {
     Ok(user.to_owned())
 }
 
-/// Who asks: a keyed digest of the Authorization header. `None`: there is none, or more than one.
+/// The token of Bearer credentials (RFC 6750). `None`: the request has no Authorization header.
+///
+/// # Errors
+/// There are several, or they are of another kind: what is wrong, to stand after "the token".
+pub fn bearer(headers: &HeaderMap) -> Result<Option<&str>, &'static str> {
+    const NONE: &str = "is not one of the Bearer scheme";
+    let credential = credential(headers).map_err(|_| "stands beside another credential")?;
+    let Some(credential) = credential else { return Ok(None) };
+    let credential = std::str::from_utf8(credential).map_err(|_| NONE)?;
+    let (scheme, token) = credential.split_once(' ').ok_or(NONE)?;
+    let token = token.trim_start_matches(' ');
+    let fits = scheme.eq_ignore_ascii_case("bearer") && !token.contains([' ', ',']);
+    if fits && !token.is_empty() { Ok(Some(token)) } else { Err(NONE) }
+}
+
+/// Whether the request carries more than one credential: another one may count for the upstream than for us.
 #[must_use]
-pub fn caller(headers: &HeaderMap, digest: &DigestKey) -> Option<String> {
-    credential(headers).ok().flatten().map(|credential| digest.digest(credential))
+pub fn has_several_credentials(headers: &HeaderMap) -> bool {
+    credential(headers).is_err()
+}
+
+/// Who asks: the subject of a checked token, else a keyed digest of the credential, of all of them where there are several.
+/// `None`: there is none.
+#[must_use]
+pub fn caller(headers: &HeaderMap, token: Option<&Token>, digest: &DigestKey) -> Option<Caller> {
+    if let Some(subject) = token.and_then(Token::subject) {
+        return Some(Caller::stored(subject));
+    }
+    let lines = headers.get_all(AUTHORIZATION).iter().map(|line| line.as_bytes().trim_ascii());
+    let lines: Vec<&[u8]> = lines.filter(|line| !line.is_empty()).collect();
+    (!lines.is_empty()).then(|| Caller::stored(&digest.digest(&lines.join(&b'\n'))))
 }
 
 #[cfg(test)]
@@ -532,8 +574,14 @@ mod tests {
         let headers = headers(&lines);
         let params = Params::new(vec![("account".to_owned(), "a/1".to_owned())]);
         let target = "/a%2f1?ref=a%20b&d=1&d=2";
-        let asked =
-            Asked { method: &Method::POST, target, headers: &headers, params: &params, host: None };
+        let asked = Asked {
+            method: &Method::POST,
+            target,
+            headers: &headers,
+            params: &params,
+            host: None,
+            token: None,
+        };
         derive_key(&recipe(Source::Host, parts), &asked, body.as_bytes())
             .map(|key| key.as_str().to_owned())
     }
@@ -577,8 +625,14 @@ mod tests {
     fn tenant_of(source: Source, lines: &[(&str, &[u8])], host: Option<&str>) -> Option<String> {
         let headers = headers(lines);
         let params = Params::new(vec![("account".to_owned(), "acme".to_owned())]);
-        let asked =
-            Asked { method: &Method::POST, target: "/", headers: &headers, params: &params, host };
+        let asked = Asked {
+            method: &Method::POST,
+            target: "/",
+            headers: &headers,
+            params: &params,
+            host,
+            token: None,
+        };
         let digest = DigestKey::from_bytes(b"secret");
         match read_tenant(&recipe(source, &[]), &asked, &digest) {
             Ok(tenant) => Some(tenant.as_str().to_owned()),
@@ -628,6 +682,39 @@ mod tests {
         assert!(one.len() == 32 && !one.contains("SECRET"));
         assert_ne!(Some(one), token(b"Bearer OTHER"));
         assert_eq!(tenant_of(Source::Credential, &[], None), None);
+    }
+
+    #[test]
+    fn a_caller_is_known_by_all_of_its_credentials_or_by_none() {
+        let digest = DigestKey::from_bytes(b"secret");
+        let of = |lines: &[&[u8]]| {
+            let lines: Vec<_> = lines.iter().map(|line| ("authorization", *line)).collect();
+            caller(&headers(&lines), None, &digest)
+        };
+        assert_eq!((of(&[]), of(&[b" "])), (None, None));
+        let all = [of(&[b"Bearer a"]), of(&[b"Bearer b"]), of(&[b"Bearer a", b"Bearer b"])];
+        for (place, one) in all.iter().enumerate() {
+            assert!(one.is_some() && !all[..place].contains(one), "{all:?}");
+        }
+        assert_eq!(of(&[b"Bearer a"]), of(&[b" Bearer a "]));
+    }
+
+    #[test]
+    fn a_bearer_token_is_one_word_of_one_header() {
+        let of = |lines: &[&[u8]]| {
+            let lines: Vec<_> = lines.iter().map(|line| ("authorization", *line)).collect();
+            bearer(&headers(&lines)).map(|token| token.map(str::to_owned))
+        };
+        assert_eq!(of(&[]), Ok(None));
+        for good in [&b"Bearer a.b.c"[..], b"bearer  a.b.c", b"BEARER a.b.c "] {
+            assert_eq!(of(&[good]), Ok(Some("a.b.c".to_owned())), "{good:?}");
+        }
+        for bad in
+            [&b"Basic YTpi"[..], b"Bearer", b"Bearer a b", b"Bearer a,Bearer b", b"a.b.c", b"\xff"]
+        {
+            assert!(of(&[bad]).is_err(), "{bad:?}");
+        }
+        assert!(of(&[b"Bearer a", b"Bearer a"]).is_err());
     }
 
     #[test]

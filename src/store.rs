@@ -28,8 +28,8 @@ pub use self::late::{LateEnd, LateOutcome};
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
 use crate::record::{
-    Answer, Attempt, Fence, Fingerprint, Operation, OwnerId, Record, RecordId, Scope, Settle,
-    Status,
+    Answer, Attempt, Caller, Fence, Fingerprint, Operation, OwnerId, Record, RecordId, Scope,
+    Settle, Status,
 };
 
 /// Why the store did not do it, by what the caller may conclude.
@@ -146,7 +146,16 @@ pub enum Takeover {
     /// An unknown record whose policy allows another attempt: same id, attempt + 1, the fingerprint stays.
     Unknown(Fence),
     /// An unknown record about which the upstream may be asked now: same id, same attempt, the request's context stays.
-    Question(Fence, Settle),
+    Question(Fence, Settle, Asker),
+}
+
+/// Why the upstream is asked about an unknown record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Asker {
+    /// By the gateway itself: not before the pause after the last question is over.
+    Gateway,
+    /// For a retry: at once.
+    Retry,
 }
 
 /// About the records of which operation the upstream is asked.
@@ -167,12 +176,14 @@ pub struct Due {
     pub fence: Fence,
     /// Of the request that made it.
     pub fingerprint: Fingerprint,
+    /// Who asked for the attempt.
+    pub caller: Option<Caller>,
     /// What was kept of the request.
     pub context: Option<Bytes>,
 }
 
 /// What is known of an unknown record.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unresolved {
     /// When its attempt became unknown; of a dead owner: its lease's end.
     pub since: SystemTime,
@@ -182,8 +193,10 @@ pub struct Unresolved {
     pub orphaned: bool,
     /// Questions in a row that brought no result.
     pub asked: u32,
-    /// Before then it is not asked about again.
+    /// Before then the gateway does not ask about it again by itself.
     pub next_ask_at: SystemTime,
+    /// What was kept of the request of the attempt that is unknown.
+    pub context: Option<Bytes>,
 }
 
 /// Whether a fenced change found its row.
@@ -583,6 +596,13 @@ pub trait Store: Send + Sync + 'static {
 
     /// Takes a row over for the proposal's owner, fenced. `Changed::No` where it moved on, or the owner has no live lease.
     async fn take_over(&self, proposal: Proposal, from: Takeover) -> Result<Changed, Error>;
+
+    /// The upstream was asked about this attempt and knows nothing of it: raises the record to the next one, in the place of
+    /// the question, with the proposal's caller, context and retention. `Changed::No` where the record is not in progress under
+    /// this very attempt and the proposal's owner any more, or the owner has no live lease.
+    ///
+    /// Running it again after [`Error::InDoubt`] is safe: a row that it has raised already is `Yes`.
+    async fn raise(&self, proposal: Proposal, fence: Fence) -> Result<Changed, Error>;
 
     /// The record under a scope.
     async fn find(&self, scope: &Scope) -> Result<Option<Record>, Error>;

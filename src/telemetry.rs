@@ -57,10 +57,16 @@ label_enum!(
         Mismatch = "mismatch",
         /// Refused: still running after the wait.
         InProgress = "in_progress",
+        /// Refused: the stored answer is not for this caller.
+        Forbidden = "forbidden",
+        /// Refused: nobody could say who asks, or whether the stored answer is for this caller.
+        Unchecked = "unchecked",
         /// Refused: a record whose outcome is unknown.
         Held = "held",
         /// Refused: executed, its answer was too large to keep.
         NotRetained = "not_retained",
+        /// Refused: executed, its answer is kept in a coding that the caller does not accept.
+        NotAcceptable = "not_acceptable",
         /// Refused: key, tenant or request not valid.
         Invalid = "invalid",
         /// Refused: a limit is reached.
@@ -71,6 +77,40 @@ label_enum!(
         Passed = "passed",
         /// Forwarded unprotected, because the store was away.
         Bypassed = "bypassed",
+    }
+);
+
+label_enum!(
+    /// What would have become of a request that was only observed.
+    Would {
+        /// The first under its key: executed.
+        Execute = "execute",
+        /// Passed through: it has no key, and need not.
+        Pass = "pass",
+        /// Answered with the stored answer.
+        Replay = "replay",
+        /// Kept waiting for the first request under its key.
+        Wait = "wait",
+        /// Refused: another request under a used key.
+        Mismatch = "mismatch",
+        /// Refused: the first one's outcome is unknown.
+        Hold = "hold",
+        /// Refused: the first one's answer is too large to keep.
+        NotRetained = "not_retained",
+        /// Refused: it has no key.
+        KeyMissing = "key_missing",
+        /// Refused: its key is not valid.
+        KeyInvalid = "key_invalid",
+        /// Refused: nobody knows whose it is.
+        TenantMissing = "tenant_missing",
+        /// Refused: its body is too large.
+        BodyTooLarge = "body_too_large",
+        /// Refused: a limit is reached.
+        Overloaded = "overloaded",
+        /// Refused for another reason, which the log tells.
+        Refuse = "refuse",
+        /// Not known: its body did not come to its end.
+        Unjudged = "unjudged",
     }
 );
 
@@ -168,6 +208,12 @@ struct ByOperation {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ByWould {
+    operation: String,
+    would: Would,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ByAsked {
     operation: String,
     result: Asked,
@@ -205,6 +251,7 @@ type Seconds = Gauge<f64, AtomicU64>;
 pub struct Metrics {
     registry: Registry,
     requests: Family<ByOperation, Counter>,
+    observed: Family<ByWould, Counter>,
     steps: Family<ByStep, Histogram>,
     in_flight: Gauge,
     waiting: Gauge,
@@ -234,6 +281,7 @@ impl Default for Metrics {
         let mut metrics = Self {
             registry: Registry::with_prefix("oncegate"),
             requests: Family::default(),
+            observed: Family::default(),
             steps: Family::new_with_constructor(step_histogram),
             in_flight: Gauge::default(),
             waiting: Gauge::default(),
@@ -276,6 +324,11 @@ impl Metrics {
             "requests",
             "Requests by operation and by how they were answered",
             self.requests.clone(),
+        );
+        r.register(
+            "observed",
+            "Requests that were only observed, by operation and by what would have become of them",
+            self.observed.clone(),
         );
         r.register("step_seconds", "Time taken by each step of a request", self.steps.clone());
         r.register(
@@ -361,6 +414,11 @@ impl Metrics {
     /// One more request was answered.
     pub fn replied(&self, operation: &str, reply: Reply) {
         self.requests.get_or_create(&ByOperation { operation: operation.to_owned(), reply }).inc();
+    }
+
+    /// One more request was observed.
+    pub fn observed(&self, operation: &str, would: Would) {
+        self.observed.get_or_create(&ByWould { operation: operation.to_owned(), would }).inc();
     }
 
     /// A step took this long.

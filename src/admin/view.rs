@@ -302,7 +302,11 @@ pub async fn life(store: &dyn Store, id: RecordId) -> Result<Option<Life>, store
     let row = store.show_record(id).await?;
     let doubt = match &row {
         Some(row) if row.status == Status::Unknown => {
-            store.unresolved(id).await?.map(DoubtView::from)
+            match store.unresolved(id).await {
+                // What was kept of the request does not open: that hides nothing else.
+                Err(store::Error::Refused(_)) => None,
+                found => found?.map(DoubtView::from),
+            }
         }
         Some(_) | None => None,
     };

@@ -204,7 +204,11 @@ pub async fn redeliver(
         }
     };
     let by = print::operator(args.reason.as_deref());
-    let count = store.redeliver(&which, &by).await?;
+    let look = match args.id {
+        Some(id) => format!("events show {id}"),
+        None => "events list --status dead".to_owned(),
+    };
+    let count = print::changed(store.redeliver(&which, &by).await, &look)?;
     if let (Some(id), 0) = (args.id, count) {
         return nothing_redelivered(store, id, args.sink.as_deref(), out, json).await;
     }

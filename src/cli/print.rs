@@ -45,6 +45,17 @@ pub enum Failure {
     /// The store did not do it.
     #[error(transparent)]
     Store(#[from] store::Error),
+    /// The store may have done it, now or a moment later, or not.
+    #[error(
+        "nobody knows whether that was done: look with `oncegate {look}` before you give the command again"
+    )]
+    Doubt {
+        /// The command that shows it.
+        look: String,
+        /// Why.
+        #[source]
+        cause: store::Error,
+    },
     /// The output could not be written.
     #[error("cannot write the output: {0}")]
     Output(#[from] io::Error),
@@ -59,9 +70,19 @@ impl Failure {
     pub fn code(&self) -> u8 {
         match self {
             Self::Usage(_) => 2,
-            Self::Store(_) | Self::Output(_) | Self::Json(_) => 1,
+            Self::Store(_) | Self::Doubt { .. } | Self::Output(_) | Self::Json(_) => 1,
         }
     }
+}
+
+/// What the store made of a change by hand. Where its end is not known, the failure names the command that shows it.
+pub(super) fn changed<T>(result: Result<T, store::Error>, look: &str) -> Result<T, Failure> {
+    result.map_err(|cause| match cause {
+        store::Error::InDoubt(_) => Failure::Doubt { look: look.to_owned(), cause },
+        store::Error::Unavailable(_) | store::Error::Refused(_) | store::Error::Late => {
+            Failure::Store(cause)
+        }
+    })
 }
 
 /// Reads an id that was typed.

@@ -228,7 +228,8 @@ pub async fn release(
     };
     let by = print::operator(args.reason.as_deref());
     let fence = Fence { id: row.id, attempt: row.attempt };
-    if let Err(why) = store.operator_release(fence, args.completed, &by).await? {
+    let released = store.operator_release(fence, args.completed, &by).await;
+    if let Err(why) = print::changed(released, &format!("records show {id}"))? {
         return objection(out, json, &id, &why);
     }
     if json {
@@ -273,7 +274,8 @@ pub async fn complete(
         events,
     };
     let by = print::operator(args.reason.as_deref());
-    if let Err(why) = store.operator_complete(&completion, &by).await? {
+    let completed = store.operator_complete(&completion, &by).await;
+    if let Err(why) = print::changed(completed, &format!("records show {id}"))? {
         return objection(out, json, &id, &why);
     }
     print_completed(out, json, &row, &completion, &by)?;
@@ -345,7 +347,7 @@ fn answer_of(args: &CompleteArgs) -> Result<Answer, Failure> {
         names.push(line.split(':').next().unwrap_or_default().trim().into());
     }
     let spelling = Spelling::of(&headers, &names);
-    let body = body_of(&args.body)?;
+    let body = body_of("--body", &args.body)?;
     if !body.is_empty() && matches!(status.as_u16(), 204 | 205 | 304) {
         return Err(usage(format!(
             "--body: an answer of status {status} has none; give --body ''"
@@ -387,17 +389,18 @@ fn header_of(line: &str) -> Result<(HeaderName, HeaderValue), &'static str> {
     Ok((name, value.map_err(|_| "no header can have this value: it has control characters")?))
 }
 
-fn body_of(text: &str) -> Result<Bytes, Failure> {
+/// A body as it was typed: text, or @FILE.
+pub(super) fn body_of(flag: &str, text: &str) -> Result<Bytes, Failure> {
     let Some(path) = text.strip_prefix('@') else {
         return Ok(Bytes::copy_from_slice(text.as_bytes()));
     };
-    let unreadable = |error| usage(format!("--body @{}: {error}", escape(path)));
+    let unreadable = |error| usage(format!("{flag} @{}: {error}", escape(path)));
     let file = std::fs::File::open(path).map_err(unreadable)?;
     let mut bytes = Vec::new();
     // One byte more than allowed shows that there is too much, also of a pipe.
     file.take(BODY_MAX.saturating_add(1)).read_to_end(&mut bytes).map_err(unreadable)?;
     if bytes.len() as u64 > BODY_MAX {
-        return Err(usage(format!("--body @{}: more than {BODY_MAX} bytes", escape(path))));
+        return Err(usage(format!("{flag} @{}: more than {BODY_MAX} bytes", escape(path))));
     }
     Ok(bytes.into())
 }

@@ -18,11 +18,13 @@ use crate::admin::{self, Readiness, Token};
 use crate::config::{self, Config, StoreKind};
 use crate::gateway::accept::{self, Listener};
 use crate::gateway::spill::{self, DrainError, Spill, Unwritable};
-use crate::gateway::upstream::Upstream;
+use crate::gateway::tokens::Tokens;
+use crate::gateway::upstream::{self, Upstream};
 use crate::gateway::{Gateway, Parts, Serve};
 use crate::lease::{self, Contact};
 use crate::record::LeaseView;
 use crate::relay::Claimant;
+use crate::route::{ReplayAuth, Server};
 use crate::store::postgres::Postgres;
 use crate::store::sqlite::{self, FileLock, Sqlite};
 use crate::store::{self, OpenError, Store};
@@ -222,6 +224,8 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     let claimant = claimant(&view, &may_judge, opened.alone);
     let parts = Parts {
         upstreams: upstreams(&config)?,
+        servers: servers(&config)?,
+        tokens: config.jwt.map(Tokens::new).transpose().map_err(StartError::Config)?,
         routes: config.routes,
         store: Arc::clone(&store),
         lease: view.clone(),
@@ -243,10 +247,8 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     let admin = admin_listener.local_addr().map_err(|cause| cannot_listen(listen, cause))?;
     let addr = listener.local_addr();
 
-    for sink in &config.relay.sinks {
-        // Shown from the start: an alert on a series that is absent never fires.
-        metrics.outbox(&sink.name, 0, Duration::ZERO, 0);
-    }
+    // Shown from the start: an alert on a series that is absent never fires.
+    config.relay.sinks.iter().for_each(|sink| metrics.outbox(&sink.name, 0, Duration::ZERO, 0));
     let (tasks, ready) = (TaskTracker::new(), Readiness::default());
     let stop = Stop::new(&ready);
     let rest = || stop.rest.clone();
@@ -261,8 +263,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         Arc::clone(&metrics),
         rest(),
     ));
-    tasks.spawn(Arc::clone(&gateway).watch_operators(rest()));
-    tasks.spawn(Arc::clone(&gateway).resolve_unknown(stop.accept.clone()));
+    spawn_beside(&gateway, &tasks, &stop);
     let state = admin::State {
         store,
         metrics,
@@ -270,6 +271,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         token: config.admin.token.as_deref().and_then(Token::new),
         version: env!("CARGO_PKG_VERSION"),
         operations,
+        explain: Arc::<Gateway>::clone(&gateway),
     };
     tasks.spawn(admin::serve(admin_listener, admin::router(state), rest()));
     let service = Serve(Arc::clone(&gateway));
@@ -279,16 +281,42 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     Ok(Running { addr, admin, stop, tasks, lease, gateway, grace, opened })
 }
 
+/// What the gateway does beside the requests.
+fn spawn_beside(gateway: &Arc<Gateway>, tasks: &TaskTracker, stop: &Stop) {
+    tasks.spawn(Arc::clone(gateway).watch_operators(stop.rest.clone()));
+    tasks.spawn(Arc::clone(gateway).keep_keys(stop.rest.clone()));
+    tasks.spawn(Arc::clone(gateway).resolve_unknown(stop.accept.clone()));
+}
+
 fn cannot_listen(address: &str, cause: std::io::Error) -> StartError {
     StartError::Listen { address: address.to_owned(), cause }
 }
 
 fn upstreams(config: &Config) -> Result<HashMap<String, Arc<Upstream>>, StartError> {
-    let build = |(name, settings): (&String, &crate::gateway::upstream::Settings)| {
+    let build = |(name, settings): (&String, &upstream::Settings)| {
         let upstream = Upstream::new(settings.clone()).map_err(StartError::Config)?;
         Ok((name.clone(), Arc::new(upstream)))
     };
     config.upstreams.iter().map(build).collect()
+}
+
+/// Those who are asked whether a stored answer may be read, each with connections of its own.
+fn servers(config: &Config) -> Result<HashMap<Server, Arc<Upstream>>, StartError> {
+    let mut servers = HashMap::new();
+    for route in config.routes.iter() {
+        let ReplayAuth::Subrequest(asked) = &route.policy.replay_auth else { continue };
+        let settings = match &asked.server {
+            Server::Upstream(name) => config.upstreams.get(name).cloned(),
+            Server::Url { base, ca_file } => base.parse().ok().map(|url| upstream::Settings {
+                ca_file: ca_file.clone(),
+                ..upstream::Settings::at(url)
+            }),
+        };
+        let missing = || StartError::Config("there is nobody to ask for replay_auth".to_owned());
+        let upstream = Upstream::new(settings.ok_or_else(missing)?).map_err(StartError::Config)?;
+        servers.insert(asked.server.clone(), Arc::new(upstream));
+    }
+    Ok(servers)
 }
 
 impl Running {

@@ -7,7 +7,9 @@
 //! What must stay true: the defaults stand here and nowhere else, and `config/oncegate.toml` shows every one of them
 //! (a test compares the two).
 
+mod jwt;
 mod lookup;
+mod replay_auth;
 mod routes;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -29,7 +31,7 @@ use crate::record::event::{Spec, Templates};
 use crate::record::outcome::{Code, Lists};
 use crate::record::{Operation, Tenant};
 use crate::relay::{self, sink};
-use crate::route::{OnUnknown, Pattern, Policy, Route, Routes};
+use crate::route::{Mode, OnUnknown, Pattern, Policy, ReplayAuth, Route, Routes};
 use crate::scope::{self, Derive, Source};
 use crate::store::postgres;
 use crate::store::sealed::Keys;
@@ -68,7 +70,9 @@ impl Builder<'_> {
         let names: Vec<String> = sinks.iter().map(|sink| sink.name.clone()).collect();
         let upstreams = self.upstreams(file);
         let (routes, facts) = self.routes(file, without_file, &names, &upstreams);
+        let jwt = self.jwt(file.jwt.as_ref(), &routes);
         let config = Config {
+            jwt,
             server: self.server(&file.server),
             gateway: self.gateway(file, &file.store),
             admin: self.admin(&file.admin),
@@ -377,9 +381,9 @@ impl Builder<'_> {
         let folder = match &store.kind {
             StoreKind::Sqlite(path) => path.parent().unwrap_or(Path::new("")).to_owned(),
             StoreKind::Postgres(_) => {
-                if routes.iter().any(|route| route.scope.tenant == Source::Credential) {
-                    let wrong = "is missing; a tenant by credential is a digest under this key, and every \
-                                 replica on the same database needs the same key";
+                if routes.iter().any(keeps_digests) {
+                    let wrong = "is missing; a tenant by credential, and the credential that replay_auth compares, is a \
+                                 digest under this key, and every replica on the same database needs the same key";
                     self.notes.mistake(&Place::absent("server.digest_key_file"), wrong);
                 }
                 self.folder.clone()
@@ -510,6 +514,12 @@ impl Builder<'_> {
         }
         Log { format: format.unwrap_or(LogFormat::Text), level }
     }
+}
+
+/// Whether what other replicas do depends on digests under the key.
+fn keeps_digests(route: &Arc<Route>) -> bool {
+    route.scope.tenant == Source::Credential
+        || route.policy.replay_auth == ReplayAuth::SameCredential
 }
 
 fn payload_max(raw: &file::Outbox) -> usize {

@@ -6,8 +6,9 @@ use http::Method;
 
 use crate::config::{Config, StoreKind, Warning};
 use crate::gateway::OnUnavailable;
+use crate::gateway::tokens::KeySource;
 use crate::relay::sink;
-use crate::route::{OnUnknown, Route};
+use crate::route::{Mode, OnUnknown, ReplayAuth, Route};
 use crate::scope::Source;
 
 /// So many of the largest answers a spill should have room for.
@@ -24,6 +25,12 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
         warn("route", "there is no [[route]]: everything passes through unprotected".to_owned());
     }
     let on = |test: fn(&Route) -> bool| operations(config, test);
+    if let Some(names) = on(|route| route.policy.mode == Mode::Observe) {
+        let text = format!(
+            "{names}: only observed: every request is forwarded, duplicates too, and no event is written"
+        );
+        warn("policy.mode", text);
+    }
     if config.gateway.on_unavailable == OnUnavailable::Bypass {
         let text = "while the store is away keyed requests are forwarded unprotected: duplicates execute again, no event \
                     is written, and a retry after the outage executes once more";
@@ -32,10 +39,11 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
     if let Some(names) = on(tenant_is_a_claim) {
         let text = format!(
             "{names}: the tenant is what the caller says, and nobody verifies it. Whoever can name a tenant can read \
-             its stored answers: let something in front set it"
+             its stored answers: let something in front set it, read it from a token (jwt_claim), or set replay_auth"
         );
         warn("policy.tenant", text);
     }
+    about_tokens(config, &mut warn);
     about_unknown(config, &mut warn);
     if on(|route| route.scope.forward_key).is_some() {
         let text = "a Go proxy (Traefik, Caddy, a mesh) behind Oncegate may send a write without a body twice when it \
@@ -72,6 +80,21 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
         warn("store.url", text.to_owned());
     }
     found
+}
+
+fn about_tokens(config: &Config, warn: &mut impl FnMut(&str, String)) {
+    let used = config.routes.iter().any(|route| matches!(route.scope.tenant, Source::JwtClaim(_)));
+    let Some(jwt) = &config.jwt else { return };
+    if !used {
+        warn("jwt", "no route reads its tenant from a token: nothing is checked".to_owned());
+    }
+    if let KeySource::Url(remote) = &jwt.source
+        && remote.server.url.scheme_str() == Some("http")
+    {
+        let text =
+            "the keys come unprotected: whoever can answer in the server's place can make tokens";
+        warn("jwt.jwks_url", text.to_owned());
+    }
 }
 
 fn about_spill(config: &Config, warn: &mut impl FnMut(&str, String)) {
@@ -137,11 +160,13 @@ fn about_sink(sink: &sink::Settings, warn: &mut impl FnMut(&str, String)) {
     }
 }
 
+/// Nobody verifies the tenant, and whoever is in it reads what is stored.
 fn tenant_is_a_claim(route: &Route) -> bool {
-    match route.scope.tenant {
+    let unverified = match route.scope.tenant {
         Source::Header(_) | Source::Path(_) | Source::BasicUser | Source::Host => true,
-        Source::Fixed(_) | Source::Credential => false,
-    }
+        Source::Fixed(_) | Source::Credential | Source::JwtClaim(_) => false,
+    };
+    unverified && route.policy.replay_auth == ReplayAuth::Scope
 }
 
 fn settles_early(route: &Route) -> bool {
@@ -164,7 +189,9 @@ fn asks_for_any_tenant(route: &Route) -> bool {
         Source::Header(name) => format!("request.headers.{name}"),
         Source::Path(name) => format!("request.params.{name}"),
         Source::Host => "request.headers.host".to_owned(),
-        Source::BasicUser | Source::Credential => "request.headers.authorization".to_owned(),
+        Source::BasicUser | Source::Credential | Source::JwtClaim(_) => {
+            "request.headers.authorization".to_owned()
+        }
     };
     !lookup.template.names("tenant") && !lookup.template.names(&origin)
 }

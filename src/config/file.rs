@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::config::tree::{Node, Notes, Place, Placed, Section};
+use crate::config::tree::{Node, Notes, Place, Placed, Section, WordOrSection};
 
 /// A value that may be absent.
 pub type Maybe<T> = Option<Placed<T>>;
@@ -28,6 +28,8 @@ pub struct File {
     pub upstreams: Vec<(String, Upstream)>,
     /// `[store]`
     pub store: Store,
+    /// `[jwt]`
+    pub jwt: Option<Jwt>,
     /// `[policy]`
     pub policy: Policy,
     /// `[[route]]`
@@ -153,6 +155,61 @@ pub struct Spill {
     pub max_size: Maybe<usize>,
 }
 
+/// `[jwt]`
+#[derive(Debug, Default)]
+pub struct Jwt {
+    /// Where it stands.
+    pub place: Place,
+    /// Where a JWK set is fetched.
+    pub jwks_url: Maybe<String>,
+    /// The file with a JWK set.
+    pub jwks_file: Maybe<String>,
+    /// The file with a public key.
+    pub key_file: Maybe<String>,
+    /// The file with the secret of an HMAC.
+    pub secret_file: Maybe<String>,
+    /// How tokens may be signed.
+    pub algorithms: Maybe<Vec<Placed<String>>>,
+    /// Who makes them.
+    pub issuer: Maybe<String>,
+    /// For whom they are made.
+    pub audience: Maybe<Vec<Placed<String>>>,
+    /// How far clocks may differ.
+    pub leeway: Maybe<Duration>,
+    /// How often the set is fetched.
+    pub refresh: Maybe<Duration>,
+    /// How often at most because of an unknown key.
+    pub cooldown: Maybe<Duration>,
+    /// For one fetch.
+    pub timeout: Maybe<Duration>,
+    /// The certificates to trust.
+    pub ca_file: Maybe<String>,
+    /// Whether the set may come over plain http.
+    pub allow_http: Maybe<bool>,
+}
+
+/// `replay_auth = "..."` or `replay_auth = { subrequest = "..." }`
+#[derive(Debug)]
+pub enum ReplayAuth {
+    /// `none` or `same-credential`.
+    Word(Placed<String>),
+    /// Somebody is asked.
+    Asked(Box<Subrequest>),
+}
+
+/// `replay_auth = { subrequest = "..." }`
+#[derive(Debug, Default)]
+pub struct Subrequest {
+    /// Where it stands.
+    pub place: Place,
+    /// A path at the route's upstream, or a URL.
+    pub subrequest: Maybe<String>,
+    /// How long the answer may take.
+    pub timeout: Maybe<Duration>,
+    /// The certificates to trust.
+    pub ca_file: Maybe<String>,
+}
+
 /// `[policy]`, and the same fields of a route.
 #[derive(Debug, Default)]
 pub struct Policy {
@@ -192,6 +249,10 @@ pub struct Policy {
     pub unknown_on: Maybe<Vec<Placed<String>>>,
     /// What makes two requests the same.
     pub fingerprint: Option<Fingerprint>,
+    /// `protect` or `observe`.
+    pub mode: Maybe<String>,
+    /// Who may read a stored answer.
+    pub replay_auth: Option<ReplayAuth>,
 }
 
 /// `lookup = { ... }`
@@ -236,6 +297,8 @@ pub struct Tenant {
     pub basic_user: Maybe<bool>,
     /// A digest of Authorization.
     pub credential: Maybe<bool>,
+    /// A claim of a token.
+    pub jwt_claim: Maybe<String>,
     /// One for all.
     pub fixed: Maybe<String>,
 }
@@ -359,7 +422,8 @@ pub struct Log {
 }
 
 /// Sections whose fields a variable may set: `ONCEGATE_<SECTION>_<FIELD>`.
-pub const SECTIONS: [&str; 7] = ["server", "admin", "upstream", "store", "policy", "outbox", "log"];
+pub const SECTIONS: [&str; 8] =
+    ["server", "admin", "upstream", "store", "jwt", "policy", "outbox", "log"];
 
 /// Reads the whole tree.
 #[must_use]
@@ -375,6 +439,7 @@ pub fn read(tree: &Node, notes: &Notes) -> File {
             .map(|(name, section)| (name, upstream(section, false)))
             .collect(),
         store: top.section("store").map(store).unwrap_or_default(),
+        jwt: top.section("jwt").map(jwt),
         policy: top.section("policy").map(only_policy).unwrap_or_default(),
         routes: top.sections("route").into_iter().map(route).collect(),
         sinks: top.sections("sink").into_iter().map(sink).collect(),
@@ -464,6 +529,43 @@ fn spill(mut s: Section<'_>) -> Spill {
     read
 }
 
+fn jwt(mut s: Section<'_>) -> Jwt {
+    let read = Jwt {
+        place: s.place().clone(),
+        jwks_url: s.text("jwks_url"),
+        jwks_file: s.text("jwks_file"),
+        key_file: s.text("key_file"),
+        secret_file: s.text("secret_file"),
+        algorithms: s.texts("algorithms"),
+        issuer: s.text("issuer"),
+        audience: s.text_or_texts("audience"),
+        leeway: s.duration("leeway"),
+        refresh: s.duration("refresh"),
+        cooldown: s.duration("cooldown"),
+        timeout: s.duration("timeout"),
+        ca_file: s.text("ca_file"),
+        allow_http: s.flag("allow_http"),
+    };
+    s.finish();
+    read
+}
+
+fn replay_auth(said: WordOrSection<'_>) -> ReplayAuth {
+    match said {
+        WordOrSection::Word(word) => ReplayAuth::Word(word),
+        WordOrSection::Section(mut s) => {
+            let read = Subrequest {
+                place: s.place().clone(),
+                subrequest: s.text("subrequest"),
+                timeout: s.duration("timeout"),
+                ca_file: s.text("ca_file"),
+            };
+            s.finish();
+            ReplayAuth::Asked(Box::new(read))
+        }
+    }
+}
+
 fn only_policy(mut s: Section<'_>) -> Policy {
     let read = policy(&mut s);
     s.finish();
@@ -471,7 +573,7 @@ fn only_policy(mut s: Section<'_>) -> Policy {
 }
 
 fn policy(s: &mut Section<'_>) -> Policy {
-    let read = Policy {
+    Policy {
         tenant: s.section("tenant").map(tenant),
         key_header: s.text("key_header"),
         require_key: s.flag("require_key"),
@@ -490,9 +592,9 @@ fn policy(s: &mut Section<'_>) -> Policy {
         release_on: s.codes("release_on"),
         unknown_on: s.codes("unknown_on"),
         fingerprint: s.section("fingerprint").map(fingerprint),
-    };
-    s.not_yet(&["replay_auth", "mode"]);
-    read
+        mode: s.text("mode"),
+        replay_auth: s.word_or_section("replay_auth").map(replay_auth),
+    }
 }
 
 fn lookup(mut s: Section<'_>) -> Lookup {
@@ -521,9 +623,14 @@ fn tenant(mut s: Section<'_>) -> Tenant {
         host: s.flag("host"),
         basic_user: s.flag("basic_user"),
         credential: s.flag("credential"),
+        jwt_claim: s.text("jwt_claim"),
         fixed: s.text("fixed"),
     };
-    s.not_yet(&["jwt_claim", "client_cert"]);
+    s.refused(
+        "client_cert",
+        "needs TLS from the caller to this listener, which Oncegate does not speak yet; let the proxy in front check the \
+         certificate and name the tenant in a header of its own",
+    );
     s.finish();
     read
 }

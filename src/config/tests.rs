@@ -1,7 +1,7 @@
 //! What the configuration promises: every mistake at its place, overrides, defaults, and the shipped files.
 
 use super::*;
-use crate::route::{Lookup, OnUnknown};
+use crate::route::{Lookup, OnUnknown, ReplayAuth, Server};
 
 const SECRET: &str = "whsec_MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE=";
 
@@ -86,6 +86,51 @@ const CASES: &[(&str, &str)] = &[
         "policy.fingerprint = { xml_namespaces = { p = 1 } }",
         "og.toml:2: policy.fingerprint.xml_namespaces.p: this is an integer, it must be a text in quotes",
     ),
+    (
+        "policy.tenant = { client_cert = \"cn\" }",
+        "og.toml:2: policy.tenant.client_cert: needs TLS from the caller to this listener, which Oncegate does not speak yet; let the proxy in front check the certificate and name the tenant in a header of its own",
+    ),
+    (
+        "policy.tenant = { jwt_claim = \"/\" }",
+        "og.toml:2: policy.tenant.jwt_claim: is not the name of a claim, \"tenant_id\", or a pointer to one, \"/org/id\"",
+    ),
+    (
+        "policy.tenant = { jwt_claim = \"t\", fixed = \"x\" }",
+        "og.toml:2: policy.tenant: name exactly one of header, path, host, basic_user, credential, jwt_claim and fixed",
+    ),
+    (
+        "[[route]]\nmethod = \"POST\"\npath = \"/a\"\noperation = \"a\"\ntenant = { jwt_claim = \"t\" }",
+        "og.toml: jwt: is missing; the tenant of a is read from a token, and this says which tokens are good",
+    ),
+    (
+        "policy.replay_auth = \"never\"",
+        "og.toml:2: policy.replay_auth: must be \"none\" (everybody in the tenant may read), \"same-credential\", or { subrequest = \"/auth\" }",
+    ),
+    ("policy.replay_auth = {}", "og.toml:2: policy.replay_auth.subrequest: is missing"),
+    (
+        "policy.replay_auth = { subrequest = \"/a#b\" }",
+        "og.toml:2: policy.replay_auth.subrequest: \"/a#b\" is not a path, such as \"/auth\"",
+    ),
+    (
+        "policy.replay_auth = { subrequest = \"auth\" }",
+        "og.toml:2: policy.replay_auth.subrequest: \"auth\" is not a URL; write \"https://host/auth\"",
+    ),
+    (
+        "policy.replay_auth = { subrequest = \"/auth\", timeout = \"0s\" }",
+        "og.toml:2: policy.replay_auth.timeout: must be longer than nothing",
+    ),
+    (
+        "policy.replay_auth = { subrequest = \"/auth\", timout = \"1s\" }",
+        "og.toml:2: policy.replay_auth.timout: unknown field; did you mean `timeout`?",
+    ),
+    (
+        "store.url = \"postgres://h/d\"\n[[route]]\nmethod = \"POST\"\npath = \"/a\"\nreplay_auth = \"same-credential\"",
+        "og.toml: server.digest_key_file: is missing; a tenant by credential, and the credential that replay_auth compares, is a digest under this key, and every replica on the same database needs the same key",
+    ),
+    (
+        "[[route]]\nmethod = \"POST\"\npath = \"/a/{id}\"\nderive_key = [\"path:id\", \"path:other\"]",
+        "og.toml:5: route[0].derive_key[1]: the path \"/a/{id}\" has no parameter {other}",
+    ),
     ("[srever]", "og.toml:2: srever: unknown field; did you mean `server`?"),
     ("store = 3", "og.toml:2: store: this is an integer, it must be a table"),
     ("policy.wiat = \"1s\"", "og.toml:2: policy.wiat: unknown field; did you mean `wait`?"),
@@ -114,6 +159,10 @@ const CASES: &[(&str, &str)] = &[
     (
         "policy.on_unknown = \"ask\"",
         "og.toml:2: policy.on_unknown: must be \"hold\", \"retry\" or \"lookup\"",
+    ),
+    (
+        "policy.mode = \"watch\"",
+        "og.toml:2: policy.mode: must be \"protect\" or \"observe\" (forward everything, and only tell what would have been done)",
     ),
     ("policy.lookup = { found = \"true\" }", "og.toml:2: policy.lookup.path: is missing"),
     (
@@ -180,13 +229,10 @@ const CASES: &[(&str, &str)] = &[
         "server.late_answers_max = -1",
         "og.toml:2: server.late_answers_max: must be a whole number from 0 to 1000000",
     ),
-    (
-        "policy.tenant = { jwt_claim = \"t\" }",
-        "og.toml:2: policy.tenant.jwt_claim: is not supported yet; leave it out",
-    ),
+    ("server.http2 = true", "og.toml:2: server.http2: is not supported yet; leave it out"),
     (
         "policy.tenant = { host = true, header = \"X-T\" }",
-        "og.toml:2: policy.tenant: name exactly one of header, path, host, basic_user, credential and fixed",
+        "og.toml:2: policy.tenant: name exactly one of header, path, host, basic_user, credential, jwt_claim and fixed",
     ),
     (
         "policy.key_header = \"a b\"",
@@ -246,7 +292,7 @@ const CASES: &[(&str, &str)] = &[
     ),
     (
         "store.url = \"postgres://db/x\"\n[[route]]\nmethod = \"POST\"\npath = \"/\"\ntenant = { credential = true }",
-        "og.toml: server.digest_key_file: is missing; a tenant by credential is a digest under this key, and every replica on the same database needs the same key",
+        "og.toml: server.digest_key_file: is missing; a tenant by credential, and the credential that replay_auth compares, is a digest under this key, and every replica on the same database needs the same key",
     ),
     ("[[route]]\npath = \"/\"", "og.toml:2: route[0].method: is missing"),
     (
@@ -530,6 +576,7 @@ fn parts(config: &Config) -> Vec<String> {
         format!("{:?}", config.upstreams),
         format!("{:?} {:?}", config.sweep, config.relay.poll),
         format!("{:?}", config.log),
+        format!("{:?}", config.jwt),
     ];
     parts.extend(config.routes.iter().map(|route| format!("{route:?}")));
     parts.extend(config.relay.sinks.iter().map(|sink| {
@@ -647,6 +694,165 @@ fn the_contract_s_example_loads() {
         .collect();
     let bare = good(&short.join("\n"), &[]);
     assert_eq!(parts(&config), parts(&bare));
+}
+
+/// `[jwt]` with these lines beside issuer, audience and algorithms.
+fn jwt_section(lines: &str) -> String {
+    with(&format!(
+        "[jwt]\nalgorithms = [\"RS256\"]\nissuer = \"i\"\naudience = \"a\"\n{lines}\n[[route]]\nmethod = \"POST\"\npath = \"/a\"\ntenant = {{ jwt_claim = \"t\" }}\n"
+    ))
+}
+
+fn key_path(name: &str) -> String {
+    format!("{}/tests/keys/{name}", env!("CARGO_MANIFEST_DIR"))
+}
+
+#[test]
+#[expect(clippy::too_many_lines, reason = "a table of mistakes")]
+fn tokens_are_checked_with_keys_from_one_place_that_fit_their_algorithms() {
+    let public = key_path("rsa.pub.pem");
+    let config = good(&jwt_section(&format!("key_file = \"{public}\"")), &[]);
+    let Some(tokens::Settings { rules, source: tokens::KeySource::Fixed(keys) }) = &config.jwt
+    else {
+        panic!("{:?}", config.jwt)
+    };
+    assert_eq!((keys.count(), rules.leeway), (1, Duration::from_secs(30)));
+    assert_eq!((rules.issuer.as_str(), rules.audiences.as_slice()), ("i", &["a".to_owned()][..]));
+    let config = good(&jwt_section("jwks_url = \"https://issuer.example:8443/keys?v=1\""), &[]);
+    let Some(tokens::Settings { source: tokens::KeySource::Url(remote), .. }) = &config.jwt else {
+        panic!("{:?}", config.jwt)
+    };
+    assert_eq!(remote.server.url.to_string(), "https://issuer.example:8443/");
+    assert_eq!(remote.target, "/keys?v=1");
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.display().to_string()
+    };
+    let secret = file("secret", &format!("{}\n", "s".repeat(32)));
+    let short = file("short", "too short\n");
+    let set = file("set", "{\"keys\":[{\"kty\":\"oct\",\"k\":\"AAAA\"}]}");
+    let hs256 = |text: &str| jwt_section(text).replace("RS256", "HS256");
+    assert!(good(&hs256(&format!("secret_file = \"{secret}\"")), &[]).jwt.is_some());
+    for (text, wrong) in [
+        (jwt_section(""), "jwt: name exactly one of jwks_url, jwks_file, key_file and secret_file"),
+        (
+            jwt_section(&format!("key_file = \"{public}\"\nsecret_file = \"{secret}\"")),
+            "jwt: name exactly one of",
+        ),
+        (
+            jwt_section(&format!("secret_file = \"{secret}\"")),
+            "jwt.algorithms[0]: RS256 does not fit the key in",
+        ),
+        (
+            hs256(&format!("key_file = \"{public}\"")),
+            "jwt.algorithms[0]: HS256 does not fit the key in",
+        ),
+        // No way to take a public key for a secret.
+        (hs256(&format!("secret_file = \"{public}\"")), "jwt.secret_file: holds a key in PEM"),
+        (hs256(&format!("secret_file = \"{short}\"")), "jwt.secret_file: has 9 bytes, too few"),
+        (
+            hs256("jwks_url = \"https://issuer.example/\""),
+            "jwt.algorithms[0]: needs a secret, and secrets are not fetched",
+        ),
+        (
+            jwt_section(&format!("jwks_file = \"{set}\"")),
+            "jwt.jwks_file: holds no key that can be used: keys[0]: is a secret",
+        ),
+        (jwt_section(&format!("key_file = \"{secret}\"")), "jwt.key_file: holds no public key"),
+        (
+            jwt_section(&format!("key_file = \"{}\"", key_path("rsa.pem"))),
+            "jwt.key_file: holds no public key",
+        ),
+        (jwt_section("key_file = \"none.pem\""), "jwt.key_file: cannot read"),
+        (
+            jwt_section("jwks_url = \"http://issuer.example/\""),
+            "jwt.jwks_url: over plain http anybody",
+        ),
+        (
+            jwt_section("jwks_url = \"ftp://issuer.example/\""),
+            "jwt.jwks_url: \"ftp://issuer.example\" names no http or https server",
+        ),
+        (
+            jwt_section("jwks_url = \"https://a/\"\nleeway = \"1h\""),
+            "jwt.leeway: must be at most \"5m\"",
+        ),
+        (
+            jwt_section("jwks_url = \"https://a/\"\ntimeout = \"0s\""),
+            "jwt.timeout: must be longer than nothing",
+        ),
+        (
+            jwt_section("jwks_url = \"https://a/\"").replace("\"RS256\"", "\"none\""),
+            "jwt.algorithms[0]: a token that nobody signed proves nothing",
+        ),
+        (
+            jwt_section("jwks_url = \"https://a/\"").replace("\"RS256\"", "\"rs256\""),
+            "jwt.algorithms[0]: \"rs256\" is not known here",
+        ),
+        (
+            jwt_section("jwks_url = \"https://a/\"").replace("[\"RS256\"]", "[]"),
+            "jwt.algorithms: names nothing",
+        ),
+        (
+            jwt_section("jwks_url = \"https://a/\"").replace("audience = \"a\"", ""),
+            "jwt.audience: is missing",
+        ),
+        (
+            jwt_section("jwks_url = \"https://a/\"").replace("issuer = \"i\"", ""),
+            "jwt.issuer: is missing",
+        ),
+        (
+            jwt_section("jwks_url = \"https://a/\"\njwks = 1"),
+            "jwt.jwks: unknown field; did you mean `jwks_url`?",
+        ),
+    ] {
+        let found = mistakes(&text);
+        assert!(found.len() == 1 && found[0].contains(wrong), "{wrong}: {found:?}");
+    }
+    for near in ["localhost:8080", "127.0.0.1", "[::1]:80", "10.1.2.3"] {
+        good(&jwt_section(&format!("jwks_url = \"http://{near}/\"")), &[]);
+    }
+    good(&jwt_section("jwks_url = \"http://keys.auth.svc/\"\nallow_http = true"), &[]);
+}
+
+#[test]
+fn who_may_read_is_said_for_all_routes_and_for_each() {
+    let of = |policy: &str, route: &str| {
+        let text = format!("{policy}\n[[route]]\nmethod = \"POST\"\npath = \"/a\"\n{route}");
+        let config = good(&with(&text), &[]);
+        config.routes.iter().next().unwrap().policy.replay_auth.clone()
+    };
+    let same = "replay_auth = \"same-credential\"";
+    assert_eq!(of("", ""), ReplayAuth::Scope);
+    assert_eq!(of(&format!("policy.{same}"), ""), ReplayAuth::SameCredential);
+    assert_eq!(of(&format!("policy.{same}"), "replay_auth = \"none\""), ReplayAuth::Scope);
+    let asked = |text: &str| match of("", &format!("replay_auth = {{ subrequest = \"{text}\" }}")) {
+        ReplayAuth::Subrequest(asked) => (asked.server.clone(), asked.target.to_string()),
+        ReplayAuth::Scope | ReplayAuth::SameCredential => panic!("nobody is asked"),
+    };
+    let upstream = Server::Upstream(DEFAULT_UPSTREAM.to_owned());
+    assert_eq!(asked("/auth?x=1"), (upstream, "/auth?x=1".to_owned()));
+    let server = |base: &str| Server::Url { base: base.to_owned(), ca_file: None };
+    assert_eq!(asked("http://auth:9000/v"), (server("http://auth:9000"), "/v".to_owned()));
+    assert_eq!(asked("https://auth"), (server("https://auth"), "/".to_owned()));
+}
+
+#[test]
+fn a_tenant_that_nobody_verifies_is_warned_of_unless_reading_is_guarded() {
+    let warned = |lines: &str, more: &str| {
+        let text = format!("{more}[[route]]\nmethod = \"POST\"\npath = \"/a\"\n{lines}");
+        let config = good(&with(&text), &[]);
+        check::warnings(&config).into_iter().any(|warning| warning.place == "policy.tenant")
+    };
+    let header = "tenant = { header = \"X-T\" }\n";
+    assert!(warned(header, ""));
+    assert!(!warned(&format!("{header}replay_auth = \"same-credential\""), ""));
+    assert!(!warned(&format!("{header}replay_auth = {{ subrequest = \"/auth\" }}"), ""));
+    let jwt = "[jwt]\nalgorithms = [\"RS256\"]\nissuer = \"i\"\naudience = \"a\"\njwks_url = \"https://a/\"\n";
+    assert!(!warned("tenant = { jwt_claim = \"t\" }", jwt));
+    let idle = good(&with(jwt), &[]);
+    assert!(check::warnings(&idle).iter().any(|warning| warning.place == "jwt"));
 }
 
 #[test]

@@ -281,6 +281,14 @@ fn from_variable(value: &str, variable: &str, notes: &Notes) -> Node {
     }
 }
 
+/// A field that may be either.
+pub enum WordOrSection<'a> {
+    /// A text.
+    Word(Placed<String>),
+    /// A table.
+    Section(Section<'a>),
+}
+
 /// One table of the tree, read field by field.
 pub struct Section<'a> {
     fields: BTreeMap<&'a str, &'a Node>,
@@ -477,6 +485,43 @@ impl<'a> Section<'a> {
     /// A list of texts.
     pub fn texts(&mut self, name: &'static str) -> Option<Placed<Vec<Placed<String>>>> {
         self.list(name, "a list of texts", |section, item| section.text_of(item))
+    }
+
+    /// One text, or a list of them.
+    pub fn text_or_texts(&mut self, name: &'static str) -> Option<Placed<Vec<Placed<String>>>> {
+        let node = self.ask(name)?;
+        if let Value::Text(text) = &node.value.value {
+            let one = Placed { value: text.clone(), place: node.place.clone() };
+            return Some(Placed { value: vec![one], place: node.place });
+        }
+        self.texts(name)
+    }
+
+    /// A word, or a table with more to say.
+    pub fn word_or_section(&mut self, name: &'static str) -> Option<WordOrSection<'a>> {
+        let node = self.ask(name)?;
+        Some(match &node.value.value {
+            Value::Text(text) => {
+                WordOrSection::Word(Placed { value: text.clone(), place: node.place })
+            }
+            Value::Integer(_)
+            | Value::Float(_)
+            | Value::Boolean(_)
+            | Value::Datetime(_)
+            | Value::Array(_)
+            | Value::Table(_) => {
+                WordOrSection::Section(Self::of(node.value, node.place, self.notes))
+            }
+        })
+    }
+
+    /// A field that means nothing so far: using it is a mistake, and this is why.
+    pub fn refused(&mut self, name: &'static str, why: &str) {
+        if let Some(node) = self.fields.get(name) {
+            self.known.insert(name);
+            let place = node.place(self.place.field(name).path);
+            self.notes.mistake(&place, why);
+        }
     }
 
     /// A list of texts or integers, as texts.

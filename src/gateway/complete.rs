@@ -20,8 +20,9 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderName, StatusCode, response};
 use tokio::sync::Notify;
 
-use super::forward::{Evidence, GivenUp};
+use super::forward::{Evidence, GivenUp, Unasked};
 use super::headers;
+use super::notes;
 use super::reserve::{
     Debt, Desk, Ending, Parted, Replay, Shared, SharedAnswer, Standing, Underway,
     replay_of_completion,
@@ -30,7 +31,7 @@ use super::spill::Keeping;
 use super::upstream;
 use crate::record::event::{Event, Origin};
 use crate::record::outcome::{Class, Failure};
-use crate::record::{Answer, Attempt, Fence, KeptBody, RecordId, Spelling};
+use crate::record::{Answer, Attempt, Caller, Fence, KeptBody, RecordId, Spelling};
 use crate::route::Route;
 use crate::store::{
     Changed, Completion, Error, LateEnd, LateOutcome, Settled, Store, complete_or_plain,
@@ -47,13 +48,13 @@ enum Lost {
     /// It is `unknown`, or will be.
     Parted(Parted),
     /// There is an answer in the store.
-    Stands(Parted, Box<Finish>),
+    Stands(Parted, Arc<Replay>),
 }
 
 /// A body on its way to the first caller.
 pub(super) enum FirstBody {
-    /// All of it.
-    Whole(Bytes),
+    /// All of it, and what came behind it.
+    Whole { body: Bytes, trailers: HeaderMap },
     /// What was read before it turned out too large to keep, and the rest.
     Streamed { begun: Vec<Bytes>, rest: upstream::Answer },
 }
@@ -99,8 +100,8 @@ pub(super) struct Late {
 enum Freed {
     /// It is free, or will be: the settler has it.
     Done,
-    /// Its record is completed: this stands.
-    Overtaken(Arc<Replay>),
+    /// Its record is completed: this is what counts.
+    Over(Box<Finish>),
     /// Its record had gone on, and has no answer.
     Moved,
 }
@@ -131,8 +132,9 @@ impl Closing<'_> {
             Ok((Class::Stored, first)) => (self.keep(underway, first).await, None),
             Ok((Class::Released, first)) => (self.free(underway, first).await, None),
             Ok((Class::Unknown, first)) => {
+                let fence = underway.fence;
                 let finish = match self.lose(underway).await {
-                    Lost::Stands(_, finish) => *finish,
+                    Lost::Stands(_, replay) => self.found(fence, replay),
                     Lost::Parted(_) => Finish::Unknown { first },
                 };
                 (finish, None)
@@ -171,7 +173,9 @@ impl Closing<'_> {
     /// An answer with its class, or why there is none.
     fn classify(&self, record: RecordId, evidence: Evidence) -> Result<(Class, First), Failure> {
         let (head, body) = match evidence {
-            Evidence::Answered { head, body } => (head, FirstBody::Whole(body)),
+            Evidence::Answered { head, body, trailers } => {
+                (head, FirstBody::Whole { body, trailers })
+            }
             Evidence::Large { head, begun, rest } => (head, FirstBody::Streamed { begun, rest }),
             Evidence::Failed(failure) => return Err(failure),
         };
@@ -187,13 +191,14 @@ impl Closing<'_> {
     ) -> (Finish, Option<Late>) {
         let fence = underway.fence;
         let Fence { id: record, attempt } = fence;
+        let caller = underway.caller.clone();
         let operation = &self.route.operation;
         tracing::warn!(%record, %operation, ?failure, "an attempt ended without an answer");
         let ending = match failure {
             Failure::Broken | Failure::TimedOut => {
                 let (parted, finish) = match self.lose(underway).await {
                     Lost::Parted(parted) => (parted, Finish::Failed { fence, failure }),
-                    Lost::Stands(parted, finish) => (parted, *finish),
+                    Lost::Stands(parted, replay) => (parted, self.found(fence, replay)),
                 };
                 // Only now may the connection be cut: the record says what happened. What the application kept by itself
                 // is this attempt's answer, so nothing else is awaited.
@@ -207,12 +212,13 @@ impl Closing<'_> {
                 Ending::Unknown(record)
             }
             Failure::NothingSent => {
-                Ending::Shared(Arc::new(Shared { record, answer: SharedAnswer::Unreachable }))
+                let answer = SharedAnswer::Unreachable;
+                Ending::Shared(Arc::new(Shared { record, caller, answer }))
             }
             Failure::LeaseEnded => Ending::LookAgain,
         };
         let finish = match self.release(underway, ending, LateEnd::NotSent).await {
-            Freed::Overtaken(replay) => self.found(fence, replay),
+            Freed::Over(finish) => *finish,
             Freed::Done | Freed::Moved => Finish::Failed { fence, failure },
         };
         (finish, None)
@@ -220,12 +226,13 @@ impl Closing<'_> {
 
     /// The upstream did not execute: passes its answer on.
     async fn free(&self, underway: Box<Underway>, first: First) -> Finish {
-        let share = shared(&first, &self.route.policy.replay_drop).map(Arc::new);
+        let caller = underway.caller.clone();
+        let share = shared(&first, caller, &self.route.policy.replay_drop).map(Arc::new);
         let ending = share.map_or(Ending::LookAgain, Ending::Shared);
-        let (fence, answer) = (underway.fence, self.answer(&first));
+        let answer = self.answer(&first);
         match self.release(underway, ending, LateEnd::Released { answer }).await {
             Freed::Done => Finish::Released { first },
-            Freed::Overtaken(replay) => self.found(fence, replay),
+            Freed::Over(finish) => *finish,
             Freed::Moved => Finish::NotStored { first, counted: Reply::Released },
         }
     }
@@ -241,10 +248,8 @@ impl Closing<'_> {
             }
             Ok(Changed::No) => match self.desk.standing(&scope, fence.id).await {
                 Ok(standing) => {
-                    return self
-                        .overtaken(underway, standing, late)
-                        .await
-                        .map_or(Freed::Moved, Freed::Overtaken);
+                    let overtaken = self.overtaken(underway, standing, late).await;
+                    return overtaken.map_or(Freed::Moved, |finish| Freed::Over(Box::new(finish)));
                 }
                 Err(error) => error,
             },
@@ -291,18 +296,13 @@ impl Closing<'_> {
         Finish::Found(replay)
     }
 
-    /// Frees an attempt that was not sent, because asking about the one before it failed: unknown again.
-    pub(super) async fn hold_back(&self, underway: Box<Underway>) -> Finish {
+    /// Ends a question that brought nothing: unknown again, unless the attempt was completed meanwhile.
+    pub(super) async fn put_back(&self, underway: Box<Underway>) -> Finish {
         let record = underway.fence.id;
-        match self.release(underway, Ending::Unknown(record), LateEnd::NotSent).await {
-            Freed::Overtaken(replay) => Finish::Found(replay),
-            Freed::Done | Freed::Moved => Finish::StillUnknown { record },
+        match self.lose(underway).await {
+            Lost::Parted(_) => Finish::StillUnknown { record },
+            Lost::Stands(_, replay) => Finish::Found(replay),
         }
-    }
-
-    /// Ends a question that brought nothing: unknown again.
-    pub(super) async fn put_back(&self, underway: Box<Underway>) {
-        drop(self.lose(underway).await);
     }
 
     /// Marks the record `unknown`: what comes now is late, unless it is completed already, whoever did it.
@@ -317,7 +317,7 @@ impl Closing<'_> {
                 };
                 self.desk.remember(&scope, &replay);
                 let parted = underway.part(Ending::Kept(Arc::clone(&replay)));
-                return Lost::Stands(parted, Box::new(self.found(fence, replay)));
+                return Lost::Stands(parted, replay);
             }
             Ok(Changed::Locked) => locked(),
             Err(error) => error,
@@ -397,10 +397,11 @@ impl Closing<'_> {
     /// it is durable now.
     async fn spill(&self, underway: Box<Underway>, completion: Completion, error: &Error) -> bool {
         owed(error);
-        let fingerprint = underway.fingerprint;
+        let (fingerprint, caller) = (underway.fingerprint, underway.caller.clone());
         let keeping = self.desk.settler().spill().keep(&completion, fingerprint).await;
         let spilled = matches!(keeping, Keeping::Spilled(_));
-        underway.owe(Debt::Complete { completion: Box::new(completion), fingerprint, keeping });
+        let completion = Box::new(completion);
+        underway.owe(Debt::Complete { completion, fingerprint, caller, keeping });
         spilled
     }
 
@@ -412,27 +413,28 @@ impl Closing<'_> {
         completion: Completion,
         first: First,
     ) -> Finish {
-        let fence = underway.fence;
-        let overtaken = self.overtaken(underway, standing, LateOutcome::from(&completion)).await;
-        let Some(replay) = overtaken else {
+        let late = LateOutcome::from(&completion);
+        let Some(finish) = self.overtaken(underway, standing, late).await else {
             return Finish::NotStored { first, counted: Reply::Executed };
         };
         // What was committed and not confirmed is found as a record of this attempt with this very answer.
-        if replay.fence == completion.fence && replay.answer == completion.answer {
-            self.wake.notify_one();
+        if let Finish::Recorded(replay) = &finish
+            && replay.answer == completion.answer
+        {
             return Finish::Kept { first, expires_at: replay.expires_at };
         }
-        self.found(fence, replay)
+        finish
     }
 
-    /// The record is no longer at this attempt, or is completed: the answer that stands, where there is one. What the
-    /// attempt itself came to is noted, unless it is what stands.
+    /// The record is no longer at this attempt, or is completed: how it ends for the caller, where there is an answer. What
+    /// the attempt itself came to is noted, unless that is what stands.
     async fn overtaken(
         &self,
         underway: Box<Underway>,
         standing: Standing,
         late: LateOutcome,
-    ) -> Option<Arc<Replay>> {
+    ) -> Option<Finish> {
+        let was_held = underway.was_held();
         let replay = match standing {
             Standing::Completed(replay) => {
                 self.desk.remember(&late.scope, &replay);
@@ -444,19 +446,28 @@ impl Closing<'_> {
                 None
             }
         };
-        if replay.as_ref().is_none_or(|replay| replay.fence != late.fence) {
-            self.desk.settler().note(late).await;
+        // The application's own answer is this attempt's, whatever it says afterwards in time. A look-up's is not.
+        let stands = replay.as_ref().filter(|replay| replay.fence == late.fence);
+        if stands.is_some_and(|replay| was_held || late.is(&replay.answer)) {
+            self.wake.notify_one();
+            return replay.map(Finish::Recorded);
         }
-        replay
+        self.desk.settler().note(late).await;
+        self.wake.notify_one();
+        replay.map(Finish::Overtaken)
     }
 
     /// The answer as far as the route keeps it.
     fn answer(&self, first: &First) -> Answer {
+        let drop = &self.route.policy.replay_drop;
+        let mut headers = headers::kept(&first.head.headers, drop);
         let body = match &first.body {
-            FirstBody::Whole(body) => KeptBody::Whole(body.clone()),
+            FirstBody::Whole { body, trailers } => {
+                note(&mut headers, first, &headers::kept(trailers, drop));
+                KeptBody::Whole(body.clone())
+            }
             FirstBody::Streamed { .. } => KeptBody::NotRetained,
         };
-        let headers = headers::kept(&first.head.headers, &self.route.policy.replay_drop);
         let spelling = spelling_of(&headers, &first.head);
         Answer { status: first.head.status, headers, spelling, body }
     }
@@ -510,15 +521,27 @@ fn owed(error: &Error) {
 
 /// An answer that is not kept, for those who waited for it; a stream cannot be shared. Like a replay it leaves `drop`
 /// out: a session that was opened for the first caller is nobody else's.
-fn shared(first: &First, drop: &[HeaderName]) -> Option<Shared> {
-    let FirstBody::Whole(body) = &first.body else { return None };
-    let mut headers = end_to_end(&first.head.headers);
-    for name in drop {
-        headers.remove(name);
-    }
+fn shared(first: &First, caller: Option<Caller>, drop: &[HeaderName]) -> Option<Shared> {
+    let FirstBody::Whole { body, trailers } = &first.body else { return None };
+    let without = |mut headers: HeaderMap| {
+        for name in drop {
+            headers.remove(name);
+        }
+        headers
+    };
+    let mut headers = without(end_to_end(&first.head.headers));
+    note(&mut headers, first, &without(trailers.clone()));
     let (status, spelling) = (first.head.status, spelling_of(&headers, &first.head));
     let answer = Answer { status, headers, spelling, body: KeptBody::Whole(body.clone()) };
-    Some(Shared { record: first.record, answer: SharedAnswer::Released(answer) })
+    Some(Shared { record: first.record, caller, answer: SharedAnswer::Released(answer) })
+}
+
+/// Notes among the headers that are kept what a replay needs besides.
+fn note(headers: &mut HeaderMap, first: &First, trailers: &HeaderMap) {
+    notes::keep_trailers(headers, trailers);
+    if first.head.extensions.get::<Unasked>().is_some() {
+        notes::keep_unasked(headers);
+    }
 }
 
 /// How the upstream spelled these headers of its answer.

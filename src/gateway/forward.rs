@@ -6,11 +6,12 @@
 use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
-use http::header::CONTENT_TYPE;
+use http::header::{ACCEPT_ENCODING, CONTENT_TYPE};
 use http::{HeaderMap, Request, Response, StatusCode, response};
 use http_body::Body as _;
 use http_body_util::{BodyExt, Full};
 
+use super::headers;
 use super::reserve::{Reservation, Underway};
 use super::upstream::{self, SendError, Upstream};
 use crate::fault::{self, Point};
@@ -19,8 +20,8 @@ use crate::telemetry::causes;
 
 /// What was seen of one forward.
 pub(super) enum Evidence {
-    /// A complete answer, its body within the bound.
-    Answered { head: response::Parts, body: Bytes },
+    /// A complete answer, its body within the bound, and what came behind the body.
+    Answered { head: response::Parts, body: Bytes, trailers: HeaderMap },
     /// A complete head whose body is larger than is kept, or a stream: what was read of it, and the rest.
     Large { head: response::Parts, begun: Vec<Bytes>, rest: upstream::Answer },
     /// No complete answer.
@@ -37,6 +38,10 @@ impl Evidence {
         }
     }
 }
+
+/// An extension of an answer: its caller named no content coding that it takes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Unasked;
 
 /// How an exchange is bounded.
 #[derive(Clone, Copy, Debug)]
@@ -91,8 +96,12 @@ async fn exchange(
         }
     };
     fault::point(Point::Connected).await;
+    let unasked = !request.headers().contains_key(ACCEPT_ENCODING);
     match connection.send(request, may_write).await {
-        Ok(answer) => {
+        Ok(mut answer) => {
+            if unasked {
+                answer.extensions_mut().insert(Unasked);
+            }
             fault::point(Point::AnswerHead).await;
             let evidence = receive(answer, body_max).await;
             fault::point(Point::AnswerBody).await;
@@ -122,11 +131,14 @@ pub(super) async fn receive(answer: Response<upstream::Answer>, body_max: usize)
     }
     let mut read: Vec<Bytes> = Vec::new();
     let mut total = 0_usize;
+    let mut trailers = HeaderMap::new();
     while let Some(frame) = body.frame().await {
         let data = match frame.map(http_body::Frame::into_data) {
             Ok(Ok(data)) => data,
-            // Trailers are not kept.
-            Ok(Err(_)) => continue,
+            Ok(Err(other)) => {
+                trailers = other.into_trailers().unwrap_or_default();
+                continue;
+            }
             Err(error) => {
                 tracing::warn!(%error, "the upstream's answer broke off");
                 return Evidence::Failed(Failure::Broken);
@@ -138,7 +150,8 @@ pub(super) async fn receive(answer: Response<upstream::Answer>, body_max: usize)
             return Evidence::Large { head, begun: read, rest: body.streamed() };
         }
     }
-    Evidence::Answered { head, body: join(read, total) }
+    headers::clean_trailers(&mut trailers);
+    Evidence::Answered { head, body: join(read, total), trailers }
 }
 
 /// A stream of events has no end that could be waited for.

@@ -47,6 +47,21 @@ const CREDENTIALS: [HeaderName; 3] = [
     HeaderName::from_static("proxy-authentication-info"),
 ];
 
+/// What frames or routes a message, says what its body is, or hands out credentials comes before the body (RFC 9110, 6.5.1).
+const NEVER_TRAILERS: [HeaderName; 11] = [
+    header::AUTHORIZATION,
+    header::CACHE_CONTROL,
+    header::CONTENT_ENCODING,
+    header::CONTENT_LENGTH,
+    header::CONTENT_RANGE,
+    header::CONTENT_TYPE,
+    header::EXPECT,
+    header::HOST,
+    header::MAX_FORWARDS,
+    header::SET_COOKIE,
+    header::TRAILER,
+];
+
 const VIA_US: HeaderValue = HeaderValue::from_static("1.1 oncegate");
 
 /// A request that is refused before anything else looks at it. Answer so, and close the connection.
@@ -459,8 +474,8 @@ fn set_if_absent(headers: &mut HeaderMap, name: HeaderName, value: &HeaderValue)
 /// What of an answer's head is stored for replay: end-to-end headers only, in their order and repetition.
 ///
 /// Left out are hop-by-hop headers, the gateway's own, those that frame the message (a replay frames its own body anew,
-/// and a 204, 304 or an answer to HEAD has no length to repeat), those that hand out credentials, and `drop`. `Date`
-/// stays: it says when the upstream made the answer.
+/// and a 204 or 304 has no length to repeat), those that hand out credentials, and `drop`. `Date` stays: it says when the
+/// upstream made the answer.
 #[must_use]
 pub fn kept(headers: &HeaderMap, drop: &[HeaderName]) -> HeaderMap {
     let mut kept = headers.clone();
@@ -471,6 +486,15 @@ pub fn kept(headers: &HeaderMap, drop: &[HeaderName]) -> HeaderMap {
         kept.remove(name);
     }
     kept
+}
+
+/// Makes trailers fit to go on. hyper filters them on the way out only, and silently.
+pub fn clean_trailers(trailers: &mut HeaderMap) {
+    strip_hop_by_hop(trailers);
+    drop_own(trailers);
+    for name in NEVER_TRAILERS {
+        trailers.remove(name);
+    }
 }
 
 #[cfg(test)]

@@ -2,7 +2,8 @@
 //!
 //! Order matters. What can be refused without the body is refused before it is read, so that a caller that waits for
 //! `100 Continue` is told at once. Headers meant for one hop are gone before the scope is read: a key or tenant that the
-//! upstream would not see does not count. Nothing is reserved here.
+//! upstream would not see does not count. A token is checked before anything is read by what it says, and only of a request
+//! that has a key. Nothing is reserved here.
 //!
 //! Fingerprints of small bodies are made where the request is read. One that may take longer is made on a thread of its own,
 //! and only as many at once as there are processors: so no other request waits for it, and what decoding needs of memory does not
@@ -21,14 +22,16 @@ use tokio::sync::Semaphore;
 use super::accept;
 use super::headers::{self, Forwarding, Hop};
 use super::prefixed::Prefixed;
-use super::reply::{self, Name, Problem};
-use super::reserve::Ask;
+use super::reply::{self, Name, Problem, Takes};
+use super::reserve::{Ask, Readers};
 use super::room::{Limits, NoRoom, Room};
+use super::tokens::Tokens;
 use super::upstream::{Body, Upstream};
 use crate::fingerprint::{self, fingerprint};
 use crate::record::event::RequestParts;
 use crate::record::{Fence, Fingerprint, Key, Scope};
-use crate::route::Route;
+use crate::route::{ReplayAuth, Route};
+use crate::scope::jwt::Token;
 use crate::scope::{self, Asked, DigestKey, Params};
 use crate::telemetry::{Metrics, Step};
 
@@ -38,6 +41,8 @@ const IN_PLACE_MAX: usize = 256 << 10;
 /// Reads keyed requests, within the limits that all of them share.
 pub(super) struct Intake {
     digest: DigestKey,
+    /// Only where a route reads its tenant from a token.
+    tokens: Option<Arc<Tokens>>,
     metrics: Arc<Metrics>,
     limits: Limits,
     /// Who may make a long fingerprint.
@@ -51,6 +56,8 @@ pub(super) struct Keyed {
     hop: Hop,
     body: Bytes,
     pub(super) ask: Ask,
+    /// Of the answer.
+    pub(super) takes: Takes,
     /// Held until the request is answered.
     pub(super) room: Room,
 }
@@ -64,9 +71,14 @@ pub(super) enum Read {
 }
 
 impl Intake {
-    pub(super) fn new(digest: DigestKey, metrics: Arc<Metrics>, limits: Limits) -> Self {
+    pub(super) fn new(
+        digest: DigestKey,
+        tokens: Option<Arc<Tokens>>,
+        metrics: Arc<Metrics>,
+        limits: Limits,
+    ) -> Self {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        Self { digest, metrics, limits, long: Semaphore::new(processors) }
+        Self { digest, tokens, metrics, limits, long: Semaphore::new(processors) }
     }
 
     /// Reads key, body, tenant and fingerprint. Nothing is reserved before the whole body has arrived.
@@ -76,7 +88,17 @@ impl Intake {
         params: &Params,
         request: Request<Body>,
     ) -> Read {
-        let hop = hop(&request);
+        self.try_read(route, params, request).await.unwrap_or_else(Read::Refused)
+    }
+
+    async fn try_read(
+        &self,
+        route: &Arc<Route>,
+        params: &Params,
+        request: Request<Body>,
+    ) -> Result<Read, Problem> {
+        let refused = |refusal| Problem::of_scope(refusal, &route.scope);
+        let (hop, takes) = (hop(&request), Takes::of(&request));
         let target = target(request.uri());
         let (mut head, body) = request.into_parts();
         let recipe = &route.scope;
@@ -84,58 +106,89 @@ impl Intake {
         headers::strip_hop_by_hop(&mut head.headers);
         headers::drop_own(&mut head.headers);
         headers::drop_twins(&mut head.headers, &scope_headers(recipe));
-        let key = match scope::read_key(recipe, &head.headers) {
-            Ok(key) => key,
-            Err(refusal) => return refused(refusal, route),
-        };
+        let key = scope::read_key(recipe, &head.headers).map_err(refused)?;
         if key.is_none() && recipe.derive_key.is_none() {
             if recipe.key_required {
-                return refused(scope::Refusal::KeyMissing, route);
+                return Err(refused(scope::Refusal::KeyMissing));
             }
-            return Read::Unkeyed(Request::from_parts(untouched.unwrap_or(head), body));
+            return Ok(Read::Unkeyed(Request::from_parts(untouched.unwrap_or(head), body)));
         }
+        let known = match &key {
+            Some(_) => Some(self.identify(route, &head.headers).await?),
+            None => None,
+        };
         let required = recipe.key_required || key.is_some();
         let body_max = route.policy.request_body_max;
         if required && declared_length(&head.headers).is_some_and(|length| length > body_max as u64)
         {
-            return Read::Refused(too_large(body_max));
+            return Err(too_large(body_max));
         }
-        let Ok(mut room) = self.room(route, &head.headers) else {
-            return Read::Refused(Problem::new(Name::Overloaded));
-        };
+        let room = self.room(route, &head.headers);
+        let mut room = room.map_err(|NoRoom| Problem::new(Name::Overloaded))?;
         let body = match collect(body, body_max).await {
             Collected::Whole(body) => body,
-            Collected::TooLarge { .. } if required => {
-                return Read::Refused(too_large(body_max));
-            }
+            Collected::TooLarge { .. } if required => return Err(too_large(body_max)),
             Collected::TooLarge { begun, rest } => {
                 let body = Prefixed::new(begun, rest).boxed_unsync();
-                return Read::Unkeyed(Request::from_parts(untouched.unwrap_or(head), body));
+                return Ok(Read::Unkeyed(Request::from_parts(untouched.unwrap_or(head), body)));
             }
-            Collected::Cut => return Read::Refused(Problem::new(Name::BodyIncomplete)),
+            Collected::Cut => return Err(Problem::new(Name::BodyIncomplete)),
         };
         room.received(body.len());
         let host = head.headers.get(HOST).and_then(|host| host.to_str().ok()).map(str::to_owned);
-        let asked = Asked {
+        let mut asked = Asked {
             method: &head.method,
             target: &target,
             headers: &head.headers,
             params,
             host: host.as_deref(),
+            token: None,
         };
         let key = match key.or_else(|| scope::derive_key(recipe, &asked, &body)) {
             Some(key) => key,
-            None if recipe.key_required => return refused(scope::Refusal::KeyMissing, route),
+            None if recipe.key_required => return Err(refused(scope::Refusal::KeyMissing)),
             None => {
-                return Read::Unkeyed(Request::from_parts(untouched.unwrap_or(head), whole(body)));
+                let passed = Request::from_parts(untouched.unwrap_or(head), whole(body));
+                return Ok(Read::Unkeyed(passed));
             }
         };
-        let ask = match self.ask(route, &asked, key, &body).await {
-            Ok(ask) => ask,
-            Err(refusal) => return refused(refusal, route),
+        let known = match known {
+            Some(known) => known,
+            None => self.identify(route, &head.headers).await?,
         };
+        asked.token = known.token.as_ref();
+        let ask = self.ask(route, &asked, key, &body).await.map_err(refused)?;
         let route = Arc::clone(route);
-        Read::Keyed(Box::new(Keyed { route, head, hop, body, ask, room }))
+        Ok(Read::Keyed(Box::new(Keyed { route, head, hop, body, ask, takes, room })))
+    }
+
+    /// A key as logs name it.
+    pub(super) fn key_digest(&self, key: &Key) -> String {
+        self.digest.digest(key.as_str().as_bytes())
+    }
+
+    /// A share of the limits for a copy of a body, of at most this many bytes.
+    pub(super) fn room_for_a_copy(&self, headers: &HeaderMap, max: usize) -> Result<Room, NoRoom> {
+        let length = declared_length(headers).and_then(|length| usize::try_from(length).ok());
+        self.limits.admit(length.map_or(max, |length| length.min(max)), 0)
+    }
+
+    /// Checks who asks, as far as the route wants it known.
+    async fn identify(&self, route: &Route, headers: &HeaderMap) -> Result<Identity, Problem> {
+        if readers(route) != Readers::Scope && scope::has_several_credentials(headers) {
+            let detail = "The request has more than one Authorization header, so that it is not certain who asks.";
+            return Err(Problem::new(Name::RequestRefused).detail(detail));
+        }
+        let scope::Source::JwtClaim(_) = &route.scope.tenant else {
+            return Ok(Identity { token: None });
+        };
+        let checked = match &self.tokens {
+            Some(tokens) => tokens.check(headers).await,
+            // A configuration without keys for such a route is refused when it is loaded.
+            None => Err(scope::Refusal::TokenUnverified),
+        };
+        let token = checked.map_err(|refusal| Problem::of_scope(refusal, &route.scope))?;
+        Ok(Identity { token: Some(token) })
     }
 
     /// Scope, fingerprint and what is kept of the request.
@@ -161,7 +214,8 @@ impl Intake {
         Ok(Ask {
             scope: Scope { tenant, operation: route.operation.clone(), key },
             fingerprint,
-            caller: scope::caller(asked.headers, &self.digest),
+            caller: scope::caller(asked.headers, asked.token, &self.digest),
+            readers: readers(route),
             context,
             on_unknown: route.policy.on_unknown.clone(),
             retention: route.policy.retention,
@@ -208,7 +262,32 @@ impl Intake {
     }
 }
 
+/// Who asks, as far as it was checked.
+struct Identity {
+    token: Option<Token>,
+}
+
+fn readers(route: &Route) -> Readers {
+    match route.policy.replay_auth {
+        ReplayAuth::Scope => Readers::Scope,
+        ReplayAuth::SameCredential => Readers::Caller,
+        ReplayAuth::Subrequest(_) => Readers::Asked,
+    }
+}
+
 impl Keyed {
+    /// The request as its fingerprint was made of it.
+    pub(super) fn as_compared<T>(&self, read: impl FnOnce(&fingerprint::Parts<'_>) -> T) -> T {
+        let (target, headers) = (target(&self.head.uri), &self.head.headers);
+        let (method, body) = (&self.head.method, &self.body);
+        read(&fingerprint::Parts { method, target: &target, headers, body })
+    }
+
+    /// The caller's headers and hop, for a question about it; the method and target that it asked for.
+    pub(super) fn asked(&self) -> (&Method, &Uri, &HeaderMap, &Hop) {
+        (&self.head.method, &self.head.uri, &self.head.headers, &self.hop)
+    }
+
     /// The request as the upstream gets it: one computed Content-Length, no hop's own headers, our ids where it is reserved.
     pub(super) fn outgoing(
         &mut self,
@@ -285,10 +364,6 @@ fn too_large(max: usize) -> Problem {
     ))
 }
 
-fn refused(refusal: scope::Refusal, route: &Route) -> Read {
-    Read::Refused(Problem::of_scope(refusal, &route.scope))
-}
-
 /// The headers that say where a request belongs: nothing else may look like them to the upstream.
 fn scope_headers(recipe: &scope::Recipe) -> Vec<&HeaderName> {
     let mut names = vec![&recipe.key_header];
@@ -311,7 +386,7 @@ fn target(uri: &Uri) -> String {
     uri.path_and_query().map_or_else(|| uri.path().to_owned(), ToString::to_string)
 }
 
-fn declared_length(headers: &HeaderMap) -> Option<u64> {
+pub(super) fn declared_length(headers: &HeaderMap) -> Option<u64> {
     headers.get(CONTENT_LENGTH)?.to_str().ok()?.trim().parse().ok()
 }
 

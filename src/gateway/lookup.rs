@@ -69,7 +69,7 @@ async fn exchange(
     // It reads only, so it may go out under any lease.
     let answer = connection.send(question, || true).await.map_err(|error| causes(&error))?;
     match forward::receive(answer, body_max).await {
-        Evidence::Answered { head, body } => {
+        Evidence::Answered { head, body, .. } => {
             if head.headers.contains_key(CONTENT_ENCODING) {
                 return Err("the answer is encoded, which was not asked for".to_owned());
             }

@@ -11,7 +11,7 @@
 
 use bytes::Bytes;
 use http::header::{self, HeaderMap, HeaderValue};
-use http::{HeaderName, Request, Response};
+use http::{Request, Response};
 use http_body::{Body as _, Frame};
 use http_body_util::BodyExt;
 
@@ -71,18 +71,12 @@ pub fn clean_answer(headers: &mut HeaderMap) {
 
 /// Trailers may not carry what frames, routes or belongs to one hop; hyper filters them on the way out only.
 pub(super) fn without_hop_trailers(body: Body) -> Body {
-    const FORBIDDEN: [HeaderName; 4] =
-        [header::CONTENT_LENGTH, header::HOST, header::TRAILER, header::EXPECT];
     if body.is_end_stream() {
         return body;
     }
     let clean = |frame: Frame<Bytes>| match frame.into_trailers() {
         Ok(mut trailers) => {
-            headers::strip_hop_by_hop(&mut trailers);
-            headers::drop_own(&mut trailers);
-            for name in FORBIDDEN {
-                trailers.remove(name);
-            }
+            headers::clean_trailers(&mut trailers);
             Frame::trailers(trailers)
         }
         Err(frame) => frame,

@@ -1,23 +1,30 @@
 //! What callers get: first answers, replays, and every answer of the gateway itself, in one place.
 
+mod negotiate;
 mod problem;
 
+use std::pin::Pin;
+use std::task::{Context, Poll};
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
-use http::header::TRAILER;
+use http::header::{CONTENT_LENGTH, TRAILER};
 use http::{HeaderMap, HeaderName, HeaderValue, Response};
+use http_body::Frame;
 use http_body_util::{BodyExt, Full};
 
+pub(super) use self::negotiate::{Decoded, Takes, fit};
 pub(super) use self::problem::{Name, Problem};
 
 use super::complete::{First, FirstBody, end_to_end, has_body};
 use super::headers;
+use super::notes::{self, Notes};
 use super::pass;
 use super::prefixed::Prefixed;
 use super::reserve::{Refusal, Replay, Shared, SharedAnswer};
+use super::rights::Permit;
 use super::spelling;
-use super::upstream::Body;
+use super::upstream::{Body, BodyError};
 use crate::record::outcome::Failure;
 use crate::record::{Answer, Attempt, Fence, KeptBody, Operation, RecordId};
 use crate::route::{OnUnknown, Policy};
@@ -42,6 +49,7 @@ pub(super) fn refusal(refusal: Refusal, policy: &Policy) -> Problem {
         Refusal::Mismatch { record } => {
             Problem::new(Name::RequestMismatch).status(policy.mismatch_status).record(record)
         }
+        Refusal::Forbidden { record } => Problem::new(Name::ReplayForbidden).record(record),
         Refusal::InProgress { record } => Problem::new(Name::InProgress).record(record),
         Refusal::OutcomeUnknown { record, again } => {
             let problem = Problem::new(Name::OutcomeUnknown).record(record);
@@ -89,15 +97,11 @@ pub(super) fn bypass_failed(failure: Failure) -> Problem {
 }
 
 /// The upstream's answer for the caller that started it. `expires_at`: where it is kept.
-pub(super) fn first(first: First, kept: Kept) -> Response<Body> {
+pub(super) fn first(first: First, kept: Kept, takes: &Takes) -> Response<Body> {
     let First { record, head, body } = first;
     let mut headers = end_to_end(&head.headers);
     let body = match body {
-        FirstBody::Whole(body) => {
-            // What was read whole has no trailers any more, so none are announced.
-            headers.remove(TRAILER);
-            whole(body)
-        }
+        FirstBody::Whole { body, trailers } => trailed(body, trailers, &mut headers, takes),
         FirstBody::Streamed { begun, rest } => {
             // A trailer carries the gateway's names as little as a header does.
             pass::without_hop_trailers(Prefixed::new(begun, rest).boxed_unsync())
@@ -135,9 +139,15 @@ pub(super) enum Kept {
     No,
 }
 
-/// A stored answer, sent again.
-pub(super) fn replay(replay: &Replay, operation: &Operation) -> Response<Body> {
-    let mut response = recorded(replay, operation);
+/// A stored answer, sent again, to one who may read it. `sent`: in the form that the caller takes.
+pub(super) fn replay(
+    replay: &Replay,
+    sent: &Answer,
+    takes: &Takes,
+    operation: &Operation,
+    _: Permit,
+) -> Response<Body> {
+    let mut response = recorded(replay, sent, takes, operation);
     if matches!(replay.answer.body, KeptBody::Whole(_)) {
         response.headers_mut().insert(REPLAYED, HeaderValue::from_static("true"));
     }
@@ -145,8 +155,13 @@ pub(super) fn replay(replay: &Replay, operation: &Operation) -> Response<Body> {
 }
 
 /// A stored answer that nobody has got before: the application kept it by itself, for this very execution.
-pub(super) fn recorded(replay: &Replay, operation: &Operation) -> Response<Body> {
-    let mut response = match kept_answer(&replay.answer) {
+pub(super) fn recorded(
+    replay: &Replay,
+    sent: &Answer,
+    takes: &Takes,
+    operation: &Operation,
+) -> Response<Body> {
+    let mut response = match kept_answer(sent, takes) {
         Some(mut response) => {
             *response.extensions_mut() = replay.spelled();
             response
@@ -166,13 +181,18 @@ pub(super) fn recorded(replay: &Replay, operation: &Operation) -> Response<Body>
 }
 
 /// The answer of an attempt that was not kept, for one that waited for it: no replay, and not marked as one.
-pub(super) fn shared(shared: &Shared, operation: &Operation) -> Response<Body> {
+pub(super) fn shared(
+    shared: &Shared,
+    sent: Option<&Answer>,
+    takes: &Takes,
+    operation: &Operation,
+) -> Response<Body> {
     let unreachable = || {
         let problem = Problem::new(Name::UpstreamUnreachable).record(shared.record);
         problem.into_response(Some(operation))
     };
     let mut response = match &shared.answer {
-        SharedAnswer::Released(answer) => match kept_answer(answer) {
+        SharedAnswer::Released(answer) => match kept_answer(sent.unwrap_or(answer), takes) {
             Some(mut response) => {
                 *response.extensions_mut() = spelling::extensions(answer);
                 response
@@ -185,14 +205,60 @@ pub(super) fn shared(shared: &Shared, operation: &Operation) -> Response<Body> {
     response
 }
 
-fn kept_answer(answer: &Answer) -> Option<Response<Body>> {
+fn kept_answer(answer: &Answer, takes: &Takes) -> Option<Response<Body>> {
     let KeptBody::Whole(body) = &answer.body else { return None };
     let body = if has_body(answer.status) { body.clone() } else { Bytes::new() };
-    let mut response = Response::new(whole(body));
+    let mut headers = answer.headers.clone();
+    let Notes { trailers, .. } = notes::take(&mut headers);
+    // Of a body that may be decoded since: the one that is sent is counted.
+    headers.remove(CONTENT_LENGTH);
+    let body = if has_body(answer.status) {
+        trailed(body, trailers, &mut headers, takes)
+    } else {
+        whole(body)
+    };
+    let mut response = Response::new(body);
     *response.status_mut() = answer.status;
-    *response.headers_mut() = answer.headers.clone();
+    *response.headers_mut() = headers;
     headers::add_via(response.headers_mut());
     Some(response)
+}
+
+/// A body with trailers behind it, announced, for a caller that reads them; for any other one without.
+fn trailed(body: Bytes, trailers: HeaderMap, headers: &mut HeaderMap, takes: &Takes) -> Body {
+    headers.remove(TRAILER);
+    if !takes.trailers || trailers.is_empty() {
+        return whole(body);
+    }
+    for name in trailers.keys() {
+        headers.append(TRAILER, HeaderValue::from_name(name.clone()));
+    }
+    // Trailers come behind chunks only.
+    headers.remove(CONTENT_LENGTH);
+    Trailed { body: Some(body), trailers: Some(trailers) }.boxed_unsync()
+}
+
+/// Bytes with trailers. Its length is not told, so it goes out in chunks.
+struct Trailed {
+    body: Option<Bytes>,
+    trailers: Option<HeaderMap>,
+}
+
+impl http_body::Body for Trailed {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        let body = self.body.take().filter(|body| !body.is_empty()).map(Frame::data);
+        Poll::Ready(body.or_else(|| self.trailers.take().map(Frame::trailers)).map(Ok))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.trailers.is_none()
+    }
 }
 
 fn name_record(headers: &mut HeaderMap, record: RecordId) {

@@ -9,11 +9,14 @@
 //!   byte went out it is released; dropped later it becomes `unknown`. Either is owed to the store by the [`Settler`],
 //!   and the entry stays until the store has taken it: duplicates on this replica see the entry before the database.
 //! - Another request under the scope is refused as soon as the record's fingerprint is known, and not before.
+//! - Where only the same caller may read ([`Readers::Caller`]), that is decided before fingerprints are compared: another
+//!   caller learns that the key is taken, not whether it has guessed the request, and gets nothing that the first one got.
 //! - Followers of an attempt that ends `unknown` are told so; only a duplicate that arrives later starts an attempt.
 //! - Losing a task (panic, shutdown) wakes its followers: a [`Lead`] that is dropped tells them to look again.
 
 mod cache;
 mod inquiry;
+mod question;
 mod settler;
 
 use std::collections::HashMap;
@@ -28,16 +31,15 @@ use tokio::sync::watch;
 use self::cache::Cache;
 pub(super) use self::cache::Replay;
 use self::inquiry::{Held, Inquiry, Step};
+pub(super) use self::question::{Question, Raised};
 pub(super) use self::settler::{Debt, Settler, Standing};
 use super::room::AnswerRoom;
 use super::spill::Spill;
-use crate::record::lookup::About;
 use crate::record::{
-    Completed, Fence, Fingerprint, KeptBody, LeaseView, OwnerId, Record, RecordId, Scope, Settle,
-    State,
+    Caller, Completed, Fence, Fingerprint, LeaseView, OwnerId, Record, RecordId, Scope, State,
 };
 use crate::route::OnUnknown;
-use crate::store::{self, Due, Store, Takeover};
+use crate::store::{self, Store};
 use crate::telemetry::Metrics;
 
 /// First pause between two looks at a record that another replica works on; it doubles up to [`POLL_MAX`].
@@ -71,16 +73,48 @@ pub type MayJudge = Arc<dyn Fn() -> bool + Send + Sync>;
 pub(super) struct Ask {
     pub(super) scope: Scope,
     pub(super) fingerprint: Fingerprint,
-    pub(super) caller: Option<String>,
+    pub(super) caller: Option<Caller>,
+    pub(super) readers: Readers,
     pub(super) context: Option<Bytes>,
     pub(super) on_unknown: OnUnknown,
     pub(super) retention: Duration,
+}
+
+/// Who gets what another request under the scope came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Readers {
+    /// Everybody within the scope.
+    Scope,
+    /// Whoever is let before an answer is given (see `rights`). What is not kept goes to the same caller only.
+    Asked,
+    /// The same caller only.
+    Caller,
+}
+
+impl Ask {
+    /// Whether this is another caller than the one who made the record, where that counts.
+    fn is_stranger(&self, caller: Option<&Caller>) -> bool {
+        match self.readers {
+            Readers::Scope | Readers::Asked => false,
+            Readers::Caller => self.caller.as_ref() != caller,
+        }
+    }
+
+    /// Whether an answer that is not kept, and that this caller got, is this one's too.
+    fn shares(&self, caller: Option<&Caller>) -> bool {
+        match self.readers {
+            Readers::Scope => true,
+            Readers::Asked | Readers::Caller => self.caller.as_ref() == caller,
+        }
+    }
 }
 
 /// What a keyed request gets.
 pub(super) enum Admission {
     /// It is executed, by the holder of this value.
     Execute(Reservation),
+    /// The upstream is asked first what became of the attempt before.
+    Ask(Question),
     /// The stored answer.
     Replay(Arc<Replay>),
     /// The answer of an attempt that ran meanwhile on this replica and was not kept.
@@ -89,28 +123,12 @@ pub(super) enum Admission {
     Refuse(Refusal),
 }
 
-impl Admission {
-    /// The bytes of the body that it is answered with, if that is a stored or shared answer.
-    pub(super) fn bytes(&self) -> usize {
-        let answer = match self {
-            Self::Replay(replay) => &replay.answer,
-            Self::Share(shared) => match &shared.answer {
-                SharedAnswer::Released(answer) => answer,
-                SharedAnswer::Unreachable => return 0,
-            },
-            Self::Execute(_) | Self::Refuse(_) => return 0,
-        };
-        match &answer.body {
-            KeptBody::Whole(body) => body.len(),
-            KeptBody::NotRetained => 0,
-        }
-    }
-}
-
 /// The answer of an attempt that is not kept, for those that waited for it.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) record: RecordId,
+    /// Whose attempt it was.
+    pub(super) caller: Option<Caller>,
     pub(super) answer: SharedAnswer,
 }
 
@@ -128,6 +146,8 @@ pub(super) enum SharedAnswer {
 pub(super) enum Refusal {
     /// Another request stands under the scope.
     Mismatch { record: RecordId },
+    /// Another caller's request stands under the scope.
+    Forbidden { record: RecordId },
     /// It is still running after the wait.
     InProgress { record: Option<RecordId> },
     /// Nobody knows whether it executed. `again`: when more may be known.
@@ -164,6 +184,8 @@ struct Entry {
     news: watch::Sender<News>,
     /// When the store was asked last; at first, when the entry was made.
     asked: Mutex<Instant>,
+    /// A late answer of an earlier attempt has come meanwhile, and may still be owed to the store.
+    answered: AtomicBool,
 }
 
 impl Entry {
@@ -184,7 +206,7 @@ enum News {
     /// Its leader asks the store.
     Proposed,
     /// A record stands under the scope and is being worked on, here or by another replica.
-    Running { record: RecordId, fingerprint: Fingerprint },
+    Running { record: RecordId, fingerprint: Fingerprint, caller: Option<Caller> },
     /// It ended.
     Ended(Ending),
 }
@@ -220,8 +242,8 @@ impl Lead {
         self.ending = ending;
     }
 
-    fn running(&self, record: RecordId, fingerprint: Fingerprint) {
-        self.entry.news.send_replace(News::Running { record, fingerprint });
+    fn running(&self, record: RecordId, fingerprint: Fingerprint, caller: Option<Caller>) {
+        self.entry.news.send_replace(News::Running { record, fingerprint, caller });
     }
 }
 
@@ -260,17 +282,6 @@ pub(super) enum Followed {
 /// A committed reservation: the right to send one request. Made by [`Desk::lead`] only, used up by sending.
 pub(super) struct Reservation(Box<Underway>);
 
-/// The right to ask the upstream about an attempt that is unknown. It is never sent and never released: the attempt may have
-/// executed. Dropped, it is unknown again.
-pub(super) struct Question(Box<Underway>);
-
-impl Question {
-    /// The attempt, to be completed with what was found, or lost again.
-    pub(super) fn asked(self) -> Box<Underway> {
-        self.0
-    }
-}
-
 /// An attempt whose record says `unknown`, or will: its entry is gone, and its answer may still come.
 pub(super) struct Parted(Box<Underway>);
 
@@ -280,14 +291,27 @@ impl Parted {
     }
 }
 
+/// When an attempt is answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Timing {
+    /// While its record is in progress for it.
+    InTime,
+    /// After its record was given up.
+    Late,
+}
+
 /// An attempt whose request has been handed to the network. It must be settled; see [`Settler`].
 pub(super) struct Underway {
     pub(super) scope: Scope,
     pub(super) fence: Fence,
     pub(super) fingerprint: Fingerprint,
+    pub(super) caller: Option<Caller>,
     owner: OwnerId,
     lease: LeaseView,
     sending: Arc<AtomicBool>,
+    /// The next attempt is being written in its place; for how long a lost session may still commit that.
+    raising: Option<Duration>,
+    timing: Timing,
     /// None: it has parted, and somebody else works on its scope.
     lead: Option<Lead>,
     settler: Settler,
@@ -298,11 +322,6 @@ impl Reservation {
         self.0.fence
     }
 
-    /// What is asked about it before it is sent.
-    pub(super) fn about<'a>(&'a self, context: Option<&'a [u8]>) -> About<'a> {
-        self.0.about(context)
-    }
-
     /// Uses the reservation up: the holder of what comes back sends the request, once.
     pub(super) fn begin(self) -> Box<Underway> {
         self.0
@@ -310,11 +329,6 @@ impl Reservation {
 }
 
 impl Underway {
-    /// What is asked about it. `context`: what was kept of its request.
-    pub(super) fn about<'a>(&'a self, context: Option<&'a [u8]>) -> About<'a> {
-        About { record: self.fence.id, scope: &self.scope, context }
-    }
-
     /// The check before the first byte: this process's lease is certain. From a "yes" on, the attempt counts as sent.
     pub(super) fn may_write(&self) -> impl Fn() -> bool + Send + Sync + 'static {
         let (lease, owner, sending) = (self.lease.clone(), self.owner, Arc::clone(&self.sending));
@@ -332,6 +346,20 @@ impl Underway {
         if let Some(lead) = &mut self.lead {
             lead.room = room;
         }
+    }
+
+    /// Whether nobody but the application itself can have completed this very attempt: its record was in the hands of this
+    /// process all the while. Else somebody may have asked the upstream about it.
+    pub(super) fn was_held(&self) -> bool {
+        self.timing == Timing::InTime && self.lease.holds(self.owner, Instant::now())
+    }
+
+    /// The record is at the next attempt, of which nothing has been sent.
+    fn raised(mut self: Box<Self>) -> Reservation {
+        self.fence.attempt = self.fence.attempt.next();
+        self.raising = None;
+        self.sending = Arc::default();
+        Reservation(self)
     }
 
     /// Whether the first byte may have been written.
@@ -357,6 +385,7 @@ impl Underway {
         if let Some(lead) = self.lead.take() {
             lead.end(ending);
         }
+        self.timing = Timing::Late;
         Parted(self)
     }
 
@@ -364,6 +393,7 @@ impl Underway {
     pub(super) fn part_owing(mut self: Box<Self>, debt: Debt) -> Parted {
         let lead = self.lead.take();
         self.settler.owe(debt, lead);
+        self.timing = Timing::Late;
         Parted(self)
     }
 }
@@ -372,7 +402,9 @@ impl Drop for Underway {
     fn drop(&mut self) {
         if let Some(lead) = self.lead.take() {
             let (scope, fence) = (self.scope.clone(), self.fence);
-            let debt = if self.sending.load(Ordering::SeqCst) {
+            let debt = if let Some(window) = self.raising {
+                Debt::Unraise { scope, fence, owner: self.owner, window }
+            } else if self.sending.load(Ordering::SeqCst) {
                 Debt::Unknown { scope, fence }
             } else {
                 Debt::Release { scope, fence, ending: Ending::LookAgain, late: None }
@@ -424,14 +456,19 @@ impl Desk {
     }
 
     /// A late answer has come. Where nobody here works on the scope by now, the attempt leads again: duplicates on this
-    /// replica wait for what the answer comes to.
+    /// replica wait for what the answer comes to. Whoever works on it is told, lest it sends the next attempt while the answer
+    /// is on its way to the store.
     pub(super) fn resume(&self, parted: Parted) -> Box<Underway> {
         let Parted(mut underway) = parted;
         let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
-        if let hash_map::Entry::Vacant(place) = entries.entry(underway.scope.clone()) {
-            let (record, fingerprint) = (underway.fence.id, underway.fingerprint);
-            let news = News::Running { record, fingerprint };
-            underway.lead = Some(self.take_the_lead(place, news));
+        match entries.entry(underway.scope.clone()) {
+            hash_map::Entry::Vacant(place) => {
+                let (record, fingerprint) = (underway.fence.id, underway.fingerprint);
+                let caller = underway.caller.clone();
+                let news = News::Running { record, fingerprint, caller };
+                underway.lead = Some(self.take_the_lead(place, news));
+            }
+            hash_map::Entry::Occupied(entry) => entry.get().answered.store(true, Ordering::SeqCst),
         }
         drop(entries);
         underway
@@ -444,7 +481,7 @@ impl Desk {
     ) -> Lead {
         let scope = place.key().clone();
         let (news, asked) = (watch::Sender::new(news), Instant::now().into());
-        let entry = Arc::new(Entry { news, asked });
+        let entry = Arc::new(Entry { news, asked, answered: AtomicBool::new(false) });
         place.insert(Arc::clone(&entry));
         Lead {
             scope,
@@ -478,53 +515,26 @@ impl Desk {
         }
     }
 
-    /// Takes an unknown record, to ask the upstream about it; `None`: somebody works on it, or may not be asked yet.
-    pub(super) async fn question(&self, due: &Due, settle: Settle) -> Option<Question> {
-        let ask = Ask {
-            scope: due.scope.clone(),
-            fingerprint: due.fingerprint,
-            caller: None,
-            context: None,
-            on_unknown: OnUnknown::Hold,
-            // What stands in the row stays.
-            retention: Duration::ZERO,
-        };
-        let Seat::Lead(lead) = self.seat(&ask) else { return None };
-        let from = Takeover::Question(due.fence, settle);
-        let step = Inquiry::new(self, &ask, &lead).take_over(from, due.fingerprint).await;
-        match step {
-            Step::Held(held) => {
-                let Reservation(underway) = self.reservation(held, &ask, lead);
-                // As good as sent: an earlier process may have done it under this very attempt.
-                underway.sending.store(true, Ordering::SeqCst);
-                Some(Question(underway))
-            }
-            Step::Doubt(fence) => {
-                let (scope, window) = (ask.scope, self.settings.doubt_window);
-                self.settler.owe(Debt::Unask { scope, fence, window }, Some(lead));
-                None
-            }
-            Step::Replay(_) | Step::Unknown(..) | Step::Refuse(_) | Step::Again | Step::Wait(_) => {
-                None
-            }
-        }
-    }
-
     /// Waits behind a leader until `deadline`.
     pub(super) async fn follow(&self, ask: &Ask, follow: Follow, deadline: Instant) -> Followed {
         let Follow { mut news, entry } = follow;
         let _waiting = self.metrics.waiting();
         let mut running = None;
+        let mut stranger = false;
         let mut looks = entry.look_is_due();
         loop {
             let now = news.borrow_and_update().clone();
             match now {
                 News::Proposed => {}
-                News::Running { record, fingerprint } => {
-                    if !fingerprint.same_request(&ask.fingerprint) {
+                News::Running { record, fingerprint, caller } => {
+                    stranger = ask.is_stranger(caller.as_ref());
+                    if !stranger && !fingerprint.same_request(&ask.fingerprint) {
                         return Followed::Admitted(Admission::Refuse(Refusal::Mismatch { record }));
                     }
                     running = Some(record);
+                }
+                News::Ended(Ending::Unknown(record)) if stranger => {
+                    return Followed::Admitted(Admission::Refuse(Refusal::Forbidden { record }));
                 }
                 News::Ended(ending) => return ended(ask, ending),
             }
@@ -563,15 +573,15 @@ impl Desk {
 
     /// The answer of a record that somebody else completed while it is being worked on here.
     async fn look(&self, ask: &Ask) -> Option<Admission> {
-        let Ok(Some(Record { fence, fingerprint, state: State::Completed(completed) })) =
-            self.store.find(&ask.scope).await
+        let Ok(Some(record)) = self.store.find(&ask.scope).await else { return None };
+        let Record { fence, fingerprint, caller, state: State::Completed(completed) } = record
         else {
             return None;
         };
         if completed.time_left.is_zero() {
             return None;
         }
-        let replay = Arc::new(replay_of(fence, fingerprint, *completed));
+        let replay = Arc::new(replay_of(fence, fingerprint, caller, *completed));
         self.remember(&ask.scope, &replay);
         Some(from_record(ask, replay))
     }
@@ -593,10 +603,11 @@ impl Desk {
             }
             match next {
                 Step::Held(held) => return Admission::Execute(self.reservation(held, ask, lead)),
-                Step::Doubt(fence) => {
-                    let window = self.settings.doubt_window;
-                    let scope = ask.scope.clone();
-                    self.settler.owe(Debt::Withdraw { scope, fence, window }, Some(lead));
+                Step::Asks { held, lookup, context } => {
+                    return Admission::Ask(self.asks(held, ask, lead, &lookup, context));
+                }
+                Step::Doubt(debt) => {
+                    self.settler.owe(*debt, Some(lead));
                     return Admission::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps));
                 }
                 Step::Replay(replay) => {
@@ -622,23 +633,28 @@ impl Desk {
     }
 
     fn reservation(&self, held: Held, ask: &Ask, lead: Lead) -> Reservation {
-        lead.running(held.fence.id, held.fingerprint);
+        lead.running(held.fence.id, held.fingerprint, ask.caller.clone());
         Reservation(Box::new(Underway {
             scope: ask.scope.clone(),
             fence: held.fence,
             fingerprint: held.fingerprint,
+            caller: ask.caller.clone(),
             owner: held.owner,
             lease: self.lease.clone(),
             sending: Arc::new(AtomicBool::new(false)),
+            raising: None,
+            timing: Timing::InTime,
             lead: Some(lead),
             settler: self.settler.clone(),
         }))
     }
 }
 
-/// A stored answer for the same request; for another one, a mismatch.
+/// A stored answer for the same request; for another one, a mismatch; for another caller neither.
 fn from_record(ask: &Ask, replay: Arc<Replay>) -> Admission {
-    if replay.fingerprint.same_request(&ask.fingerprint) {
+    if ask.is_stranger(replay.caller.as_ref()) {
+        Admission::Refuse(Refusal::Forbidden { record: replay.fence.id })
+    } else if replay.fingerprint.same_request(&ask.fingerprint) {
         Admission::Replay(replay)
     } else {
         Admission::Refuse(Refusal::Mismatch { record: replay.fence.id })
@@ -648,7 +664,9 @@ fn from_record(ask: &Ask, replay: Arc<Replay>) -> Admission {
 fn ended(ask: &Ask, ending: Ending) -> Followed {
     Followed::Admitted(match ending {
         Ending::Kept(replay) => from_record(ask, replay),
-        Ending::Shared(shared) => Admission::Share(shared),
+        Ending::Shared(shared) if ask.shares(shared.caller.as_ref()) => Admission::Share(shared),
+        // The key is free again: who gets no share asks for itself.
+        Ending::Shared(_) => return Followed::LookAgain,
         Ending::Unknown(record) => {
             Admission::Refuse(Refusal::OutcomeUnknown { record, again: None })
         }
@@ -658,9 +676,14 @@ fn ended(ask: &Ask, ending: Ending) -> Followed {
 }
 
 /// A completed record as it is replayed, with the end of its life in memory.
-pub(super) fn replay_of(fence: Fence, fingerprint: Fingerprint, completed: Completed) -> Replay {
+pub(super) fn replay_of(
+    fence: Fence,
+    fingerprint: Fingerprint,
+    caller: Option<Caller>,
+    completed: Completed,
+) -> Replay {
     let Completed { answer, expires_at, time_left } = completed;
-    Replay::new(fence, fingerprint, answer, expires_at, Instant::now() + time_left)
+    Replay::new(fence, fingerprint, caller, answer, expires_at, Instant::now() + time_left)
 }
 
 /// A freshly completed record as it is replayed. `before`: a moment before the completion, `retention` after it.
@@ -670,5 +693,6 @@ pub(super) fn replay_of_completion(
     expires_at: SystemTime,
     ends: Instant,
 ) -> Replay {
-    Replay::new(underway.fence, underway.fingerprint, answer, expires_at, ends)
+    let caller = underway.caller.clone();
+    Replay::new(underway.fence, underway.fingerprint, caller, answer, expires_at, ends)
 }

@@ -26,6 +26,8 @@ pub(super) struct Limits {
     in_flight: Arc<Semaphore>,
     waiting: Arc<Semaphore>,
     bytes: Arc<Semaphore>,
+    /// How many bytes there are in all.
+    total: usize,
 }
 
 /// A limit is reached.
@@ -64,6 +66,7 @@ impl Limits {
             in_flight: semaphore(in_flight),
             waiting: semaphore(waiting),
             bytes: semaphore(kibibytes(bytes)),
+            total: bytes,
         }
     }
 
@@ -103,6 +106,13 @@ impl Room {
         Ok(())
     }
 
+    /// Room for up to `most` bytes beside what was taken, but for no more than an eighth of all there is, unless that is less
+    /// than `least`; and how many bytes they are.
+    pub(super) fn borrow(&self, least: usize, most: usize) -> (usize, Result<Loan, NoRoom>) {
+        let bytes = most.min(self.limits.total / 8).max(least);
+        (bytes, take(&self.limits.bytes, kibibytes(bytes)).map(Loan))
+    }
+
     /// Room for an answer of this many bytes: what was taken for it, cut down; for one that has waited, taken now.
     pub(super) fn answer(&mut self, bytes: usize) -> Result<AnswerRoom, NoRoom> {
         let permit = match self.answer.take() {
@@ -113,6 +123,17 @@ impl Room {
             None => take(&self.limits.bytes, kibibytes(bytes))?,
         };
         Ok(AnswerRoom { _bytes: Arc::new(permit) })
+    }
+}
+
+/// Room for bytes that are about to be made: for as many as there may be.
+pub(super) struct Loan(OwnedSemaphorePermit);
+
+impl Loan {
+    /// So many there are.
+    pub(super) fn cut(mut self, bytes: usize) -> AnswerRoom {
+        shrink(&mut self.0, bytes);
+        AnswerRoom { _bytes: Arc::new(self.0) }
     }
 }
 
@@ -231,6 +252,19 @@ mod tests {
         assert!(limits.admit(KIB, 6 * KIB).is_err(), "and a part of it, too");
         drop(part);
         assert!(limits.admit(KIB, 7 * KIB).is_ok());
+    }
+
+    #[test]
+    fn what_is_borrowed_is_bounded_and_cut_to_what_was_made() {
+        let limits = Limits::new(10, 10, 80 * KIB);
+        let room = limits.admit(KIB, KIB).unwrap();
+        let (bytes, loan) = room.borrow(KIB, 64 * KIB);
+        assert_eq!(bytes, 10 * KIB);
+        let held = loan.map_err(drop).unwrap().cut(KIB);
+        assert!(limits.admit(KIB, 76 * KIB).is_ok());
+        assert!(limits.admit(KIB, 77 * KIB).is_err());
+        drop(held);
+        assert_eq!(room.borrow(80 * KIB, KIB).1.err(), Some(NoRoom));
     }
 
     #[test]

@@ -54,6 +54,7 @@ verbs! {
     retire(owner: OwnerId) -> (), Retire;
     reserve(proposal: Proposal, deadline: Instant) -> Reserved, Reserve;
     take_over(proposal: Proposal, from: Takeover) -> Changed, TakeOver;
+    raise(proposal: Proposal, fence: Fence) -> Changed, Raise;
     find(scope: &Scope) -> Option<Record>;
     complete(completion: Completion, deadline: Instant) -> Settled, Complete;
     release(scope: &Scope, fence: Fence) -> Changed, Release;

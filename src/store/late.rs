@@ -4,6 +4,8 @@
 //! a later attempt, has overtaken. What must stay true: one attempt has one such row, however often it is written, because
 //! its id is made from the fence; nothing of the outcome is left out but a body that its route does not keep.
 
+use std::time::Duration;
+
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use http::HeaderMap;
@@ -53,10 +55,26 @@ impl LateOutcome {
     /// The column `action`.
     pub const ACTION: &'static str = "late_outcome";
 
-    /// Whether it is this answer: then there is nothing to note where that stands.
+    /// Whether it is this answer, by status and body: then there is nothing to note where that stands under the same attempt.
+    /// Headers say nothing here, since who looked up or completed the record itself has kept hardly any.
     #[must_use]
     pub fn is(&self, stands: &Answer) -> bool {
-        matches!(&self.end, LateEnd::Completed { answer, .. } if answer.says_the_same(stands))
+        matches!(&self.end, LateEnd::Completed { answer, .. }
+            if (answer.status, &answer.body) == (stands.status, &stands.body))
+    }
+
+    /// The completion that it would have been; none where nothing was executed. Its record has gone on, for ever: it keeps
+    /// nothing any more, and only carries the outcome.
+    #[must_use]
+    pub fn completion(&self) -> Option<Completion> {
+        let LateEnd::Completed { answer, events } = &self.end else { return None };
+        Some(Completion {
+            scope: self.scope.clone(),
+            fence: self.fence,
+            answer: answer.clone(),
+            retention: Duration::ZERO,
+            events: events.clone(),
+        })
     }
 
     /// The row's id: the same for each try to write it.

@@ -220,6 +220,10 @@ impl Store for Postgres {
         records::take_over(&self.door, &proposal, from).await
     }
 
+    async fn raise(&self, proposal: Proposal, fence: Fence) -> Result<Changed, Error> {
+        records::raise(&self.door, &proposal, fence).await
+    }
+
     async fn find(&self, scope: &Scope) -> Result<Option<Record>, Error> {
         records::find(&self.door, scope).await
     }

@@ -241,7 +241,6 @@ verbs! {
         untold(which: Untold, limit: u32) -> Vec<Doubt>;
         acknowledge(sink: &str, verdicts: &[Acknowledgement]) -> Vec<Uuid>;
         next_due(sink: &str) -> Option<Duration>;
-        unresolved(id: RecordId) -> Option<Unresolved>;
         sweep_records(limit: u32) -> u64;
         sweep_events(retention: Duration, limit: u32) -> u64;
         sweep_leases() -> u64;
@@ -266,9 +265,13 @@ verbs! {
         // The row's id is what the context is bound to: an expired one takes the proposal's.
         let id = match from {
             Takeover::Expired(_) => proposal.id,
-            Takeover::Unknown(fence) | Takeover::Question(fence, _) => fence.id,
+            Takeover::Unknown(fence) | Takeover::Question(fence, ..) => fence.id,
         };
         self.store.take_over(self.proposal(proposal, id)?, from).await
+    }
+
+    async fn raise(&self, proposal: Proposal, fence: Fence) -> Result<Changed, Error> {
+        self.store.raise(self.proposal(proposal, fence.id)?, fence).await
     }
 
     async fn find(&self, scope: &Scope) -> Result<Option<Record>, Error> {
@@ -297,6 +300,14 @@ verbs! {
             }
         }
         Ok(due)
+    }
+
+    async fn unresolved(&self, id: RecordId) -> Result<Option<Unresolved>, Error> {
+        let mut found = self.store.unresolved(id).await?;
+        if let Some(context) = found.as_mut().and_then(|found| found.context.as_mut()) {
+            *context = self.keys.open_bytes(Part::Context, id.into(), context).map_err(unopened)?;
+        }
+        Ok(found)
     }
 
     async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error> {

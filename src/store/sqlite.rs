@@ -293,6 +293,10 @@ impl Store for Sqlite {
         self.pen.write(move |tx| records::take_over(tx, &proposal, from)).await
     }
 
+    async fn raise(&self, proposal: Proposal, fence: Fence) -> Result<Changed, Error> {
+        self.pen.write(move |tx| questions::raise(tx, &proposal, fence)).await
+    }
+
     async fn find(&self, scope: &Scope) -> Result<Option<Record>, Error> {
         let scope = scope.clone();
         self.reader.read(move |tx| records::find(tx, &scope)).await

@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate::admin::{Readiness, State, Token, router, serve};
+use oncegate::explain::{Becomes, Explain, Explained, Sample};
 use oncegate::record::Status;
+use oncegate::route::Routes;
 use oncegate::store::EventStatus;
 use oncegate::telemetry::{Metrics, Reply};
 use serde_json::{Value, json};
@@ -36,6 +38,17 @@ impl Got {
     }
 }
 
+/// Explains nothing: no route is configured.
+struct Nobody;
+
+#[async_trait::async_trait]
+impl Explain for Nobody {
+    async fn explain(&self, sample: Sample) -> Explained {
+        let look = Routes::default().look(&sample.method, sample.target.path());
+        Explained::of(Becomes::PassesWithoutRoute, "there is no route", look)
+    }
+}
+
 impl Admin {
     async fn start(shelf: Shelf, token: Option<&str>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -49,6 +62,7 @@ impl Admin {
             token: token.map(|token| Token::new(token).unwrap()),
             version: "1.2.3",
             operations: Arc::from(["orders.create".to_owned()]),
+            explain: Arc::new(Nobody),
         };
         let stop = CancellationToken::new();
         let task = tokio::spawn(serve(listener, router(state), stop.clone()));

@@ -1,33 +1,39 @@
 //! Statements and answers that are lost between the gateway and Postgres: what was committed is found out, what was
 //! not is done again, and nothing is executed twice.
 
-use http::StatusCode;
+use http::{Response, StatusCode};
+use http_body_util::Full;
 
 use crate::support::fleet::{self, TWO_EVENTS, order, sending};
-use crate::support::orders::Orders;
+use crate::support::orders::{Orders, created};
 use crate::support::postgres::Cluster;
 use crate::support::process::{self, Gateway, eventually};
 use crate::support::rig::{self, Place, Which};
 use crate::support::sink::{Act, OK, Seen, Sink};
 use crate::support::wire::{Loss, Wire};
 
-struct Parts {
-    orders: Orders,
-    place: Place,
-    wire: Wire,
-    gateway: Gateway,
+pub(crate) struct Parts {
+    pub(crate) orders: Orders,
+    pub(crate) place: Place,
+    pub(crate) wire: Wire,
+    pub(crate) gateway: Gateway,
 }
 
 /// A gateway that reaches its database over a wire that can be cut.
 async fn parts(policy: &str, more: &str) -> Parts {
+    // The sweeper looks so seldom that it is never there first.
+    parts_with("sweep_every = \"1h\"", policy, more).await
+}
+
+/// The same, with lines for `[store]`.
+pub(crate) async fn parts_with(store: &str, policy: &str, more: &str) -> Parts {
     let (orders, mut place) = (Orders::start().await, Place::new(Which::Postgres).await);
     let port = Cluster::shared().port();
     let wire = Wire::start(port).await;
     let direct = place.url.clone();
     place.url = wire.url(&direct, port);
-    // The sweeper looks so seldom that it is never there first.
-    let store = "lease = \"3s\"\nsweep_every = \"1h\"";
-    let toml = rig::config_at(&place, &orders.url(), "127.0.0.1:0", store, policy, more);
+    let store = format!("lease = \"3s\"\n{store}");
+    let toml = rig::config_at(&place, &orders.url(), "127.0.0.1:0", &store, policy, more);
     let gateway = Gateway::start(&process::config(place.folder.path(), &toml));
     place.url = direct;
     Parts { orders, place, wire, gateway }
@@ -129,6 +135,68 @@ async fn the_next_attempt_survives_each_loss() {
         assert_eq!(place.status_of(&key).await.as_deref(), Some("completed"));
     }
     assert_eq!(wire.losses(), 2);
+}
+
+/// An API that can be asked.
+const ASKS: &str = r#"wait = "1s"
+on_unknown = "lookup"
+lookup = { path = "/orders?ref={{ key }}", found = "response.json.total > 0", settle = "1h" }"#;
+
+/// Sends an order whose answer is lost, and of which the API knows nothing when it is asked; only retries ask.
+async fn lost(key: &str, orders: &Orders, place: &Place, gateway: &Gateway) {
+    orders.answer_status(502);
+    assert_eq!(order(key).to(gateway.addr).await.status, StatusCode::BAD_GATEWAY);
+    orders.answer(|execution| match execution.key() {
+        Some(_) => created(execution),
+        None => Response::new(Full::new(r#"{"total":0}"#.into())),
+    });
+    let earlier = "update oncegate_unknown set since = since - interval '2 hours',
+        next_ask_at = next_ask_at + interval '1 day'";
+    place.rows(earlier).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_attempt_after_a_question_survives_each_loss() {
+    let Parts { orders, place, wire, gateway } = parts(ASKS, "").await;
+    let mut losses = 0;
+    for statement in ["-- unresolved\n", "-- take_over_question\n", "-- raise\n"] {
+        for loss in [Loss::Statement, Loss::Answer] {
+            let key = format!("{losses}");
+            lost(&key, &orders, &place, &gateway).await;
+            wire.lose(statement, loss);
+            let next = order(&key).to(gateway.addr).await;
+            losses += 1;
+            assert_eq!(wire.losses(), losses, "{statement}{loss:?}");
+            assert_eq!(next.status, StatusCode::CREATED, "{statement}{loss:?}: {next:?}");
+            assert_eq!(orders.runs_of(&key), 2, "the first, and one more");
+            let attempt = format!("select attempt from idempotency_records where key = '{key}'");
+            assert_eq!(place.count(&attempt).await, 2, "{statement}{loss:?}");
+            assert!(order(&key).to(gateway.addr).await.replayed());
+        }
+    }
+}
+
+/// The commit of the next attempt is lost: whichever it was, it is found out, and the attempt is sent once.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_attempt_after_a_question_survives_the_loss_of_its_commit() {
+    let Parts { orders, place, wire, gateway } = parts(ASKS, "").await;
+    for (n, loss) in [Loss::Statement, Loss::Answer].into_iter().enumerate() {
+        let key = format!("{loss:?}");
+        lost(&key, &orders, &place, &gateway).await;
+        let asked = orders.runs();
+        orders.hold();
+        let next = sending(order(&key), gateway.addr);
+        orders.asked(asked + 1).await;
+        wire.lose("COMMIT", loss);
+        orders.go();
+        let next = next.await.unwrap();
+        assert_eq!(wire.losses(), n + 1, "{loss:?}");
+        assert_eq!(next.status, StatusCode::CREATED, "{loss:?}: {next:?}");
+        assert_eq!(orders.runs_of(&key), 2, "the first, and one more");
+        let attempt = format!("select attempt from idempotency_records where key = '{key}'");
+        assert_eq!(place.count(&attempt).await, 2, "{loss:?}");
+        assert!(order(&key).to(gateway.addr).await.replayed());
+    }
 }
 
 /// The first attempt is answered after a retry has overtaken it, and the note of its outcome is lost.
@@ -301,11 +369,11 @@ async fn an_event_is_delivered_although_the_end_of_its_claim_was_lost() {
     let sent = "select count(*) from outbox_events where status = 'sent'";
     eventually("all is quiet", async || place.count(sent).await == 2).await;
     for (n, loss) in [Loss::Statement, Loss::Answer].into_iter().enumerate() {
-        wire.lose("COMMIT", loss);
+        wire.lose("COMMIT\0", loss);
         eventually("a commit is lost", async || wire.losses() == n + 1).await;
     }
     order("k").to(gateway.addr).await;
-    wire.lose("COMMIT", Loss::Answer);
+    wire.lose("COMMIT\0", Loss::Answer);
     eventually("it is delivered", async || place.count(sent).await == 3).await;
     assert_eq!(sink.ids().len(), 3);
 }

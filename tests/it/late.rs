@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 
 use crate::support::client::{Answer, get};
 use crate::support::fleet::{TWO_EVENTS, command, metric, order, sending};
+use crate::support::orders::Orders;
 use crate::support::process::{self, Gateway, eventually};
 use crate::support::rig::{self, Rig, Which, on_both_stores};
 use crate::support::upstream::{OK, Reply, Upstream};
@@ -25,6 +26,7 @@ on_both_stores! {
     a_late_answer_that_a_retry_has_overtaken_is_kept_in_the_audit,
     a_late_answer_does_not_end_the_attempt_that_runs,
     a_stop_does_not_wait_for_late_answers,
+    a_late_outcome_that_is_owed_at_the_end_of_the_process_is_noted_by_the_next,
 }
 
 const SHORT: &str = "timeout = \"500ms\"";
@@ -331,4 +333,73 @@ async fn a_late_outcome_without_its_store_is_owed_and_written_later() {
     assert_eq!(rig.place.count(noted).await, 1);
     assert_eq!(audit(&rig.gateway, &first.record()).await.len(), 1);
     assert_eq!((rig.orders.runs(), rig.place.events().await), (2, 1));
+}
+
+/// The process ends in debt of a late outcome: the next one finds it in the spill, and notes it.
+async fn a_late_outcome_that_is_owed_at_the_end_of_the_process_is_noted_by_the_next(which: Which) {
+    let (orders, place) = (Orders::start().await, rig::Place::new(which).await);
+    let policy = "timeout = \"1s\"\non_unknown = \"retry\"";
+    let toml = rig::config_at(&place, &orders.url(), "127.0.0.1:0", "", policy, TWO_EVENTS)
+        .replace("shutdown_grace = \"10s\"", "shutdown_grace = \"500ms\"");
+    // More often than the process tries while it lives.
+    let refused = (1..=100).map(|n| format!("before-note-late-outcome@{n}=error"));
+    let refused = refused.collect::<Vec<_>>().join(",");
+    let config = process::config(place.folder.path(), &toml);
+    let gateway = Gateway::with_fault(&config, &refused);
+    let mut rig = Rig { orders, place, gateway };
+    rig.orders.hold_only(1);
+    let first = times_out(&rig, "k").await;
+    assert_eq!(order("k").to(rig.gateway.addr).await.status, StatusCode::CREATED);
+    rig.orders.go();
+    came_to(&rig.gateway, "not_stored", 1).await;
+    rig.gateway.terminate();
+    assert!(tokio::task::block_in_place(|| rig.gateway.exited()).success());
+    let noted = "select count(*) from audit_log where action = 'late_outcome'";
+    assert_eq!(rig.place.count(noted).await, 0);
+    let again = tokio::task::block_in_place(|| rig.gateway.restart());
+    let rows = audit(&again, &first.record()).await;
+    let [(action, detail)] = &rows[..] else { panic!("one row: {rows:?}") };
+    assert_eq!((action.as_str(), &detail["attempt"]), ("late_outcome", &json!(1)));
+    assert_eq!(unpacked(&detail["body_base64"])["id"], "order-1");
+    assert_eq!(detail["events"].as_array().unwrap().len(), 2);
+    let replay = order("k").to(again.addr).await;
+    assert_eq!(replay.json()["id"], "order-2", "what stands stays");
+    assert_eq!((rig.orders.runs(), rig.place.events().await), (2, 2));
+}
+
+/// What the application keeps by itself is its answer, whatever it says in time. What it says later is noted, if it differs.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_late_answer_is_audited_where_the_application_kept_another_one() {
+    let rig = Rig::with(Which::Postgres, "", "timeout = \"1s\"", "").await;
+    let own = async |key: &str, body: &str| {
+        let own = format!(
+            "select oncegate_complete(id, attempt, 201, 'text/plain', '{body}')::text
+             from idempotency_records where key = '{key}'"
+        );
+        rig.place.rows(&own).await;
+    };
+    rig.orders.hold();
+    let first = sending(order("in-time"), rig.gateway.addr);
+    rig.orders.asked(1).await;
+    own("in-time", "own").await;
+    rig.orders.go();
+    let first = first.await.unwrap();
+    assert_eq!((first.status, &first.body[..]), (StatusCode::CREATED, &b"own"[..]), "{first:?}");
+    assert_eq!(audit(&rig.gateway, &first.record()).await, []);
+
+    for (key, body, result, rows) in [
+        ("other", "own", "not_stored", 1),
+        ("same", r#"{"id":"order-3","status":"created"}"#, "completed", 0),
+    ] {
+        rig.orders.hold();
+        let late = times_out(&rig, key).await;
+        own(key, body).await;
+        rig.orders.go();
+        came_to(&rig.gateway, result, 1).await;
+        assert_eq!(audit(&rig.gateway, &late.record()).await.len(), rows, "{key}");
+        let replay = order(key).to(rig.gateway.addr).await;
+        assert_eq!((replay.replayed(), &replay.body[..]), (true, body.as_bytes()));
+    }
+    assert_eq!(metric(rig.gateway.admin, "oncegate_late_outcomes_total").await, 1);
+    assert_eq!((rig.orders.runs(), rig.place.events().await), (3, 0));
 }

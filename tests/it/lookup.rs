@@ -9,9 +9,11 @@ use http::{Response, StatusCode};
 use http_body_util::Full;
 use serde_json::json;
 
-use crate::support::client::{Ask, get};
+use crate::support::client::{Answer, Ask, get};
+use crate::support::fault::Fault;
 use crate::support::fleet::{self, command, order, sending};
 use crate::support::orders::{Execution, Orders};
+use crate::support::postgres::Cluster;
 use crate::support::process::{self, Gateway, eventually};
 use crate::support::rig::{self, Place, Rig, Which, on_both_stores};
 use crate::support::sink::{OK, Sink};
@@ -24,6 +26,15 @@ on_both_stores! {
     before_it_has_settled_nobody_asks,
     a_key_cannot_change_the_question,
     whoever_asks_may_die,
+    a_late_answer_completes_what_a_question_could_not_tell,
+    a_late_answer_that_comes_while_it_is_asked_about_is_the_answer,
+    what_completes_between_not_found_and_the_next_attempt_is_the_answer,
+    a_late_answer_that_is_owed_to_the_store_keeps_the_next_attempt_back,
+    a_late_answer_that_differs_from_what_was_found_is_kept_in_the_audit,
+    a_question_that_panics_is_asked_again_under_the_same_attempt,
+    a_question_names_the_request_of_the_attempt_in_doubt,
+    a_question_that_may_have_begun_is_taken_back_and_deletes_nothing,
+    an_attempt_that_may_have_begun_is_taken_back_and_not_sent,
 }
 
 /// What the API does and says.
@@ -35,6 +46,8 @@ struct Books {
     executes: bool,
     /// Whether its answer is lost.
     loses: bool,
+    /// What a POST is answered with, where it is not lost.
+    says: Option<Bytes>,
     /// What a question gets instead of the truth.
     lie: Option<(u16, &'static str)>,
 }
@@ -63,6 +76,10 @@ impl Shop {
         let ledger = self.orders.ledger();
         ledger.into_iter().filter(is_question).map(|execution| execution.target).collect()
     }
+
+    fn runs_and_questions(&self, key: &str) -> (usize, usize) {
+        (self.orders.runs_of(key), self.questions().len())
+    }
 }
 
 fn is_question(execution: &Execution) -> bool {
@@ -71,24 +88,29 @@ fn is_question(execution: &Execution) -> bool {
 
 fn answer(books: &mut Books, execution: &Execution) -> Response<Full<Bytes>> {
     let (status, body) = match (execution.key(), books.lie) {
-        (None, Some((status, body))) => (status, body.to_owned()),
+        (None, Some((status, body))) => (status, Bytes::from(body)),
         (None, None) => {
             let query = execution.target.split_once('?').expect("a query").1;
             let (name, wanted) = form_urlencoded::parse(query.as_bytes()).next().expect("a pair");
             assert_eq!(name, "client_ref");
             let found = books.made.get(wanted.as_ref());
             let items: Vec<_> = found.iter().map(|id| json!({ "id": id, "ref": wanted })).collect();
-            (200, json!({ "total": items.len(), "items": items }).to_string())
+            (200, json!({ "total": items.len(), "items": items }).to_string().into())
         }
         (Some(key), _) => {
             if books.executes {
                 books.made.insert(key.to_owned(), execution.id);
             }
-            if books.loses { (502, String::new()) } else { (201, r#"{"id":"new"}"#.to_owned()) }
+            let new = || Bytes::from(r#"{"id":"new"}"#);
+            if books.loses {
+                (502, Bytes::new())
+            } else {
+                (201, books.says.clone().unwrap_or_else(new))
+            }
         }
     };
     let response = Response::builder().status(status).header("content-type", "application/json");
-    response.body(Full::new(body.into())).expect("an answer")
+    response.body(Full::new(body)).expect("an answer")
 }
 
 /// A policy that asks, with more fields of the look-up.
@@ -108,11 +130,56 @@ async fn rig(which: Which, lookup: &str, more: &str) -> (Shop, Place, Gateway) {
 }
 
 fn start(shop: &Shop, place: &Place, lookup: &str, more: &str) -> Gateway {
-    let store = "lease = \"3s\"\nsweep_every = \"500ms\"";
-    let policy = asks(lookup);
-    let toml = rig::config_at(place, &shop.orders.url(), "127.0.0.1:0", store, &policy, more);
-    Gateway::start(&process::config(place.folder.path(), &toml))
+    Gateway::start(&process::config(place.folder.path(), &config(shop, place, lookup, more)))
 }
+
+fn config(shop: &Shop, place: &Place, lookup: &str, more: &str) -> String {
+    let store = "lease = \"3s\"\nsweep_every = \"500ms\"\nreserve_timeout = \"1s\"";
+    rig::config_at(place, &shop.orders.url(), "127.0.0.1:0", store, &asks(lookup), more)
+}
+
+/// As [`rig`], with a short time-out, a fault, and an API that answers what it executes.
+async fn slow_rig(which: Which, fault: &str) -> (Shop, Place, Gateway) {
+    let (shop, place) = (Shop::start().await, Place::new(which).await);
+    shop.change(|books| books.loses = false);
+    let toml = config(&shop, &place, SETTLES_LATE, "");
+    let toml = toml.replace("[policy]", "[policy]\ntimeout = \"500ms\"");
+    let gateway = Gateway::with_fault(&process::config(place.folder.path(), &toml), fault);
+    (shop, place, gateway)
+}
+
+/// A gateway on a Postgres that can go away.
+async fn cut_rig() -> (Shop, Place, Fault, Gateway) {
+    let (shop, place) = (Shop::start().await, Place::new(Which::Postgres).await);
+    let (fault, url) = Fault::before_postgres(&place.url, Cluster::shared().port()).await;
+    let toml = config(&shop, &place, SETTLES_LATE, "").replace(&place.url, &url);
+    let gateway = Gateway::start(&process::config(place.folder.path(), &toml));
+    (shop, place, fault, gateway)
+}
+
+/// Sends an order that is not answered in time.
+async fn timed_out(key: &str, gateway: &Gateway) -> String {
+    let answer = order(key).to(gateway.addr).await;
+    assert_eq!(answer.problem(), "upstream-timeout", "{answer:?}");
+    answer.record()
+}
+
+async fn is(place: &Place, key: &str, status: &str) {
+    eventually(status, async || place.status_of(key).await.as_deref() == Some(status)).await;
+}
+
+async fn late_outcomes(place: &Place) -> i64 {
+    place.count("select count(*) from audit_log where action = 'late_outcome'").await
+}
+
+/// A retry gets this, as the stored answer of the only execution.
+fn assert_replayed(retry: &Answer, record: &str, body: &str) {
+    assert_eq!((retry.status, retry.replayed()), (StatusCode::CREATED, true), "{retry:?}");
+    assert_eq!((retry.record().as_str(), &retry.body[..]), (record, body.as_bytes()));
+}
+
+const NEW: &str = r#"{"id":"new"}"#;
+const NOTHING: &str = r#"{"total":0}"#;
 
 /// Sends an order whose answer is lost.
 async fn lost(key: &str, gateway: &Gateway) -> String {
@@ -207,7 +274,7 @@ async fn a_duplicate_asks_and_gets_what_is_found(which: Which) {
     assert_eq!((retry.record(), retry.json()), (record, json!({ "id": 1, "ref": "k" })));
     assert!(retry.header("oncegate-expires").is_some());
     assert_eq!((shop.orders.runs_of("k"), shop.questions().len()), (1, 1));
-    assert_eq!((attempt(&place, "k").await, place.events().await), (2, 1));
+    assert_eq!((attempt(&place, "k").await, place.events().await), (1, 1));
     assert!(order("k").to(gateway.addr).await.replayed());
 }
 
@@ -327,6 +394,270 @@ async fn whoever_asks_may_die(which: Which) {
     let retry = order("k").to(gateway.addr).await;
     assert_eq!((retry.replayed(), retry.record()), (true, record));
     assert_eq!((shop.orders.runs_of("k"), attempt(&place, "k").await), (1, 1));
+}
+
+async fn a_late_answer_completes_what_a_question_could_not_tell(which: Which) {
+    let (shop, place, gateway) = slow_rig(which, "").await;
+    shop.change(|books| books.lie = Some((500, "")));
+    shop.orders.hold_only(1);
+    let record = timed_out("k", &gateway).await;
+    only_duplicates_ask(which, &place).await;
+    let retry = order("k").to(gateway.addr).await;
+    assert_eq!((retry.problem(), retry.record()), ("outcome-unknown".to_owned(), record.clone()));
+    is(&place, "k", "unknown").await;
+    assert_eq!(attempt(&place, "k").await, 1, "a question is no attempt");
+    shop.orders.go();
+    completed(&place, "k").await;
+    assert_replayed(&order("k").to(gateway.addr).await, &record, NEW);
+    assert_eq!((shop.orders.runs_of("k"), attempt(&place, "k").await), (1, 1));
+    assert_eq!((place.events().await, late_outcomes(&place).await), (1, 0));
+}
+
+async fn a_late_answer_that_comes_while_it_is_asked_about_is_the_answer(which: Which) {
+    let (shop, place, gateway) = slow_rig(which, "").await;
+    for (n, lie) in [None, Some((200, NOTHING)), Some((500, ""))].into_iter().enumerate() {
+        let key = format!("k-{n}");
+        shop.change(|books| books.lie = lie);
+        shop.orders.hold();
+        let record = timed_out(&key, &gateway).await;
+        only_duplicates_ask(which, &place).await;
+        let retry = sending(order(&key), gateway.addr);
+        let question = 2 * n + 2;
+        shop.orders.asked(question).await;
+        shop.orders.hold_only(question);
+        completed(&place, &key).await;
+        shop.orders.go();
+        assert_replayed(&retry.await.unwrap(), &record, NEW);
+        assert_eq!((shop.orders.runs_of(&key), attempt(&place, &key).await), (1, 1), "{lie:?}");
+        assert_eq!(shop.questions().len(), n + 1);
+    }
+    assert_eq!((place.events().await, late_outcomes(&place).await), (3, 0));
+}
+
+async fn what_completes_between_not_found_and_the_next_attempt_is_the_answer(which: Which) {
+    let gate = tempfile::tempdir().unwrap();
+    let gate = gate.path().join("gate");
+    let (shop, place, gateway) =
+        slow_rig(which, &format!("before-raise=pause:{}", gate.display())).await;
+    shop.change(|books| books.lie = Some((200, NOTHING)));
+    shop.orders.hold_only(1);
+    let record = timed_out("k", &gateway).await;
+    only_duplicates_ask(which, &place).await;
+    let retry = sending(order("k"), gateway.addr);
+    let reached = gate.with_extension("reached");
+    eventually("it is about to go on", async || reached.exists()).await;
+    assert_eq!(place.status_of("k").await.as_deref(), Some("in_progress"));
+    shop.orders.go();
+    completed(&place, "k").await;
+    std::fs::write(&gate, "").unwrap();
+    assert_replayed(&retry.await.unwrap(), &record, NEW);
+    assert_eq!((shop.orders.runs_of("k"), attempt(&place, "k").await), (1, 1));
+    assert_eq!((place.events().await, late_outcomes(&place).await), (1, 0));
+}
+
+async fn a_late_answer_that_is_owed_to_the_store_keeps_the_next_attempt_back(which: Which) {
+    // About two seconds, with the pauses between the tries.
+    let away: Vec<_> = (1..=7).map(|n| format!("before-complete@{n}=error")).collect();
+    let (shop, place, gateway) = slow_rig(which, &away.join(",")).await;
+    shop.change(|books| books.lie = Some((200, NOTHING)));
+    shop.orders.hold();
+    let record = timed_out("k", &gateway).await;
+    only_duplicates_ask(which, &place).await;
+    let retry = sending(order("k"), gateway.addr);
+    shop.orders.asked(2).await;
+    shop.orders.hold_only(2);
+    eventually("the late answer is owed", async || {
+        fleet::metric(gateway.admin, "oncegate_settling").await == 1
+    })
+    .await;
+    shop.orders.go();
+    let retry = retry.await.unwrap();
+    let told = (retry.status, retry.replayed());
+    assert!(
+        retry.status == StatusCode::CONFLICT || told == (StatusCode::CREATED, true),
+        "{told:?}"
+    );
+    completed(&place, "k").await;
+    eventually("it is replayed", async || order("k").to(gateway.addr).await.replayed()).await;
+    assert_replayed(&order("k").to(gateway.addr).await, &record, NEW);
+    assert_eq!((shop.orders.runs_of("k"), attempt(&place, "k").await), (1, 1));
+    assert_eq!((place.events().await, late_outcomes(&place).await), (1, 0));
+}
+
+async fn a_late_answer_that_differs_from_what_was_found_is_kept_in_the_audit(which: Which) {
+    let (shop, place, gateway) = slow_rig(which, "").await;
+    let come = async |result: &str| {
+        let line = format!("oncegate_late_answers_total{{result=\"{result}\"}} 1\n");
+        eventually(result, async || {
+            let metrics = get("/metrics").to(gateway.admin).await.body;
+            String::from_utf8_lossy(&metrics).contains(&line)
+        })
+        .await;
+    };
+    // Executions 1 and 3; 2 and 4 are the questions.
+    for (key, held, result) in [("other", 1, "not_stored"), ("same", 3, "completed")] {
+        shop.orders.hold_only(held);
+        let record = timed_out(key, &gateway).await;
+        only_duplicates_ask(which, &place).await;
+        shop.change(|books| {
+            books.made.insert(key.to_owned(), held);
+        });
+        let found = order(key).to(gateway.addr).await;
+        assert!(found.replayed(), "{found:?}");
+        if key == "same" {
+            // Headers say nothing: hardly any are kept of what is found.
+            shop.change(|books| books.says = Some(found.body.clone()));
+        }
+        shop.orders.go();
+        come(result).await;
+        assert_eq!(late_outcomes(&place).await, 1, "the one that differs: {key}");
+        let replay = order(key).to(gateway.addr).await;
+        assert_eq!((replay.record(), &replay.body), (record, &found.body), "what stands stays");
+        assert_eq!((shop.orders.runs_of(key), attempt(&place, key).await), (1, 1));
+    }
+    let noted = place.rows("select detail from audit_log where action = 'late_outcome'").await;
+    let noted: serde_json::Value = serde_json::from_str(noted[0][0].as_deref().unwrap()).unwrap();
+    assert_eq!((&noted["key"], &noted["attempt"]), (&json!("other"), &json!(1)));
+    assert_eq!(noted["events"].as_array().unwrap().len(), 1, "with what was not announced");
+    assert_eq!(place.events().await, 2);
+}
+
+async fn a_question_that_panics_is_asked_again_under_the_same_attempt(which: Which) {
+    let (shop, place) = (Shop::start().await, Place::new(which).await);
+    let toml = config(&shop, &place, "settle = \"0s\"", "");
+    let config = process::config(place.folder.path(), &toml);
+    let gateway = Gateway::with_fault(&config, "question-answered=panic");
+    let record = lost("k", &gateway).await;
+    completed(&place, "k").await;
+    assert!(gateway.log().contains("fault point QuestionAnswered"), "{}", gateway.log());
+    let retry = order("k").to(gateway.addr).await;
+    assert_eq!((retry.replayed(), retry.record()), (true, record));
+    assert_eq!((shop.orders.runs_of("k"), shop.questions().len()), (1, 2));
+    assert_eq!((attempt(&place, "k").await, place.events().await), (1, 1));
+}
+
+async fn a_question_names_the_request_of_the_attempt_in_doubt(which: Which) {
+    let (shop, place) = (Shop::start().await, Place::new(which).await);
+    let toml = config(&shop, &place, SETTLES_LATE, "");
+    let toml = toml.replace("client_ref={{ key }}", "ref={{ request.headers['x-ref'] }}");
+    let gateway = Gateway::start(&process::config(place.folder.path(), &toml));
+    shop.change(|books| books.lie = Some((200, NOTHING)));
+    for (n, name) in ["one", "two", "three"].into_iter().enumerate() {
+        let answer = order("k").header("x-ref", name).to(gateway.addr).await;
+        assert_eq!(answer.status, StatusCode::BAD_GATEWAY, "{answer:?}");
+        assert_eq!(attempt(&place, "k").await, n as i64 + 1);
+        only_duplicates_ask(which, &place).await;
+    }
+    // Each retry has a name of its own, and asks for that of the request before.
+    assert_eq!(shop.questions(), ["/orders?ref=one", "/orders?ref=two"]);
+}
+
+/// The outcome is on the disk of a dead replica, while another one asks about it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_spilled_outcome_completes_what_a_question_could_not_tell() {
+    let (shop, place, fault, mut gateway) = cut_rig().await;
+    let other = start(&shop, &place, SETTLES_LATE, "");
+    shop.change(|books| (books.loses, books.lie) = (false, Some((500, ""))));
+    shop.orders.hold();
+    let first = sending(order("k"), gateway.addr);
+    shop.orders.asked(1).await;
+    fault.refuse();
+    fault.cut();
+    shop.orders.go();
+    let first = first.await.unwrap();
+    assert_eq!((first.status, first.header("oncegate-stored")), (StatusCode::CREATED, None));
+    gateway.kill9();
+    is(&place, "k", "unknown").await;
+    only_duplicates_ask(Which::Postgres, &place).await;
+    assert_eq!(order("k").to(other.addr).await.problem(), "outcome-unknown");
+    assert_eq!(attempt(&place, "k").await, 1, "a question is no attempt");
+    fault.pass();
+    let _gateway = gateway.restart();
+    completed(&place, "k").await;
+    assert_replayed(&order("k").to(other.addr).await, &first.record(), NEW);
+    assert_eq!((shop.orders.runs_of("k"), attempt(&place, "k").await), (1, 1));
+    assert_eq!((place.events().await, late_outcomes(&place).await), (1, 0));
+}
+
+/// The application comes to its end after a question that failed, and while one is under way.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_application_completes_what_a_question_could_not_tell() {
+    let (shop, place, gateway) = rig(Which::Postgres, SETTLES_LATE, "").await;
+    shop.change(|books| books.lie = Some((500, "")));
+    let body = r#"{"id":"own"}"#;
+    for (n, under_way) in [false, true].into_iter().enumerate() {
+        let key = format!("k-{n}");
+        let record = lost(&key, &gateway).await;
+        only_duplicates_ask(Which::Postgres, &place).await;
+        let asked = shop.orders.runs();
+        if under_way {
+            shop.change(|books| books.lie = Some((200, NOTHING)));
+            shop.orders.hold();
+        }
+        let retry = sending(order(&key), gateway.addr);
+        shop.orders.asked(asked + 1).await;
+        let own = format!("select oncegate_complete('{record}', 1, 201, null, '{body}')::text");
+        if under_way {
+            place.rows(&own).await;
+            shop.orders.go();
+            assert_replayed(&retry.await.unwrap(), &record, body);
+        } else {
+            assert_eq!(retry.await.unwrap().problem(), "outcome-unknown");
+            place.rows(&own).await;
+        }
+        assert_replayed(&order(&key).to(gateway.addr).await, &record, body);
+        assert_eq!((shop.orders.runs_of(&key), attempt(&place, &key).await), (1, 1));
+    }
+    assert_eq!(late_outcomes(&place).await, 0);
+}
+
+/// A verb of the store that is done once, of which nobody is told, and that cannot be asked for again for a while.
+fn done_and_untold(verb: &str) -> String {
+    let away = (2..=30).map(|passage| format!("before-{verb}@{passage}=error"));
+    std::iter::once(format!("after-{verb}=error")).chain(away).collect::<Vec<_>>().join(",")
+}
+
+async fn faulty_rig(which: Which, fault: &str) -> (Shop, Place, Gateway) {
+    let (shop, place) = (Shop::start().await, Place::new(which).await);
+    let toml = config(&shop, &place, SETTLES_LATE, "");
+    let toml = toml.replace("reserve_timeout = \"1s\"", "reserve_timeout = \"200ms\"");
+    let gateway = Gateway::with_fault(&process::config(place.folder.path(), &toml), fault);
+    (shop, place, gateway)
+}
+
+async fn a_question_that_may_have_begun_is_taken_back_and_deletes_nothing(which: Which) {
+    let (shop, place, gateway) = faulty_rig(which, &done_and_untold("take-over")).await;
+    let record = lost("k", &gateway).await;
+    only_duplicates_ask(which, &place).await;
+    assert_eq!(order("k").to(gateway.addr).await.problem(), "store-unavailable");
+    is(&place, "k", "unknown").await;
+    assert_eq!((shop.runs_and_questions("k"), attempt(&place, "k").await), ((1, 0), 1));
+    eventually("it can be asked about", async || order("k").to(gateway.addr).await.replayed())
+        .await;
+    assert_eq!(order("k").to(gateway.addr).await.record(), record);
+    assert_eq!((shop.runs_and_questions("k"), attempt(&place, "k").await), ((1, 1), 1));
+}
+
+async fn an_attempt_that_may_have_begun_is_taken_back_and_not_sent(which: Which) {
+    let (shop, place, gateway) = faulty_rig(which, &done_and_untold("raise")).await;
+    shop.change(|books| books.executes = false);
+    let record = lost("k", &gateway).await;
+    only_duplicates_ask(which, &place).await;
+    assert_eq!(order("k").to(gateway.addr).await.problem(), "outcome-unknown");
+    assert_eq!(attempt(&place, "k").await, 2, "it had been written");
+    is(&place, "k", "unknown").await;
+    assert_eq!((shop.orders.runs_of("k"), attempt(&place, "k").await), (1, 2));
+    shop.change(|books| (books.executes, books.loses) = (true, false));
+    eventually("it is executed", async || {
+        let retry = order("k").to(gateway.addr).await;
+        assert_eq!(retry.record(), record);
+        retry.status == StatusCode::CREATED
+    })
+    .await;
+    let ledger = shop.orders.ledger();
+    let executed = ledger.iter().rfind(|execution| !is_question(execution)).unwrap();
+    assert_eq!(executed.headers["oncegate-attempt"], "3");
+    assert_eq!(shop.orders.runs_of("k"), 2);
 }
 
 /// Two replicas that tell the API who they are.

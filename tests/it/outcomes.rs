@@ -2,6 +2,7 @@
 //! sent, and what a retry gets. Each row has a route and an upstream of its own behind one gateway.
 
 use http::StatusCode;
+use tokio::io::AsyncReadExt as _;
 use tokio::net::{TcpListener, TcpSocket};
 
 use crate::support::client::{Ask, post};
@@ -25,6 +26,8 @@ enum Does {
     ShakesNoHands,
     /// It resets the connection as soon as something has arrived, unread.
     ResetsUnread,
+    /// It resets the connection once so many bytes have come.
+    ResetsAfter(usize),
     /// It reads the request and answers so.
     Answers(Reply),
     /// It reads the head alone and answers so.
@@ -57,9 +60,18 @@ enum Retry {
     Unreachable,
 }
 
+/// The body of the first request, and of its retry.
+#[derive(Clone, Copy)]
+enum Sends {
+    Small,
+    /// More than any socket holds: while it is being sent, most of it is still here.
+    Large,
+}
+
 struct Row {
     name: &'static str,
     does: Does,
+    sends: Sends,
     /// Lines of its route.
     policy: &'static str,
     /// Lines of its upstream.
@@ -73,6 +85,10 @@ const CREATED: &str = "HTTP/1.1 201 Created\r\n";
 const WHOLE: &str = "HTTP/1.1 201 Created\r\nContent-Length: 2\r\n\r\nok";
 const SHORT: &str = "timeout = \"400ms\"";
 const SMALL: &str = "max_response_body = 100";
+const MIB: usize = 1 << 20;
+/// Bytes of [`Sends::Large`].
+const LARGE: usize = 12 * MIB;
+const TAKES_LARGE: &str = "max_request_body = \"16MiB\"";
 
 const UNREACHABLE: Gets = Gets::Problem(502, "upstream-unreachable");
 const FAILED: Gets = Gets::Problem(502, "upstream-failed");
@@ -82,7 +98,7 @@ const TIMED_OUT: Gets = Gets::Problem(504, "upstream-timeout");
 fn never_sent() -> Vec<Row> {
     let row = |name, does, retry| {
         let (upstream, gets) = ("connect_timeout = \"400ms\"", UNREACHABLE);
-        Row { name, does, policy: "", upstream, gets, record: None, retry }
+        Row { name, does, sends: Sends::Small, policy: "", upstream, gets, record: None, retry }
     };
     vec![
         row("the connection is refused", Does::Refuses, Retry::Runs),
@@ -132,7 +148,7 @@ fn lost() -> Vec<Row> {
     ];
     let row = |name, does, policy, gets| {
         let (record, retry) = (Some("unknown"), Retry::Held);
-        Row { name, does, policy, upstream: "", gets, record, retry }
+        Row { name, does, sends: Sends::Small, policy, upstream: "", gets, record, retry }
     };
     let broken = broken.into_iter().map(|(name, does)| row(name, does, "", FAILED));
     let silent =
@@ -149,7 +165,7 @@ fn answered() -> Vec<Row> {
     };
     let row = |name, code, lines, policy, record, retry| {
         let (does, gets) = (by(code, lines), Gets::Answer(code));
-        Row { name, does, policy, upstream: "", gets, record, retry }
+        Row { name, does, sends: Sends::Small, policy, upstream: "", gets, record, retry }
     };
     let stored = |name, code| row(name, code, "", "", Some("completed"), Retry::Replayed);
     let freed = |name, code, lines| row(name, code, lines, "", None, Retry::Runs);
@@ -216,6 +232,7 @@ fn odd() -> Vec<Row> {
     let row = |name, does, policy, gets, retry| Row {
         name,
         does,
+        sends: Sends::Small,
         policy,
         upstream: "",
         gets,
@@ -257,6 +274,53 @@ fn odd() -> Vec<Row> {
     ]
 }
 
+/// Requests and answers that are cut while most of them is still on its way.
+fn large() -> Vec<Row> {
+    let row = |name, does, gets, record, retry| {
+        let (sends, policy) = (Sends::Small, "");
+        Row { name, does, sends, policy, upstream: "", gets, record: Some(record), retry }
+    };
+    let request = |row| Row { sends: Sends::Large, policy: TAKES_LARGE, ..row };
+    let cut = |name, does| request(row(name, does, FAILED, "unknown", Retry::Held));
+    // An answer of so many bytes, of which so many come.
+    let sized = |whole: usize, come: usize| {
+        format!("{CREATED}Content-Length: {whole}\r\n\r\n{}", "x".repeat(come))
+    };
+    let chunks = |come: usize| {
+        let chunk = format!("{:x}\r\n{}\r\n", MIB / 4, "x".repeat(MIB / 4));
+        format!("{CREATED}Transfer-Encoding: chunked\r\n\r\n{}", chunk.repeat(come / (MIB / 4)))
+    };
+    let fin = |bytes: String| Does::Answers(Reply::fin(bytes));
+    let reset = |bytes: String| Does::Answers(Reply::keep(bytes).then_reset());
+    let lost = |name, does| row(name, does, FAILED, "unknown", Retry::Held);
+    // Beyond `max_response_body`: it is completed before its first byte goes on.
+    let part = |name, does| row(name, does, Gets::Part, "completed", Retry::NotRetained);
+    let early = Does::AnswersEarly(Reply::keep(WHOLE).then_reset());
+    vec![
+        cut("reset before a byte of a large body was read", Does::ResetsUnread),
+        cut("reset at the head of a large body", Does::AnswersEarly(Reply::reset(""))),
+        cut("closed at the head of a large body", Does::AnswersEarly(Reply::fin(""))),
+        cut("reset in the middle of a large body", Does::ResetsAfter(2 * MIB)),
+        cut("cut within an answer to a large body", Does::AnswersEarly(Reply::fin(CREATED))),
+        request(row(
+            "an answer, then a reset, in the middle of a large body",
+            early,
+            Gets::Answer(201),
+            "completed",
+            Retry::Replayed,
+        )),
+        lost("closed in the middle of an answer near the limit", fin(sized(MIB, MIB / 2))),
+        lost("reset in the middle of an answer near the limit", reset(sized(MIB, MIB - 1))),
+        lost("closed within the chunks of an answer, before the limit", fin(chunks(MIB / 2))),
+        lost("reset within the chunks of an answer, at the limit", reset(chunks(MIB))),
+        part("closed after the head of a large answer", fin(sized(8 * MIB, 0))),
+        part("reset after the head of a large answer", reset(sized(8 * MIB, 0))),
+        part("closed in the middle of a large answer", fin(sized(8 * MIB, 4 * MIB))),
+        part("reset in the middle of a large answer", reset(sized(8 * MIB, 4 * MIB))),
+        part("closed within the chunks of a large answer", fin(chunks(4 * MIB))),
+    ]
+}
+
 /// An upstream as it stands before a row.
 struct Behind {
     url: String,
@@ -285,17 +349,8 @@ impl Does {
                 Behind { url: format!("https://{addr}"), scripted: Some(scripted), socket: None }
             }
             Self::ShakesNoHands => behind(format!("https://{}", greeting(b"").await)),
-            Self::ResetsUnread => {
-                let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-                let addr = listener.local_addr().unwrap();
-                tokio::spawn(async move {
-                    while let Ok((stream, _)) = listener.accept().await {
-                        drop(stream.peek(&mut [0]).await);
-                        stream.set_zero_linger().unwrap();
-                    }
-                });
-                behind(format!("http://{addr}"))
-            }
+            Self::ResetsUnread => behind(resetting(0).await),
+            Self::ResetsAfter(bytes) => behind(resetting(bytes).await),
             Self::Answers(reply) => {
                 let scripted = Upstream::start(then(reply)).await;
                 Behind {
@@ -314,6 +369,20 @@ impl Does {
             }
         }
     }
+}
+
+/// Resets each connection on which something has arrived, once so many bytes of it have been read.
+async fn resetting(after: usize) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let addr = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            drop(stream.peek(&mut [0]).await);
+            drop(stream.read_exact(&mut vec![0; after]).await);
+            stream.set_zero_linger().unwrap();
+        }
+    });
+    format!("http://{addr}")
 }
 
 /// Says this on each connection, and keeps it.
@@ -339,7 +408,12 @@ struct Case {
 
 impl Case {
     fn ask(&self) -> Ask {
-        post(&format!("/{}", self.number), r#"{"amount":"129.90"}"#).tenant("acme").key("k")
+        let ask = post(&format!("/{}", self.number), r#"{"amount":"129.90"}"#);
+        let ask = match self.row.sends {
+            Sends::Small => ask,
+            Sends::Large => ask.set("content-type", "text/plain").body(vec![b'x'; LARGE]),
+        };
+        ask.tenant("acme").key("k")
     }
 
     fn sent(&self) -> usize {
@@ -432,7 +506,7 @@ impl Case {
 }
 
 async fn each_outcome_has_its_answer_its_record_and_its_retry(which: Which) {
-    let rows = [never_sent(), lost(), answered(), odd()].into_iter().flatten();
+    let rows = [never_sent(), lost(), answered(), odd(), large()].into_iter().flatten();
     let (mut cases, mut more) = (Vec::new(), String::new());
     for (number, mut row) in rows.enumerate() {
         let does = std::mem::replace(&mut row.does, Does::HasNoName);

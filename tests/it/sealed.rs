@@ -19,6 +19,7 @@ use crate::support::sink::{OK, Sink};
 on_both_stores! {
     what_is_stored_tells_nothing_and_is_replayed_and_delivered_as_it_was,
     what_events_need_of_a_request_in_progress_is_sealed,
+    what_a_question_needs_of_a_request_is_sealed_and_asked_as_it_was,
     a_late_outcome_is_sealed_and_shown_to_operators_as_it_was,
     keys_are_rotated_and_what_has_no_key_is_never_replayed_or_executed,
     what_was_stored_before_is_still_replayed,
@@ -304,4 +305,36 @@ async fn a_bad_key_file_keeps_the_gateway_from_starting() {
     for word in ["store.encryption_key_file", "line 1", "32 bytes"] {
         assert!(refused.contains(word), "{refused}");
     }
+}
+
+/// At the first attempt, and at the one that a question has led to.
+async fn what_a_question_needs_of_a_request_is_sealed_and_asked_as_it_was(which: Which) {
+    let (orders, place) = (Orders::start().await, Place::new(which).await);
+    keys(place.folder.path(), &[OLD]);
+    let policy = r#"on_unknown = "lookup"
+lookup = { path = "/by/{{ request.json.card }}", found = "response.json.total > 0", settle = "0s" }"#;
+    let toml = rig::config_at(&place, &orders.url(), "127.0.0.1:0", SEALED, policy, "");
+    let gateway = Gateway::start(&process::config(place.folder.path(), &toml));
+    orders.answer(|execution| match execution.key() {
+        Some(_) => Response::builder().status(502).body(Full::default()).expect("an answer"),
+        None => Response::new(Full::new(r#"{"total":0}"#.into())),
+    });
+    let hex = if which == Which::Sqlite {
+        "hex(request_context)"
+    } else {
+        "encode(request_context, 'hex')"
+    };
+    let plain = format!("select count(*) from idempotency_records where {hex} like '%343932392d%'");
+    for attempt in 1..=3 {
+        eventually("it is executed", async || {
+            paying("k").to(gateway.addr).await.status == StatusCode::BAD_GATEWAY
+        })
+        .await;
+        assert_eq!(orders.runs_of("k"), attempt);
+        assert_eq!(place.count(&plain).await, 0, "attempt {attempt}");
+    }
+    let ledger = orders.ledger();
+    let asked: Vec<_> = ledger.iter().filter(|asked| asked.key().is_none()).collect();
+    assert!(asked.len() >= 2);
+    assert!(asked.iter().all(|asked| asked.target == format!("/by/{SECRET}")), "{asked:?}");
 }

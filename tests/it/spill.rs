@@ -257,6 +257,8 @@ async fn inside(config: Config, disk: SlowDisk) -> SocketAddr {
     let spill = Spill::on(Box::new(disk), 1 << 20, database, Arc::clone(&metrics)).unwrap();
     let upstream = |settings| Arc::new(Upstream::new(settings).unwrap());
     let parts = gateway::Parts {
+        tokens: None,
+        servers: std::collections::HashMap::new(),
         routes: config.routes,
         upstreams: config.upstreams.into_iter().map(|(name, s)| (name, upstream(s))).collect(),
         lease: lease::start(&store, config.store.lease).await.unwrap(),

@@ -12,13 +12,13 @@ use http::{HeaderMap, HeaderValue, StatusCode};
 use oncegate::record::event::Event;
 use oncegate::record::event::doubt::{Doubt, News, Resolution};
 use oncegate::record::{
-    Answer, Attempt, Change, Fence, Fingerprint, KeptBody, Key, Next, Operation, OwnerId, RecordId,
-    Scope, Settle, Spelling, State, Status, Tenant, transition,
+    Answer, Attempt, Caller, Change, Fence, Fingerprint, KeptBody, Key, Next, Operation, OwnerId,
+    RecordId, Scope, Settle, Spelling, State, Status, Tenant, transition,
 };
 use oncegate::store::{
-    Acknowledgement, Asking, Beat, Changed, Claim, Claimed, Completion, EventFilter, EventStatus,
-    Lane, LateEnd, LateOutcome, Objection, Operator, Over, Proposal, RecordFilter, Redeliver,
-    Reserved, Settled, Store, Takeover, Untold, Verdict,
+    Acknowledgement, Asker, Asking, Beat, Changed, Claim, Claimed, Completion, EventFilter,
+    EventStatus, Lane, LateEnd, LateOutcome, Objection, Operator, Over, Proposal, RecordFilter,
+    Redeliver, Reserved, Settled, Store, Takeover, Untold, Verdict,
 };
 use uuid::Uuid;
 
@@ -50,6 +50,7 @@ macro_rules! on_every_store {
 on_every_store![
     each_change_leads_where_the_transition_function_says,
     a_reservation_is_held_once_and_found_by_others,
+    a_record_says_who_asked_for_its_current_attempt,
     an_own_reservation_proposed_again_is_held,
     without_a_live_lease_nothing_is_reserved_or_taken_over,
     of_many_concurrent_proposals_exactly_one_is_held,
@@ -65,6 +66,9 @@ on_every_store![
     a_doubts_end_says_who_ended_it,
     only_a_dead_owners_records_are_marked,
     an_unknown_record_is_asked_about_by_one_at_a_time,
+    a_retry_asks_without_waiting_for_the_next_question,
+    what_is_asked_about_is_raised_by_whoever_asks_and_nobody_else,
+    what_ended_while_it_was_asked_about_is_not_raised,
     a_doubt_begins_when_the_outcome_is_lost_and_goes_on_through_questions,
     the_upstream_is_left_alone_until_it_has_settled,
     an_ended_lease_is_never_renewed,
@@ -299,8 +303,12 @@ async fn made(store: &Tested, scope: &Scope, fence: Fence, change: Change) -> bo
         }
         Change::Ask => {
             let proposal = proposal(scope, owner(store).await);
-            let from = Takeover::Question(fence, NOW);
+            let from = Takeover::Question(fence, NOW, Asker::Gateway);
             store.take_over(proposal, from).await.unwrap() == Changed::Yes
+        }
+        Change::Raise => {
+            let owner = store.show_record(fence.id).await.unwrap().unwrap().owner;
+            store.raise(proposal(scope, owner), fence).await.unwrap() == Changed::Yes
         }
         Change::OperatorComplete => {
             let completion = completion(scope, fence, vec![]);
@@ -336,7 +344,7 @@ async fn each_change_leads_where_the_transition_function_says(store: Tested) {
                 let before = Some((from, attempt.number()));
                 assert_eq!(status(&store, &scope).await, before, "{case}");
             }
-            let again = matches!(change, Change::Retry | Change::OperatorComplete);
+            let again = matches!(change, Change::Retry | Change::Raise | Change::OperatorComplete);
             if next.is_some() && again {
                 assert_eq!(found.unwrap().fence.attempt, attempt.next(), "{case}");
             } else if next.is_some() && change == Change::Ask {
@@ -356,11 +364,43 @@ async fn a_reservation_is_held_once_and_found_by_others(store: Tested) {
     };
     assert_eq!(found.fence, fence);
     assert_eq!(found.fingerprint, fingerprint(1), "known from the reservation on");
+    assert_eq!(found.caller.as_ref().map(Caller::as_str), Some("alice"));
     assert_eq!(found.state, State::InProgress { owner: first, owner_lives: true });
     assert_eq!(store.find(&scope).await.unwrap(), Some(*found));
     store.retire(first).await.unwrap();
     let found = store.find(&scope).await.unwrap().unwrap();
     assert_eq!(found.state, State::InProgress { owner: first, owner_lives: false });
+}
+
+async fn a_record_says_who_asked_for_its_current_attempt(store: Tested) {
+    let scope = scope();
+    let caller = async || store.find(&scope).await.unwrap().unwrap().caller;
+    let by = async |name: Option<&str>| {
+        let caller = name.map(str::to_owned);
+        Proposal { caller, ..proposal(&scope, owner(&store).await) }
+    };
+    let bob = || Some(Caller::stored("bob"));
+    let first = by(Some("bob")).await;
+    let fence = Fence { id: first.id, attempt: Attempt::FIRST };
+    assert_eq!(store.reserve(first, deadline()).await.unwrap(), Reserved::Held);
+    assert_eq!(caller().await, bob());
+    store.mark_unknown(&scope, fence).await.unwrap();
+    assert_eq!(caller().await, bob());
+    // A question is nobody's; a new attempt is whose it is.
+    let question = Takeover::Question(fence, NOW, Asker::Gateway);
+    assert_eq!(store.take_over(by(None).await, question).await.unwrap(), Changed::Yes);
+    assert_eq!(caller().await, bob());
+    store.mark_unknown(&scope, fence).await.unwrap();
+    let retry = Takeover::Unknown(fence);
+    assert_eq!(store.take_over(by(Some("eve")).await, retry).await.unwrap(), Changed::Yes);
+    assert_eq!(caller().await, Some(Caller::stored("eve")));
+    let second = Fence { attempt: fence.attempt.next(), ..fence };
+    let settled = Completion { retention: Duration::ZERO, ..completion(&scope, second, vec![]) };
+    assert!(is_done(complete(&store, settled).await));
+    assert_eq!(caller().await, Some(Caller::stored("eve")));
+    let expired = Takeover::Expired(second);
+    assert_eq!(store.take_over(by(None).await, expired).await.unwrap(), Changed::Yes);
+    assert_eq!(caller().await, None);
 }
 
 async fn an_own_reservation_proposed_again_is_held(store: Tested) {
@@ -482,6 +522,8 @@ async fn a_late_process_changes_nothing(store: Tested) {
             let proposal = proposal(scope, owner(&store).await);
             assert_eq!(store.take_over(proposal, from).await.unwrap(), Changed::No);
         }
+        let proposal = proposal(scope, owner(&store).await);
+        assert_eq!(store.raise(proposal, late).await.unwrap(), Changed::No);
         let record = store.find(scope).await.unwrap().unwrap();
         assert_eq!(record.fence, current);
         assert!(matches!(record.state, State::InProgress { owner_lives: true, .. }));
@@ -640,7 +682,10 @@ async fn only_a_dead_owners_records_are_marked(store: Tested) {
 /// Takes an unknown record to ask about it, as a new process.
 async fn asked(store: &Tested, scope: &Scope, fence: Fence, settle: Settle) -> Changed {
     let by = owner(store).await;
-    store.take_over(proposal(scope, by), Takeover::Question(fence, settle)).await.unwrap()
+    store
+        .take_over(proposal(scope, by), Takeover::Question(fence, settle, Asker::Gateway))
+        .await
+        .unwrap()
 }
 
 async fn due(store: &Tested, settle: Settle, limit: u32) -> Vec<Fence> {
@@ -657,6 +702,7 @@ async fn an_unknown_record_is_asked_about_by_one_at_a_time(store: Tested) {
     assert_eq!(found.len(), 1);
     assert_eq!((&found[0].scope, found[0].fence), (&scope, fence));
     assert_eq!(found[0].fingerprint, fingerprint(1));
+    assert_eq!(found[0].caller.as_ref().map(Caller::as_str), Some("alice"));
     assert_eq!(found[0].context.as_deref(), Some(b"{\"n\":1}".as_slice()));
     let tasks: Vec<_> = (0..8)
         .map(|_| {
@@ -677,8 +723,97 @@ async fn an_unknown_record_is_asked_about_by_one_at_a_time(store: Tested) {
     assert!(is_done(complete(&store, completion(&scope, fence, vec![])).await));
     assert!(due(&store, NOW, 9).await.is_empty());
     let dead = OwnerId::fresh();
-    let from = Takeover::Question(fence, NOW);
+    let from = Takeover::Question(fence, NOW, Asker::Gateway);
     assert_eq!(store.take_over(proposal(&scope, dead), from).await.unwrap(), Changed::No);
+}
+
+async fn a_retry_asks_without_waiting_for_the_next_question(store: Tested) {
+    let scope = scope();
+    let fence = brought_to(&store, &scope, Status::Unknown, Attempt::FIRST).await;
+    assert_eq!(asked(&store, &scope, fence, NOW).await, Changed::Yes);
+    store.mark_unknown(&scope, fence).await.unwrap();
+    assert_eq!(asked(&store, &scope, fence, NOW).await, Changed::No, "not again at once");
+    let by = owner(&store).await;
+    let take = async |settle| {
+        let from = Takeover::Question(fence, settle, Asker::Retry);
+        store.take_over(proposal(&scope, by), from).await.unwrap()
+    };
+    let later = Settle { lost: MINUTE, orphaned: Duration::ZERO };
+    assert_eq!(take(later).await, Changed::No, "before it has settled nobody asks");
+    let doubt = store.unresolved(fence.id).await.unwrap().unwrap();
+    assert_eq!(doubt.context.as_deref(), Some(b"{\"n\":1}".as_slice()));
+    assert_eq!(take(NOW).await, Changed::Yes);
+    assert_eq!(take(NOW).await, Changed::No, "one at a time");
+    assert_eq!(status(&store, &scope).await, Some((Status::InProgress, 1)), "the same attempt");
+}
+
+/// Takes an unknown record to ask about it, for a retry.
+async fn taken_to_ask(store: &Tested, scope: &Scope, fence: Fence) -> OwnerId {
+    let by = owner(store).await;
+    let from = Takeover::Question(fence, NOW, Asker::Retry);
+    assert_eq!(store.take_over(proposal(scope, by), from).await.unwrap(), Changed::Yes);
+    by
+}
+
+async fn what_is_asked_about_is_raised_by_whoever_asks_and_nobody_else(store: Tested) {
+    let scope = scope();
+    let fence = brought_to(&store, &scope, Status::Unknown, Attempt::FIRST).await;
+    let next = Fence { attempt: fence.attempt.next(), ..fence };
+    let by = taken_to_ask(&store, &scope, fence).await;
+    let retry = Proposal {
+        fingerprint: fingerprint(9),
+        caller: Some("bob".into()),
+        context: Some(Bytes::from_static(b"{\"n\":2}")),
+        retention: Duration::from_secs(60),
+        ..proposal(&scope, by)
+    };
+    let other = Proposal { owner: owner(&store).await, ..retry.clone() };
+    assert_eq!(store.raise(other.clone(), fence).await.unwrap(), Changed::No);
+    let elsewhere = Proposal { scope: self::scope(), ..retry.clone() };
+    assert_eq!(store.raise(elsewhere, fence).await.unwrap(), Changed::No);
+    assert_eq!(store.raise(retry.clone(), next).await.unwrap(), Changed::No);
+    assert_eq!(status(&store, &scope).await, Some((Status::InProgress, 1)));
+    for again in ["the first time", "after its answer was lost"] {
+        assert_eq!(store.raise(retry.clone(), fence).await.unwrap(), Changed::Yes, "{again}");
+        let row = store.show_record(fence.id).await.unwrap().unwrap();
+        assert_eq!((row.status, row.attempt, row.owner), (Status::InProgress, next.attempt, by));
+        assert_eq!(row.caller.as_deref(), Some("bob"));
+        assert_eq!(row.context.as_deref(), Some(b"{\"n\":2}".as_slice()));
+        assert_eq!(row.fingerprint, fingerprint(1), "of the request that made it");
+    }
+    assert_eq!(store.raise(other, fence).await.unwrap(), Changed::No);
+    // From here on the attempt that was asked about changes nothing any more.
+    assert_eq!(complete(&store, completion(&scope, fence, vec![])).await, Settled::Fenced);
+    assert_eq!(store.mark_unknown(&scope, fence).await.unwrap(), Changed::No);
+    // Not sent, it leaves the doubt about the one before.
+    assert_eq!(store.release(&scope, next).await.unwrap(), Changed::Yes);
+    assert_eq!(store.raise(retry.clone(), fence).await.unwrap(), Changed::No);
+    assert_eq!(store.raise(retry, next).await.unwrap(), Changed::No, "nobody holds it");
+    assert_eq!(status(&store, &scope).await, Some((Status::Unknown, 2)));
+}
+
+async fn what_ended_while_it_was_asked_about_is_not_raised(store: Tested) {
+    // Its answer came after all.
+    let (answered, left, dead) = (scope(), scope(), scope());
+    let fence = brought_to(&store, &answered, Status::Unknown, Attempt::FIRST).await;
+    let by = taken_to_ask(&store, &answered, fence).await;
+    assert!(is_done(complete(&store, completion(&answered, fence, vec![])).await));
+    assert_eq!(store.raise(proposal(&answered, by), fence).await.unwrap(), Changed::No);
+    assert_eq!(status(&store, &answered).await, Some((Status::Completed, 1)));
+    // Somebody put it back, and somebody else asks by now.
+    let fence = brought_to(&store, &left, Status::Unknown, Attempt::FIRST).await;
+    let by = taken_to_ask(&store, &left, fence).await;
+    assert_eq!(store.mark_unknown(&left, fence).await.unwrap(), Changed::Yes);
+    assert_eq!(store.raise(proposal(&left, by), fence).await.unwrap(), Changed::No);
+    taken_to_ask(&store, &left, fence).await;
+    assert_eq!(store.raise(proposal(&left, by), fence).await.unwrap(), Changed::No);
+    assert_eq!(status(&store, &left).await, Some((Status::InProgress, 1)));
+    // The asker's lease has run out, noticed or not.
+    let fence = brought_to(&store, &dead, Status::Unknown, Attempt::FIRST).await;
+    let by = taken_to_ask(&store, &dead, fence).await;
+    store.retire(by).await.unwrap();
+    assert_eq!(store.raise(proposal(&dead, by), fence).await.unwrap(), Changed::No);
+    assert_eq!(status(&store, &dead).await, Some((Status::InProgress, 1)));
 }
 
 async fn a_doubt_begins_when_the_outcome_is_lost_and_goes_on_through_questions(store: Tested) {
@@ -743,7 +878,7 @@ async fn the_upstream_is_left_alone_until_it_has_settled(store: Tested) {
     let (fence, by) = held(&store, &scope).await;
     store.mark_unknown(&scope, fence).await.unwrap();
     let before = since(store.unresolved(fence.id).await.unwrap());
-    let from = Takeover::Question(fence, NOW);
+    let from = Takeover::Question(fence, NOW, Asker::Gateway);
     assert_eq!(store.take_over(proposal(&scope, by), from).await.unwrap(), Changed::Yes);
     store.retire(by).await.unwrap();
     assert_eq!(store.mark_dead(Some((&scope, fence)), 9).await.unwrap(), 1);

@@ -4,6 +4,7 @@ pub(crate) mod client;
 pub(crate) mod fake;
 pub(crate) mod fault;
 pub(crate) mod fleet;
+pub(crate) mod issuer;
 pub(crate) mod orders;
 pub(crate) mod postgres;
 pub(crate) mod process;

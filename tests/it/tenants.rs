@@ -279,6 +279,36 @@ derive_key = ["$.order_ref"]
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_key_can_be_derived_from_path_and_query() {
+    let more = r#"
+[[route]]
+method = "PUT"
+path = "/accounts/{account}/orders/{order}"
+operation = "put"
+derive_key = ["path:account", "path:order", "query:version"]
+fingerprint = { ignore_query = ["trace"] }
+"#;
+    let rig = Rig::start(Which::Sqlite, more).await;
+    let put = |target: &str| post(target, "{}").method(http::Method::PUT).tenant("acme");
+    let addr = rig.gateway.addr;
+    let first = put("/accounts/a%2Fb/orders/1?version=3&trace=x").to(addr).await;
+    assert_eq!(first.status, StatusCode::CREATED);
+    let again = put("/accounts/a%2Fb/orders/1?trace=y&version=%33").to(addr).await;
+    assert!(again.replayed(), "decoded, and in whatever order: {again:?}");
+    for other in ["/accounts/a/orders/1?version=3", "/accounts/a%2Fb/orders/1?version=4"] {
+        assert!(!put(other).to(addr).await.replayed(), "{other}");
+    }
+    let keys = rig.place.rows("select key from idempotency_records order by created_at").await;
+    assert_eq!(keys[0][0].as_deref(), Some(r#"derived:["a/b","1","3"]"#));
+    // Absent, empty, or there twice: no key.
+    for none in ["", "?version=", "?version=3&version=3", "?Version=3", "?version"] {
+        let answer = put(&format!("/accounts/a/orders/1{none}")).to(addr).await;
+        assert_eq!(answer.problem(), "key-missing", "{none}");
+    }
+    assert_eq!(rig.orders.runs(), 3);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn b02_what_connection_names_is_gone_before_the_scope_is_read() {
     let rig = Rig::start(Which::Sqlite, "").await;
     for (lines, problem) in [

@@ -7,10 +7,12 @@
 
 use std::time::Duration;
 
+use crate::scope::jwt::ClaimPath;
+
 use super::{
     BTreeMap, BTreeSet, Builder, Code, DAY, DEFAULT_UPSTREAM, Derive, File, HeaderName, Lists, MIB,
-    Maybe, Method, OnUnknown, Operation, Pattern, Place, Placed, Policy, Route, RouteFacts, Routes,
-    SECOND, Source, Spec, StatusCode, Templates, Tenant, covers, file, fingerprint, lookup,
+    Maybe, Method, Mode, OnUnknown, Operation, Pattern, Place, Placed, Policy, Route, RouteFacts,
+    Routes, SECOND, Source, Spec, StatusCode, Templates, Tenant, covers, file, fingerprint, lookup,
     payload_max, read_code, read_header, read_method, same_answer, scope, unknown, upstream,
 };
 
@@ -45,7 +47,8 @@ impl Builder<'_> {
         // [policy] alone, so that its mistakes are seen without a route.
         let none = file::Policy::default();
         let hold = OnUnknown::Hold;
-        let _ = (self.scope(&none, &file.policy, ""), self.policy(&none, &file.policy, hold));
+        let _ = self.scope(&none, &file.policy, "");
+        let _ = self.policy(&none, &file.policy, hold, DEFAULT_UPSTREAM);
         self.check_on_unknown(&common);
         let _ = (self.outcome(&none, &file.policy), self.fingerprint(None, &file.policy));
         let made = if without_file { every_write() } else { Vec::new() };
@@ -149,7 +152,7 @@ impl Builder<'_> {
             fingerprint: self.fingerprint(raw.policy.fingerprint.as_ref(), policy)?,
             outcome: self.outcome(&raw.policy, policy),
             events: events?,
-            policy: self.policy(&raw.policy, policy, on_unknown),
+            policy: self.policy(&raw.policy, policy, on_unknown, upstream),
             upstream: upstream.to_owned(),
         };
         Some((Pattern { methods, path: path.to_owned() }, route))
@@ -243,7 +246,14 @@ impl Builder<'_> {
         })
     }
 
-    fn policy(&self, route: &file::Policy, policy: &file::Policy, on_unknown: OnUnknown) -> Policy {
+    fn policy(
+        &self,
+        route: &file::Policy,
+        policy: &file::Policy,
+        on_unknown: OnUnknown,
+        upstream: &str,
+    ) -> Policy {
+        let replay_auth = route.replay_auth.as_ref().or(policy.replay_auth.as_ref());
         for times in [route, policy] {
             self.above_zero(&times.timeout);
             self.above_zero(&times.retention);
@@ -266,7 +276,20 @@ impl Builder<'_> {
             on_unknown,
             mismatch_status: mismatch.unwrap_or(StatusCode::CONFLICT),
             replay_drop,
+            mode: self.mode(pick(&route.mode, &policy.mode)),
+            replay_auth: self.replay_auth(replay_auth, upstream),
         }
+    }
+
+    fn mode(&self, field: &Maybe<String>) -> Mode {
+        let read = |text: &str| match text {
+            "protect" => Ok(Mode::Protect),
+            "observe" => Ok(Mode::Observe),
+            _ => Err("must be \"protect\" or \"observe\" (forward everything, and only tell what \
+                      would have been done)"
+                .to_owned()),
+        };
+        field.as_ref().and_then(|placed| self.checked(placed, read)).unwrap_or_default()
     }
 
     /// A list that is written wins over a default of the other list that names the same answer.
@@ -361,12 +384,13 @@ impl Builder<'_> {
             key_header: key_header.unwrap_or(HeaderName::from_static("idempotency-key")),
             key_required: pick_or(&route.require_key, &policy.require_key, self.require_key),
             forward_key: pick_or(&route.forward_key, &policy.forward_key, true),
-            derive_key: derive.and_then(|parts| self.derive(parts)),
+            derive_key: derive.and_then(|parts| self.derive(parts, path)),
             tenant: tenant.map_or_else(default_tenant, |raw| self.tenant(raw, path)),
         }
     }
 
-    fn derive(&self, parts: &Placed<Vec<Placed<String>>>) -> Option<Derive> {
+    /// `path` is empty for [policy] alone, which has no path to look at.
+    fn derive(&self, parts: &Placed<Vec<Placed<String>>>, path: &str) -> Option<Derive> {
         let texts: Vec<String> = parts.value.iter().map(|part| part.value.clone()).collect();
         if texts.is_empty() {
             self.notes.mistake(&parts.place, "names no part; leave it out, or name at least one");
@@ -374,6 +398,9 @@ impl Builder<'_> {
         }
         for part in &parts.value {
             self.checked(part, |text| Derive::parse(&[text.to_owned()]));
+            if let Some(name) = part.value.strip_prefix("path:").filter(|name| !name.is_empty()) {
+                self.parameter(name, &part.place, path);
+            }
         }
         Derive::parse(&texts).ok()
     }
@@ -396,19 +423,29 @@ impl Builder<'_> {
             };
             self.checked(placed, read).map(Source::Fixed)
         };
+        let claim = |placed: &Placed<String>| {
+            let read = |text: &str| {
+                ClaimPath::parse(text).ok_or_else(|| {
+                    "is not the name of a claim, \"tenant_id\", or a pointer to one, \"/org/id\""
+                        .to_owned()
+                })
+            };
+            self.checked(placed, read).map(Source::JwtClaim)
+        };
         let found: Vec<Option<Source>> = [
             raw.header.as_ref().map(header),
             raw.path.as_ref().map(|placed| self.tenant_parameter(placed, path)),
             flag(&raw.host, Source::Host),
             flag(&raw.basic_user, Source::BasicUser),
             flag(&raw.credential, Source::Credential),
+            raw.jwt_claim.as_ref().map(claim),
             raw.fixed.as_ref().map(fixed),
         ]
         .into_iter()
         .flatten()
         .collect();
         if found.len() != 1 && !self.notes.has_mistake_under(&raw.place) {
-            let wrong = "name exactly one of header, path, host, basic_user, credential and fixed";
+            let wrong = "name exactly one of header, path, host, basic_user, credential, jwt_claim and fixed";
             self.notes.mistake(&raw.place, wrong);
         }
         found.into_iter().flatten().next().unwrap_or_else(default_tenant)
@@ -416,13 +453,16 @@ impl Builder<'_> {
 
     /// `path` is empty for [policy] alone, which has no path to look at.
     fn tenant_parameter(&self, placed: &Placed<String>, path: &str) -> Option<Source> {
-        let name = &placed.value;
+        self.parameter(&placed.value, &placed.place, path);
+        Some(Source::Path(placed.value.clone()))
+    }
+
+    fn parameter(&self, name: &str, place: &Place, path: &str) {
         let named = path.contains(&format!("{{{name}}}")) || path.contains(&format!("{{*{name}}}"));
         if !named && !path.is_empty() {
             let wrong = format!("the path {path:?} has no parameter {{{name}}}");
-            self.notes.mistake(&placed.place, wrong);
+            self.notes.mistake(place, wrong);
         }
-        Some(Source::Path(name.clone()))
     }
 }
 

@@ -5,7 +5,7 @@
 use std::borrow::Cow;
 use std::time::Duration;
 
-use http::header::{CONTENT_TYPE, RETRY_AFTER};
+use http::header::{CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE};
 use http::{HeaderValue, Response, StatusCode};
 use serde::Serialize;
 
@@ -72,6 +72,11 @@ macro_rules! table {
                 #[expect(clippy::indexing_slicing, reason = "the table has a row for each variant, in their order")]
                 &TABLE[self as usize]
             }
+
+            /// The last part of its `type`.
+            pub(in crate::gateway) const fn as_str(self) -> &'static str {
+                self.row().id
+            }
         }
     };
 }
@@ -87,6 +92,10 @@ table! {
         "A key has 1 to 255 characters of visible ASCII.";
     TenantMissing = "tenant-missing", BAD_REQUEST, "The tenant is missing", No, None, Invalid,
         "The request does not say whose it is.";
+    TokenInvalid = "token-invalid", UNAUTHORIZED, "The token is not valid", SameKey, None, Invalid,
+        "Send the request again with a valid token.";
+    TokenUnverified = "token-unverified", SERVICE_UNAVAILABLE, "The token could not be checked", SameKey, Some((1, 5)), Unchecked,
+        "The keys that tokens are checked with are not known at the moment. Nothing was reserved or forwarded. Send it again with the same key.";
     BodyTooLarge = "body-too-large", PAYLOAD_TOO_LARGE, "The body is too large", No, None, Invalid,
         "The body is larger than this route takes. Nothing was reserved or forwarded; the key is free.";
     BodyIncomplete = "body-incomplete", BAD_REQUEST, "The body did not arrive", SameKey, None, Invalid,
@@ -99,6 +108,14 @@ table! {
         "An execution under this key began and its end is not known. It is not executed again by itself. Keep the key, ask the operator with the record's id, and do not send the same intent under a new key.";
     ResponseNotRetained = "response-not-retained", CONFLICT, "The request was executed; its answer is not kept", No, None, NotRetained,
         "The first request under this key was executed. Its answer was too large to keep. Read the result from the API itself.";
+    NotAcceptable = "not-acceptable", NOT_ACCEPTABLE, "The answer has no form that the request accepts", SameKey, None, NotAcceptable,
+        "The first request under this key was executed. Its answer is kept in a content coding that this request does not accept.";
+    ReplayForbidden = "replay-forbidden", FORBIDDEN, "The answer is not for this caller", No, None, Forbidden,
+        "Under this key stands a request of another caller. Nothing was done. If this is a new intent, send it with a new key.";
+    ReplayUnauthorized = "replay-unauthorized", UNAUTHORIZED, "The answer is not for this credential", SameKey, None, Forbidden,
+        "The request was executed before. Its answer is given only to a caller who may read it: send the request again with a valid credential.";
+    ReplayUnchecked = "replay-unchecked", SERVICE_UNAVAILABLE, "It could not be asked who may read the answer", SameKey, Some((1, 5)), Unchecked,
+        "The request was executed before, and nobody says at the moment whether this caller may read its answer. Send it again with the same key.";
     UpstreamUnreachable = "upstream-unreachable", BAD_GATEWAY, "The service behind the gateway cannot be reached", SameKey, None, Released,
         "Nothing was sent to the service; the key is free. Send it again with the same key.";
     UpstreamFailed = "upstream-failed", BAD_GATEWAY, "The service's answer was lost", SameKey, None, Unknown,
@@ -120,6 +137,8 @@ pub(in crate::gateway) struct Problem {
     record: Option<RecordId>,
     /// From and to how many seconds.
     retry_after: Option<(u32, u32)>,
+    /// Values of `WWW-Authenticate`.
+    challenges: Vec<HeaderValue>,
 }
 
 #[derive(Serialize)]
@@ -140,7 +159,14 @@ impl Problem {
     pub(in crate::gateway) fn new(name: Name) -> Self {
         let row = name.row();
         let detail = Cow::Borrowed(row.detail);
-        Self { name, status: row.status, detail, record: None, retry_after: row.retry_after }
+        Self {
+            name,
+            status: row.status,
+            detail,
+            record: None,
+            retry_after: row.retry_after,
+            challenges: Vec::new(),
+        }
     }
 
     /// With this status instead of the table's.
@@ -159,6 +185,15 @@ impl Problem {
     pub(in crate::gateway) fn after(mut self, wait: Duration) -> Self {
         let seconds = u32::try_from(wait.as_secs().saturating_add(1)).unwrap_or(u32::MAX);
         self.retry_after = Some((seconds, seconds.saturating_add(seconds / 4 + 1)));
+        self
+    }
+
+    /// With what says which credential is asked for.
+    pub(in crate::gateway) fn challenges(
+        mut self,
+        challenges: impl IntoIterator<Item = HeaderValue>,
+    ) -> Self {
+        self.challenges.extend(challenges);
         self
     }
 
@@ -186,12 +221,28 @@ impl Problem {
                     scope::Source::BasicUser | scope::Source::Credential => {
                         "the header `authorization`".to_owned()
                     }
+                    scope::Source::JwtClaim(_) => {
+                        "the token in the header `authorization`".to_owned()
+                    }
                     scope::Source::Fixed(_) => "the configuration".to_owned(),
                 };
                 let detail = format!("Whose a request is, is read from {place}: {why}.");
                 Self::new(Name::TenantMissing).detail(detail)
             }
+            // RFC 6750, 3.1: who sent no token is told no error.
+            scope::Refusal::TokenMissing => Self::new(Name::TokenInvalid)
+                .detail("Send a header `authorization` with a Bearer token.")
+                .challenges([HeaderValue::from_static("Bearer")]),
+            scope::Refusal::TokenInvalid(why) => Self::new(Name::TokenInvalid)
+                .detail(format!("The token {why}. Send the request again with a valid one."))
+                .challenges([HeaderValue::from_static("Bearer error=\"invalid_token\"")]),
+            scope::Refusal::TokenUnverified => Self::new(Name::TokenUnverified),
         }
+    }
+
+    /// Which one it is.
+    pub(in crate::gateway) fn name(&self) -> Name {
+        self.name
     }
 
     /// As what it counts.
@@ -199,10 +250,19 @@ impl Problem {
         self.name.row().counted
     }
 
-    /// The answer, about a request of this operation.
-    pub(in crate::gateway) fn into_response(self, operation: Option<&Operation>) -> Response<Body> {
+    /// What to do next.
+    pub(in crate::gateway) fn told(&self) -> &str {
+        &self.detail
+    }
+
+    /// The document, about a request of this operation.
+    pub(in crate::gateway) fn document(&self, operation: Option<&Operation>) -> serde_json::Value {
+        serde_json::to_value(self.fields(operation)).unwrap_or_default()
+    }
+
+    fn fields<'a>(&'a self, operation: Option<&'a Operation>) -> Document<'a> {
         let row = self.name.row();
-        let document = Document {
+        Document {
             r#type: format!("urn:oncegate:problem:{}", row.id),
             title: row.title,
             status: self.status.as_u16(),
@@ -210,14 +270,21 @@ impl Problem {
             operation: operation.map(Operation::as_str),
             record: self.record.map(|record| record.to_string()),
             retry: row.retry.as_str(),
-        };
-        let text = serde_json::to_vec(&document).unwrap_or_default();
+        }
+    }
+
+    /// The answer, about a request of this operation.
+    pub(in crate::gateway) fn into_response(self, operation: Option<&Operation>) -> Response<Body> {
+        let text = serde_json::to_vec(&self.fields(operation)).unwrap_or_default();
         let mut response = Response::new(whole(text.into()));
         *response.status_mut() = self.status;
         let headers = response.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
         if let Some(record) = self.record {
             name_record(headers, record);
+        }
+        for challenge in self.challenges {
+            headers.append(WWW_AUTHENTICATE, challenge);
         }
         if let Some((least, most)) = self.retry_after {
             headers.insert(RETRY_AFTER, HeaderValue::from(fastrand::u32(least..=most)));

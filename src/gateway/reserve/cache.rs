@@ -13,7 +13,7 @@ use quick_cache::Weighter;
 use quick_cache::sync::Cache as Lru;
 
 use crate::gateway::spelling;
-use crate::record::{Answer, Fence, Fingerprint, KeptBody, RecordId, Scope};
+use crate::record::{Answer, Caller, Fence, Fingerprint, KeptBody, RecordId, Scope};
 
 /// How much earlier than the retention an entry ends: more than the clocks' rates differ over a look.
 const EARLY: Duration = Duration::from_secs(1);
@@ -36,6 +36,8 @@ pub(crate) struct Replay {
     /// The record, and the attempt that completed it.
     pub(crate) fence: Fence,
     pub(crate) fingerprint: Fingerprint,
+    /// Who asked for that attempt.
+    pub(crate) caller: Option<Caller>,
     pub(crate) answer: Answer,
     /// Told to callers.
     pub(crate) expires_at: SystemTime,
@@ -50,13 +52,14 @@ impl Replay {
     pub(super) fn new(
         fence: Fence,
         fingerprint: Fingerprint,
+        caller: Option<Caller>,
         answer: Answer,
         expires_at: SystemTime,
         ends: Instant,
     ) -> Self {
         let until = ends.checked_sub(EARLY).unwrap_or(ends);
         let answer = compact(answer);
-        Self { fence, fingerprint, answer, expires_at, until, spelled: OnceLock::new() }
+        Self { fence, fingerprint, caller, answer, expires_at, until, spelled: OnceLock::new() }
     }
 
     /// What makes the server spell the names of the answer's headers as they came.
@@ -163,7 +166,7 @@ mod tests {
         let answer = Answer { status: StatusCode::OK, headers, spelling, body };
         let fingerprint = Fingerprint { canonical: [0; 32], raw: [0; 32], recipe: [0; 8] };
         let fence = Fence { id: RecordId::fresh(), attempt: Attempt::FIRST };
-        Arc::new(Replay::new(fence, fingerprint, answer, SystemTime::UNIX_EPOCH, ends))
+        Arc::new(Replay::new(fence, fingerprint, None, answer, SystemTime::UNIX_EPOCH, ends))
     }
 
     #[test]

@@ -7,10 +7,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Ask, Desk, Lead, News, POLL_FIRST, Refusal, Replay, Unreserved, replay_of};
-use crate::record::{Attempt, Fence, Fingerprint, OwnerId, Record, RecordId, Settle, State};
-use crate::route::OnUnknown;
-use crate::store::{Changed, Error, Proposal, Reserved, Takeover};
+use bytes::Bytes;
+
+use super::{Ask, Debt, Desk, Lead, News, POLL_FIRST, Refusal, Replay, Unreserved, replay_of};
+use crate::record::{Attempt, Caller, Fence, Fingerprint, OwnerId, Record, RecordId, State};
+use crate::route::{Lookup, OnUnknown};
+use crate::store::{Asker, Changed, Error, Proposal, Reserved, Takeover};
 use crate::telemetry::{self, causes};
 
 /// A row that is this process's own.
@@ -21,12 +23,23 @@ pub(super) struct Held {
     pub(super) owner: OwnerId,
 }
 
+/// A record in progress that stands in the way.
+struct Met {
+    fence: Fence,
+    fingerprint: Fingerprint,
+    caller: Option<Caller>,
+    /// Whether it is another caller's, where that counts.
+    stranger: bool,
+}
+
 /// What the leader does next.
 pub(super) enum Step {
     /// It holds the reservation.
     Held(Held),
-    /// Its reservation may or may not have been committed.
-    Doubt(Fence),
+    /// It holds the record, to ask the upstream about it; with what was kept of the request.
+    Asks { held: Held, lookup: Arc<Lookup>, context: Option<Bytes> },
+    /// What it asked the store for may or may not have been committed: how that is undone.
+    Doubt(Box<Debt>),
     /// There is an answer.
     Replay(Arc<Replay>),
     /// Nobody knows how the record ended; when more may be known.
@@ -74,7 +87,7 @@ impl<'a> Inquiry<'a> {
             Ok(Reserved::LeaseEnded) => self.await_lease(owner, deadline).await,
             Err(Error::InDoubt(cause)) => {
                 tracing::warn!(%cause, "a reservation is in doubt");
-                Step::Doubt(fence)
+                self.withdraw(fence)
             }
             Err(error) => self.not_reserved(&error),
         }
@@ -127,7 +140,7 @@ impl<'a> Inquiry<'a> {
             scope: self.ask.scope.clone(),
             fingerprint: self.ask.fingerprint,
             owner: self.desk.lease.current().owner,
-            caller: self.ask.caller.clone(),
+            caller: self.ask.caller.as_ref().map(ToString::to_string),
             context: self.ask.context.clone(),
             retention: self.ask.retention,
         }
@@ -135,6 +148,22 @@ impl<'a> Inquiry<'a> {
 
     fn held(&self, fence: Fence, owner: OwnerId, fingerprint: Fingerprint) -> Step {
         Step::Held(Held { fence, fingerprint, owner })
+    }
+
+    fn withdraw(&self, fence: Fence) -> Step {
+        let (scope, window) = (self.ask.scope.clone(), self.desk.settings.doubt_window);
+        Step::Doubt(Box::new(Debt::Withdraw { scope, fence, window }))
+    }
+
+    /// A takeover that may have been committed.
+    fn doubt(&self, from: Takeover, taken: Fence) -> Step {
+        match from {
+            Takeover::Expired(_) | Takeover::Unknown(_) => self.withdraw(taken),
+            Takeover::Question(fence, ..) => {
+                let (scope, window) = (self.ask.scope.clone(), self.desk.settings.doubt_window);
+                Step::Doubt(Box::new(Debt::Unask { scope, fence, window }))
+            }
+        }
     }
 
     /// The database has not seen this process's heartbeat in time: waits for the next lease, under a new owner id.
@@ -160,17 +189,24 @@ impl<'a> Inquiry<'a> {
         {
             return self.take_over(Takeover::Expired(fence), self.ask.fingerprint).await;
         }
-        if !record.fingerprint.same_request(&self.ask.fingerprint) {
+        let stranger = self.ask.is_stranger(record.caller.as_ref());
+        if !stranger && !record.fingerprint.same_request(&self.ask.fingerprint) {
             return Step::Refuse(Refusal::Mismatch { record: fence.id });
         }
+        let (fingerprint, caller) = (record.fingerprint, record.caller);
         match record.state {
-            State::Completed(completed) => {
-                Step::Replay(Arc::new(replay_of(fence, record.fingerprint, *completed)))
-            }
-            State::Unknown => self.meet_unknown(fence, record.fingerprint).await,
+            // Running, it may still be released, and then the key is free for everybody.
             State::InProgress { owner, owner_lives } => {
-                self.meet_running(fence, record.fingerprint, owner, owner_lives).await
+                let met = Met { fence, fingerprint, caller, stranger };
+                self.meet_running(met, owner, owner_lives).await
             }
+            State::Completed(_) | State::Unknown if stranger => {
+                Step::Refuse(Refusal::Forbidden { record: fence.id })
+            }
+            State::Completed(completed) => {
+                Step::Replay(Arc::new(replay_of(fence, fingerprint, caller, *completed)))
+            }
+            State::Unknown => self.meet_unknown(fence, fingerprint).await,
         }
     }
 
@@ -181,31 +217,37 @@ impl<'a> Inquiry<'a> {
         match &self.ask.on_unknown {
             OnUnknown::Hold => Step::Unknown(fence.id, None),
             OnUnknown::Retry => self.take_over(Takeover::Unknown(fence), fingerprint).await,
-            OnUnknown::Lookup(lookup) => match self.unsettled(fence.id, lookup.settle).await {
-                Ok(Duration::ZERO) => self.take_over(Takeover::Unknown(fence), fingerprint).await,
-                Ok(left) => Step::Unknown(fence.id, Some(left)),
-                Err(error) => unavailable(&error, Unreserved::Perhaps),
-            },
+            OnUnknown::Lookup(lookup) => self.ask_about(fence, fingerprint, lookup).await,
         }
     }
 
-    /// How long the upstream has to be left alone still. It stays as it is while the attempt is unknown.
-    async fn unsettled(&self, record: RecordId, settle: Settle) -> Result<Duration, Error> {
-        let left = match self.desk.store.unresolved(record).await? {
-            Some(doubt) if doubt.orphaned => settle.orphaned.saturating_sub(doubt.age),
-            Some(doubt) => settle.lost.saturating_sub(doubt.age),
-            None => settle.orphaned,
-        };
-        Ok(left)
-    }
-
-    async fn meet_running(
-        &mut self,
+    /// Takes the record to ask the upstream about it, once it has been left alone for long enough.
+    async fn ask_about(
+        &self,
         fence: Fence,
         fingerprint: Fingerprint,
-        owner: OwnerId,
-        owner_lives: bool,
+        lookup: &Arc<Lookup>,
     ) -> Step {
+        let settle = lookup.settle;
+        let doubt = match self.desk.store.unresolved(fence.id).await {
+            Ok(Some(doubt)) => doubt,
+            Ok(None) => return Step::Unknown(fence.id, Some(settle.orphaned)),
+            Err(error) => return unavailable(&error, Unreserved::Perhaps),
+        };
+        let left = if doubt.orphaned { settle.orphaned } else { settle.lost };
+        let left = left.saturating_sub(doubt.age);
+        if !left.is_zero() {
+            return Step::Unknown(fence.id, Some(left));
+        }
+        let from = Takeover::Question(fence, settle, Asker::Retry);
+        let step = self.take_over(from, fingerprint).await;
+        let Step::Held(held) = step else { return step };
+        // What was kept belongs to this attempt, since the record is held under it.
+        Step::Asks { held, lookup: Arc::clone(lookup), context: doubt.context }
+    }
+
+    async fn meet_running(&mut self, met: Met, owner: OwnerId, owner_lives: bool) -> Step {
+        let Met { fence, fingerprint, caller, stranger } = met;
         let scope = &self.ask.scope;
         let marked = if owner == self.desk.lease.current().owner {
             // A row of this process without an entry: nobody here knows how far it came.
@@ -216,10 +258,11 @@ impl<'a> Inquiry<'a> {
             marked.map(|marked| if marked > 0 { Changed::Yes } else { Changed::Locked })
         } else {
             self.saw_running = true;
-            self.lead.running(fence.id, fingerprint);
+            self.lead.running(fence.id, fingerprint, caller);
             return Step::Wait(fence.id);
         };
         match marked {
+            Ok(Changed::Yes) if stranger => Step::Refuse(Refusal::Forbidden { record: fence.id }),
             Ok(Changed::Yes) => self.meet_unknown(fence, fingerprint).await,
             Ok(Changed::No) => Step::Again,
             Ok(Changed::Locked) => Step::Wait(fence.id),
@@ -236,14 +279,17 @@ impl<'a> Inquiry<'a> {
         let taken = match from {
             Takeover::Expired(_) => Fence { id: proposal.id, attempt: Attempt::FIRST },
             Takeover::Unknown(fence) => Fence { id: fence.id, attempt: fence.attempt.next() },
-            Takeover::Question(fence, _) => fence,
+            Takeover::Question(fence, ..) => fence,
         };
         let deadline = Instant::now() + self.desk.settings.reserve_timeout;
         let mut doubt = false;
         loop {
             let error = match self.desk.store.take_over(proposal.clone(), from).await {
                 Ok(Changed::Yes) => return self.held(taken, owner, fingerprint),
-                Ok(Changed::No) if doubt => return self.read_back(taken, owner, fingerprint).await,
+                Ok(Changed::No) if doubt => {
+                    let held = Held { fence: taken, fingerprint, owner };
+                    return self.read_back(held).await.unwrap_or_else(|| self.doubt(from, taken));
+                }
                 Ok(Changed::No) => return Step::Again,
                 // The application may be completing it right now.
                 Ok(Changed::Locked) if !doubt => return Step::Wait(taken.id),
@@ -258,23 +304,23 @@ impl<'a> Inquiry<'a> {
                 return unavailable(&error, Unreserved::Perhaps);
             }
             if Instant::now() >= deadline {
-                return Step::Doubt(taken);
+                return self.doubt(from, taken);
             }
             // The same again, until the lost one holds the row no more: what it finds then is the truth.
             tokio::time::sleep(POLL_FIRST).await;
         }
     }
 
-    /// Whether the takeover that changed nothing did so because it had been committed before.
-    async fn read_back(&self, taken: Fence, owner: OwnerId, fingerprint: Fingerprint) -> Step {
+    /// Whether the takeover that changed nothing did so because it had been committed before; `None`: nobody knows.
+    async fn read_back(&self, taken: Held) -> Option<Step> {
         match self.desk.store.find(&self.ask.scope).await {
             Ok(Some(Record { fence, state: State::InProgress { owner: by, .. }, .. }))
-                if fence == taken && by == owner =>
+                if fence == taken.fence && by == taken.owner =>
             {
-                self.held(taken, owner, fingerprint)
+                Some(Step::Held(taken))
             }
-            Ok(_) => Step::Again,
-            Err(_) => Step::Doubt(taken),
+            Ok(_) => Some(Step::Again),
+            Err(_) => None,
         }
     }
 }

@@ -20,7 +20,7 @@ use super::cache::Cache;
 use super::{Ending, Lead, Replay};
 use crate::fault::{self, Point};
 use crate::gateway::spill::{Keeping, Spill};
-use crate::record::{Fence, Fingerprint, Record, RecordId, Scope, State};
+use crate::record::{Caller, Fence, Fingerprint, OwnerId, Record, RecordId, Scope, State};
 use crate::store::{self, Changed, Completion, Error, LateOutcome, Settled, Store};
 use crate::telemetry::{Drained, Metrics, causes};
 
@@ -34,10 +34,18 @@ const WITHDRAW_EVERY: Duration = Duration::from_secs(2);
 /// How long one try of a completion may take.
 const TRY: Duration = Duration::from_secs(10);
 
+/// Of an outcome whose record has gone on: nothing is compared with it any more.
+const NOBODYS: Fingerprint = Fingerprint { canonical: [0; 32], raw: [0; 32], recipe: [0; 8] };
+
 /// The end of an attempt, as it has to be written.
 pub(crate) enum Debt {
     /// The outcome is known.
-    Complete { completion: Box<Completion>, fingerprint: Fingerprint, keeping: Keeping },
+    Complete {
+        completion: Box<Completion>,
+        fingerprint: Fingerprint,
+        caller: Option<Caller>,
+        keeping: Keeping,
+    },
     /// Nobody knows what the upstream did.
     Unknown { scope: Scope, fence: Fence },
     /// It is known not to have executed; those who waited get this ending. `late`: what is noted where another attempt
@@ -49,6 +57,9 @@ pub(crate) enum Debt {
     /// A takeover for a question that may still be committed in the same way: unknown again. The attempt itself may have
     /// executed, so it is never deleted.
     Unask { scope: Scope, fence: Fence, window: Duration },
+    /// The next attempt, of which nothing was sent, and that this owner may still write in the place of its question about
+    /// the attempt of the fence: unknown again, whichever stands.
+    Unraise { scope: Scope, fence: Fence, owner: OwnerId, window: Duration },
     /// An outcome whose record has gone on.
     Late(Box<LateOutcome>),
 }
@@ -87,6 +98,7 @@ impl Debt {
             | Self::Release { .. }
             | Self::Withdraw { .. }
             | Self::Unask { .. }
+            | Self::Unraise { .. }
             | Self::Late(_) => {}
         }
     }
@@ -173,9 +185,10 @@ impl Settler {
     /// What stands under a scope where the record `id` was.
     pub(super) async fn standing(&self, scope: &Scope, id: RecordId) -> Result<Standing, Error> {
         Ok(match self.store.find(scope).await? {
-            Some(Record { fence, fingerprint, state }) if fence.id == id => match state {
+            Some(Record { fence, fingerprint, caller, state }) if fence.id == id => match state {
                 State::Completed(completed) => {
-                    Standing::Completed(Arc::new(super::replay_of(fence, fingerprint, *completed)))
+                    let replay = super::replay_of(fence, fingerprint, caller, *completed);
+                    Standing::Completed(Arc::new(replay))
                 }
                 State::InProgress { .. } | State::Unknown => Standing::Open,
             },
@@ -186,7 +199,7 @@ impl Settler {
     /// Writes an outcome down that found its record gone on; what the database does not take at once stays owed.
     pub(crate) async fn note(&self, late: LateOutcome) {
         self.noted(&late);
-        if let Err(error) = self.store.note_late_outcome(&late).await {
+        if let Err(error) = self.before_the_end(self.store.note_late_outcome(&late)).await {
             tracing::warn!(error = %causes(&error), "the database did not take a late outcome; the settler goes on");
             self.owe(Debt::Late(Box::new(late)), None);
         }
@@ -228,25 +241,47 @@ impl Settler {
 
     /// Leaves a debt to the next process: an outcome in the spill, where it was not there yet.
     async fn hand_over(&self, debt: Debt) -> Ending {
-        if let Debt::Complete { completion, fingerprint, keeping: Keeping::Memory(_) } = &debt {
-            // Where there is still no room, the record becomes unknown.
-            drop(self.spill.keep(completion, *fingerprint).await);
+        match &debt {
+            Debt::Complete { completion, fingerprint, keeping: Keeping::Memory(_), .. } => {
+                // Where there is still no room, the record becomes unknown.
+                drop(self.spill.keep(completion, *fingerprint).await);
+            }
+            Debt::Late(late) => self.hand_over_late(late).await,
+            Debt::Complete { keeping: Keeping::Spilled(_), .. }
+            | Debt::Unknown { .. }
+            | Debt::Release { .. }
+            | Debt::Withdraw { .. }
+            | Debt::Unask { .. }
+            | Debt::Unraise { .. } => {}
         }
         Ending::LookAgain
     }
 
+    /// The next process finds its record gone on, as this one did, and notes it. What did not execute has no answer to be
+    /// kept: the log has it.
+    async fn hand_over_late(&self, late: &LateOutcome) {
+        let spilled = match late.completion() {
+            Some(completion) => {
+                let kept = self.spill.keep(&completion, NOBODYS).await;
+                matches!(kept, Keeping::Spilled(_))
+            }
+            None => false,
+        };
+        if !spilled {
+            let (record, outcome) = (late.fence.id, late.summary());
+            tracing::error!(%record, outcome, "the process ends, and the audit table has not got a late outcome");
+        }
+    }
+
     async fn try_pay(&self, debt: &Debt) -> Result<Paid, Error> {
         match debt {
-            Debt::Complete { completion, fingerprint, .. } => {
-                self.complete(completion, *fingerprint).await
+            Debt::Complete { completion, fingerprint, caller, .. } => {
+                self.complete(completion, *fingerprint, caller.as_ref()).await
             }
             Debt::Unknown { scope, fence } => match self.store.mark_unknown(scope, *fence).await? {
                 Changed::Yes => Ok(Paid::taken(Ending::Unknown(fence.id))),
                 Changed::Locked => Err(locked()),
-                Changed::No => Ok(Paid::taken(match self.standing(scope, fence.id).await? {
-                    Standing::Completed(replay) => self.kept(scope, replay),
-                    Standing::Open | Standing::Gone => Ending::Unknown(fence.id),
-                })),
+                Changed::No => self.in_its_place(scope, fence.id).await,
             },
             Debt::Release { scope, fence, ending, late } => {
                 match self.store.release(scope, *fence).await? {
@@ -271,7 +306,18 @@ impl Settler {
             Debt::Unask { scope, fence, window } => {
                 self.undo(*window, || self.store.mark_unknown(scope, *fence)).await
             }
+            Debt::Unraise { scope, fence, owner, window } => {
+                self.unraise(scope, *fence, *owner, *window).await
+            }
         }
+    }
+
+    /// What a doubt has become that is none any more, whoever ended it.
+    async fn in_its_place(&self, scope: &Scope, id: RecordId) -> Result<Paid, Error> {
+        Ok(Paid::taken(match self.standing(scope, id).await? {
+            Standing::Completed(replay) => self.kept(scope, replay),
+            Standing::Open | Standing::Gone => Ending::Unknown(id),
+        }))
     }
 
     /// Undoes what may still be committed, again and again.
@@ -290,10 +336,46 @@ impl Settler {
         }
     }
 
+    /// Takes back a raise that may still be committed. It is looked at before anything is changed: others may be at the next
+    /// attempt by now, if this process seemed to be dead, and theirs is none of ours.
+    async fn unraise(
+        &self,
+        scope: &Scope,
+        fence: Fence,
+        owner: OwnerId,
+        window: Duration,
+    ) -> Result<Paid, Error> {
+        let until = Instant::now() + window;
+        let raised = Fence { attempt: fence.attempt.next(), ..fence };
+        loop {
+            let over = Instant::now() >= until;
+            let found = self.store.find(scope).await?;
+            let own = found.as_ref().map(|record| (record.fence, holds(record, owner)));
+            let undone = match own {
+                // It had been committed, and cannot be once more.
+                Some((at, true)) if at == raised => self.store.release(scope, raised).await?,
+                Some((at, true)) if at == fence && over => {
+                    self.store.mark_unknown(scope, fence).await?
+                }
+                Some((at, _)) if at == fence && !over && !is_completed(found.as_ref()) => {
+                    tokio::time::sleep(WITHDRAW_EVERY.min(window)).await;
+                    continue;
+                }
+                Some(_) | None => Changed::No,
+            };
+            return match undone {
+                Changed::Yes => Ok(Paid::taken(Ending::Unknown(fence.id))),
+                Changed::No => self.in_its_place(scope, fence.id).await,
+                Changed::Locked => Err(locked()),
+            };
+        }
+    }
+
     async fn complete(
         &self,
         completion: &Completion,
         fingerprint: Fingerprint,
+        caller: Option<&Caller>,
     ) -> Result<Paid, Error> {
         let begun = Instant::now();
         let deadline = begun + TRY;
@@ -302,7 +384,8 @@ impl Settler {
             Settled::Done { expires_at } => {
                 let ends = begun + completion.retention;
                 let answer = completion.answer.clone();
-                let replay = Replay::new(completion.fence, fingerprint, answer, expires_at, ends);
+                let (fence, caller) = (completion.fence, caller.cloned());
+                let replay = Replay::new(fence, fingerprint, caller, answer, expires_at, ends);
                 Ok(Paid::taken(self.kept(&completion.scope, Arc::new(replay))))
             }
             Settled::Fenced => {
@@ -344,6 +427,14 @@ impl Settler {
         let how = if own { Drained::Already } else { Drained::FencedOff };
         Ok(Paid { ending, how })
     }
+}
+
+fn holds(record: &Record, by: OwnerId) -> bool {
+    matches!(record.state, State::InProgress { owner, .. } if owner == by)
+}
+
+fn is_completed(record: Option<&Record>) -> bool {
+    record.is_some_and(|record| matches!(record.state, State::Completed(_)))
 }
 
 /// Somebody's transaction holds the record: what is owed is owed on.

@@ -275,15 +275,16 @@ async fn pay_one(
 
 async fn settle(completion: &Completion, store: &dyn Store) -> Result<Drained, Error> {
     let record = completion.fence.id;
+    let late = LateOutcome::from(completion);
     match store::complete_or_plain(store, completion.clone(), Instant::now() + TRY).await {
         Ok(Settled::Done { .. }) => Ok(Drained::Completed),
         Ok(Settled::Fenced) => match store.find(&completion.scope).await? {
             Some(Record { fence, state: State::Completed(stands), .. })
-                if fence == completion.fence && stands.answer.says_the_same(&completion.answer) =>
+                if fence == completion.fence && late.is(&stands.answer) =>
             {
                 Ok(Drained::Already)
             }
-            Some(_) | None => fenced_off(completion, store).await,
+            Some(_) | None => fenced_off(&late, store).await,
         },
         Ok(Settled::Locked) => {
             Err(Error::Unavailable("another transaction holds the record".into()))
@@ -298,10 +299,9 @@ async fn settle(completion: &Completion, store: &dyn Store) -> Result<Drained, E
 
 /// A late outcome: the record is at another attempt by now, or gone, or has another answer, by an operator, another replica
 /// or the application. What stands is what counts; this goes to the audit table.
-async fn fenced_off(completion: &Completion, store: &dyn Store) -> Result<Drained, Error> {
-    let (record, late) = (completion.fence.id, LateOutcome::from(completion));
-    store.note_late_outcome(&late).await?;
-    let outcome = late.summary();
+async fn fenced_off(late: &LateOutcome, store: &dyn Store) -> Result<Drained, Error> {
+    store.note_late_outcome(late).await?;
+    let (record, outcome) = (late.fence.id, late.summary());
     tracing::warn!(%record, outcome, "a late outcome of the spill is kept in the audit table");
     Ok(Drained::FencedOff)
 }

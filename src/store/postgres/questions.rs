@@ -15,7 +15,7 @@ use crate::store::{Asking, Due, Error, Unresolved};
 // believes of the tables.
 const QUESTIONS: &str = "-- questions
 SELECT r.tenant_id, r.operation, r.key, r.id, r.attempt, r.request_hash, r.raw_hash, r.recipe,
-       r.request_context
+       r.caller, r.request_context
 FROM oncegate_unknown u
 CROSS JOIN LATERAL (
     SELECT * FROM idempotency_records r WHERE r.id = u.id AND r.status = 'unknown' OFFSET 0) r
@@ -42,14 +42,19 @@ pub(super) async fn due(door: &Door, asking: &[Asking], limit: u32) -> Result<Ve
             scope: rows::scope(row, "key")?,
             fence: rows::fence(row)?,
             fingerprint: rows::fingerprint(row)?,
-            context: get::<Option<&[u8]>>(row, "request_context")?.map(Bytes::copy_from_slice),
+            caller: rows::caller(row)?,
+            context: context(row)?,
         })
     };
     door.read(QUESTIONS, params).await?.iter().map(read).collect()
 }
 
+fn context(row: &Row) -> Result<Option<Bytes>, Error> {
+    Ok(get::<Option<&[u8]>>(row, "request_context")?.map(Bytes::copy_from_slice))
+}
+
 const UNRESOLVED: &str = "-- unresolved
-SELECT u.since, u.orphaned, u.asked, u.next_ask_at,
+SELECT u.since, u.orphaned, u.asked, u.next_ask_at, r.request_context,
        extract(epoch FROM clock_timestamp() - u.since)::float8 AS age
 FROM idempotency_records r JOIN oncegate_unknown u ON u.id = r.id
 WHERE r.id = $1 AND r.status = 'unknown'";
@@ -63,6 +68,7 @@ pub(super) async fn unresolved(door: &Door, id: RecordId) -> Result<Option<Unres
             orphaned: get(row, "orphaned")?,
             asked: rows::unsigned(get(row, "asked")?),
             next_ask_at: get(row, "next_ask_at")?,
+            context: context(row)?,
         })
     };
     rows.first().map(read).transpose()

@@ -18,7 +18,7 @@ use super::rows::{self, attempt, get, record_columns, unreadable};
 use super::seconds;
 use crate::record::{Attempt, Fence, Record, RecordId, Scope, Settle};
 use crate::store::batch::{RunError, Work};
-use crate::store::{Changed, Error, Proposal, Reserved, Takeover};
+use crate::store::{Asker, Changed, Error, Proposal, Reserved, Takeover};
 
 /// The plain form is a function of the schema, which says why. ON CONFLICT waits for a transaction that changes the row in
 /// the way, and an application's may last: where one does, what stands already is not even tried.
@@ -258,7 +258,7 @@ WITH taken AS (
     UPDATE idempotency_records r SET status = 'in_progress', owner = $6
     FROM oncegate_unknown u
     WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
-      AND r.status = 'unknown' AND u.id = r.id AND u.next_ask_at <= clock_timestamp()
+      AND r.status = 'unknown' AND u.id = r.id AND ($9 OR u.next_ask_at <= clock_timestamp())
       AND u.since + make_interval(secs => CASE WHEN u.orphaned THEN $8 ELSE $7 END)
           <= clock_timestamp()
       AND EXISTS (SELECT FROM oncegate_owners o
@@ -274,7 +274,9 @@ pub(super) async fn take_over(
     let (sql, fence) = match from {
         Takeover::Expired(fence) => (TAKE_OVER_EXPIRED, fence),
         Takeover::Unknown(fence) => (TAKE_OVER_UNKNOWN, fence),
-        Takeover::Question(fence, settle) => return ask(door, proposal, fence, settle).await,
+        Takeover::Question(fence, settle, by) => {
+            return ask(door, proposal, fence, settle, by).await;
+        }
     };
     let fenced = Fenced::new(&proposal.scope, fence);
     let id = Uuid::from(proposal.id);
@@ -308,15 +310,57 @@ async fn ask(
     proposal: &Proposal,
     fence: Fence,
     settle: Settle,
+    by: Asker,
 ) -> Result<Changed, Error> {
     let fenced = Fenced::new(&proposal.scope, fence);
     let owner = Uuid::from(proposal.owner);
     let (lost, orphaned) = (seconds(settle.lost), seconds(settle.orphaned));
+    let at_once = by == Asker::Retry;
     let mut params = fenced.params();
     params.push((&owner, Type::UUID));
     params.push((&lost, Type::FLOAT8));
     params.push((&orphaned, Type::FLOAT8));
+    params.push((&at_once, Type::BOOL));
     changed(door.change(TAKE_OVER_QUESTION, &params).await?)
+}
+
+// Found raised by this very owner already, after an answer that was lost: changed once more, so that it is durable.
+const RAISE: &str = "-- raise
+WITH raised AS (
+    UPDATE idempotency_records r
+    SET attempt = r.attempt + 1, caller = $7, request_context = $8,
+        retention = make_interval(secs => $9)
+    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
+      AND r.status = 'in_progress' AND r.owner = $6
+      AND EXISTS (SELECT FROM oncegate_owners o
+                  WHERE o.owner = $6 AND o.lease_until > clock_timestamp())
+    RETURNING r.id),
+again AS (
+    UPDATE idempotency_records r SET owner = r.owner
+    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3
+      AND r.id = $4 AND r.attempt = $5 + 1 AND r.status = 'in_progress' AND r.owner = $6
+    RETURNING r.id)
+SELECT (SELECT count(*) FROM raised) + (SELECT count(*) FROM again) AS count";
+
+pub(super) async fn raise(
+    door: &Door,
+    proposal: &Proposal,
+    fence: Fence,
+) -> Result<Changed, Error> {
+    let fenced = Fenced::new(&proposal.scope, fence);
+    let owner = Uuid::from(proposal.owner);
+    let context = proposal.context.as_deref();
+    let retention = seconds(proposal.retention);
+    let mut params = fenced.params();
+    params.push((&owner, Type::UUID));
+    params.push((&proposal.caller, Type::TEXT));
+    params.push((&context, Type::BYTEA));
+    params.push((&retention, Type::FLOAT8));
+    match changed(door.change(RAISE, &params).await?)? {
+        // It may have waited for its own first run, whose end only a new snapshot shows.
+        Changed::No => changed(door.change(RAISE, &params).await?),
+        raised @ (Changed::Yes | Changed::Locked) => Ok(raised),
+    }
 }
 
 const FIND: &str = concat!(

@@ -9,8 +9,8 @@ use tokio_postgres::types::FromSql;
 use uuid::Uuid;
 
 use crate::record::{
-    Answer, Attempt, Completed, Fence, Fingerprint, KeptBody, Key, Operation, OwnerId, Record,
-    RecordId, Scope, State, Status, Tenant, decode_headers,
+    Answer, Attempt, Caller, Completed, Fence, Fingerprint, KeptBody, Key, Operation, OwnerId,
+    Record, RecordId, Scope, State, Status, Tenant, decode_headers,
 };
 use crate::store::{AuditRow, Cause, Error, EventRow, EventStatus, RecordRow};
 
@@ -65,6 +65,10 @@ pub(super) fn fingerprint(row: &Row) -> Result<Fingerprint, Error> {
     })
 }
 
+pub(super) fn caller(row: &Row) -> Result<Option<Caller>, Error> {
+    Ok(get::<Option<&str>>(row, "caller")?.map(Caller::stored))
+}
+
 pub(super) fn status(row: &Row) -> Result<Status, Error> {
     let text: &str = get(row, "status")?;
     Status::parse(text).ok_or_else(|| unreadable(format!("no such status: {text}")))
@@ -96,7 +100,7 @@ fn answer(row: &Row) -> Result<Option<Answer>, Error> {
 /// The columns that [`record`] reads, of `idempotency_records r` left-joined with `oncegate_owners o`.
 macro_rules! record_columns {
     () => {
-        "r.id, r.attempt, r.request_hash, r.raw_hash, r.recipe, r.status, r.owner, \
+        "r.id, r.attempt, r.request_hash, r.raw_hash, r.recipe, r.status, r.owner, r.caller, \
          coalesce(o.lease_until > clock_timestamp(), false) AS owner_lives, \
          r.response_status, r.response_headers, r.response_body, r.expires_at, \
          extract(epoch FROM r.expires_at - clock_timestamp())::float8 AS time_left"
@@ -117,7 +121,8 @@ pub(super) fn record(row: &Row) -> Result<Record, Error> {
             time_left: duration(get(row, "time_left")?),
         })),
     };
-    Ok(Record { fence: fence(row)?, fingerprint: fingerprint(row)?, state })
+    let (fence, fingerprint, caller) = (fence(row)?, fingerprint(row)?, caller(row)?);
+    Ok(Record { fence, fingerprint, caller, state })
 }
 
 pub(super) fn record_row(row: &Row) -> Result<RecordRow, Error> {

@@ -18,7 +18,7 @@ use crate::store::{
 /// The columns of a record beside those that the gateway reads.
 macro_rules! shown_columns {
     () => {
-        "r.tenant_id, r.operation, r.key, r.caller, r.request_context, r.created_at, r.completed_at"
+        "r.tenant_id, r.operation, r.key, r.request_context, r.created_at, r.completed_at"
     };
 }
 
@@ -35,7 +35,7 @@ SELECT ",
             shown_columns!(),
             "
 FROM (
-    SELECT r.id, r.attempt, r.request_hash, r.raw_hash, r.recipe, r.status, r.owner,
+    SELECT r.id, r.attempt, r.request_hash, r.raw_hash, r.recipe, r.status, r.owner, r.caller,
            r.response_status, r.response_headers, NULL::bytea AS response_body, r.expires_at, ",
             shown_columns!(),
             "

@@ -2,15 +2,15 @@
 
 use rusqlite::{Row, params};
 
-use super::super::{Asking, Changed, Due, Proposal, Unresolved};
-use super::records::changed;
+use super::super::{Asker, Asking, Changed, Due, Proposal, Unresolved};
+use super::records::{self, changed};
 use super::row::{self, left, micros};
 use super::thread::Tx;
-use crate::record::{Fence, RecordId, Scope, Settle};
+use crate::record::{Fence, Record, RecordId, Scope, Settle, State};
 
 pub(super) fn due(tx: &Tx<'_>, asking: &[Asking], limit: u32) -> rusqlite::Result<Vec<Due>> {
     const SQL: &str = "SELECT u.next_ask_at, r.tenant_id, r.operation, r.key, r.id, r.attempt,
-          r.request_hash, r.raw_hash, r.recipe, r.request_context
+          r.request_hash, r.raw_hash, r.recipe, r.request_context, r.caller
         FROM oncegate_unknown u CROSS JOIN idempotency_records r ON r.id = u.id
         WHERE r.status = 'unknown' AND r.operation = ?2 AND u.next_ask_at <= ?1
           AND u.since + iif(u.orphaned, ?4, ?3) <= ?1
@@ -20,6 +20,7 @@ pub(super) fn due(tx: &Tx<'_>, asking: &[Asking], limit: u32) -> rusqlite::Resul
             scope: row::scope(row, 1)?,
             fence: row::fence(row, 4)?,
             fingerprint: row::fingerprint(row, 6)?,
+            caller: row::caller(row, 10)?,
             context: row.get::<_, Option<Vec<u8>>>(9)?.map(Into::into),
         };
         Ok((row.get::<_, i64>(0)?, due))
@@ -44,12 +45,13 @@ pub(super) fn take_over(
     proposal: &Proposal,
     fence: Fence,
     settle: Settle,
+    by: Asker,
 ) -> rusqlite::Result<Changed> {
     const SQL: &str = "UPDATE idempotency_records SET status = 'in_progress', owner = ?1
         WHERE tenant_id = ?2 AND operation = ?3 AND key = ?4 AND id = ?5 AND attempt = ?6
           AND status = 'unknown'
-          AND EXISTS (SELECT 1 FROM oncegate_unknown u WHERE u.id = ?5 AND u.next_ask_at <= ?7
-            AND u.since + iif(u.orphaned, ?9, ?8) <= ?7)
+          AND EXISTS (SELECT 1 FROM oncegate_unknown u WHERE u.id = ?5
+            AND (?10 OR u.next_ask_at <= ?7) AND u.since + iif(u.orphaned, ?9, ?8) <= ?7)
           AND EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?1 AND lease_until > ?7)";
     let Scope { tenant, operation, key } = &proposal.scope;
     let taken = tx.execute(
@@ -64,13 +66,48 @@ pub(super) fn take_over(
             tx.now,
             micros(settle.lost),
             micros(settle.orphaned),
+            by == Asker::Retry,
         ],
     )?;
     Ok(changed(taken))
 }
 
+pub(super) fn raise(tx: &Tx<'_>, proposal: &Proposal, fence: Fence) -> rusqlite::Result<Changed> {
+    const SQL: &str = "UPDATE idempotency_records SET attempt = attempt + 1, caller = ?2,
+          request_context = ?3, retention = ?10
+        WHERE tenant_id = ?4 AND operation = ?5 AND key = ?6 AND id = ?7 AND attempt = ?8
+          AND status = 'in_progress' AND owner = ?1
+          AND EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?1 AND lease_until > ?9)";
+    let Scope { tenant, operation, key } = &proposal.scope;
+    let raised = tx.execute(
+        SQL,
+        params![
+            proposal.owner.to_string(),
+            proposal.caller,
+            proposal.context.as_deref(),
+            tenant.as_str(),
+            operation.as_str(),
+            key.as_str(),
+            fence.id.to_string(),
+            fence.attempt.number(),
+            tx.now,
+            micros(proposal.retention),
+        ],
+    )?;
+    if raised == 1 {
+        return Ok(Changed::Yes);
+    }
+    // After a commit in doubt it is run again; only this very owner can have raised it under its own name.
+    let raised = Fence { attempt: fence.attempt.next(), ..fence };
+    let own = records::find(tx, &proposal.scope)?.is_some_and(|Record { fence, state, .. }| {
+        let held = matches!(state, State::InProgress { owner, .. } if owner == proposal.owner);
+        fence == raised && held
+    });
+    Ok(if own { Changed::Yes } else { Changed::No })
+}
+
 pub(super) fn unresolved(tx: &Tx<'_>, id: RecordId) -> rusqlite::Result<Option<Unresolved>> {
-    const SQL: &str = "SELECT u.since, u.orphaned, u.asked, u.next_ask_at
+    const SQL: &str = "SELECT u.since, u.orphaned, u.asked, u.next_ask_at, r.request_context
         FROM idempotency_records r JOIN oncegate_unknown u ON u.id = r.id
         WHERE r.id = ?1 AND r.status = 'unknown'";
     tx.first(SQL, [id.to_string()], |row| {
@@ -81,6 +118,7 @@ pub(super) fn unresolved(tx: &Tx<'_>, id: RecordId) -> rusqlite::Result<Option<U
             orphaned: row.get(1)?,
             asked: row.get(2)?,
             next_ask_at: row::time(row.get(3)?),
+            context: row.get::<_, Option<Vec<u8>>>(4)?.map(Into::into),
         })
     })
 }

@@ -11,8 +11,8 @@ use rusqlite::types::Type;
 use uuid::Uuid;
 
 use crate::record::{
-    Answer, Attempt, Completed, Fence, Fingerprint, KeptBody, Operation, OwnerId, Record, RecordId,
-    Scope, State, Status, Tenant, decode_headers,
+    Answer, Attempt, Caller, Completed, Fence, Fingerprint, KeptBody, Operation, OwnerId, Record,
+    RecordId, Scope, State, Status, Tenant, decode_headers,
 };
 
 /// Longest duration that is stored, some hundred thousand years: sums with a time stay within an INTEGER.
@@ -90,6 +90,11 @@ pub(super) fn fingerprint(row: &Row<'_>, column: usize) -> rusqlite::Result<Fing
     })
 }
 
+/// Who asked.
+pub(super) fn caller(row: &Row<'_>, column: usize) -> rusqlite::Result<Option<Caller>> {
+    Ok(row.get_ref(column)?.as_str_or_null()?.map(Caller::stored))
+}
+
 /// Tenant, operation and key in three neighbouring columns.
 pub(super) fn scope(row: &Row<'_>, column: usize) -> rusqlite::Result<Scope> {
     Ok(Scope {
@@ -118,7 +123,7 @@ macro_rules! record_columns {
     () => {
         "id, attempt, request_hash, raw_hash, recipe, status, owner, expires_at, \
          response_status, response_headers, response_body, \
-         EXISTS (SELECT 1 FROM oncegate_owners o WHERE o.owner = r.owner AND o.lease_until > ?1)"
+         EXISTS (SELECT 1 FROM oncegate_owners o WHERE o.owner = r.owner AND o.lease_until > ?1), caller"
     };
 }
 pub(super) use record_columns;
@@ -140,7 +145,8 @@ pub(super) fn record(row: &Row<'_>, now: i64) -> rusqlite::Result<Record> {
             }))
         }
     };
-    Ok(Record { fence: fence(row, 0)?, fingerprint: fingerprint(row, 2)?, state })
+    let (fence, fingerprint, caller) = (fence(row, 0)?, fingerprint(row, 2)?, caller(row, 12)?);
+    Ok(Record { fence, fingerprint, caller, state })
 }
 
 #[cfg(test)]

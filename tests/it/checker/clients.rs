@@ -10,7 +10,7 @@ use futures_util::future::join;
 use http::Method;
 
 use super::history::{Answer, Clock, Op, Scope, Told};
-use super::plan::{self, Intent, Opening, Request};
+use super::plan::{self, Intent, Opening, Operation, PASS_KEPT_MS, Request};
 use crate::support::client::post;
 
 /// How long a client waits for an answer. Longer than most take; a gateway that sleeps, or a long wait for one, is given up.
@@ -73,10 +73,14 @@ impl Clients {
         }
         for &(replica, pause) in &intent.tries {
             let told = self.ask(scope, request, replica).await;
-            match next(&told, intent.operation.retries()) {
+            match next(&told, intent.operation) {
                 Next::Done => return self.afterwards(intent).await,
                 Next::Held => return,
-                Next::Again => tokio::time::sleep(Duration::from_millis(pause)).await,
+                Next::Again => {
+                    // Until the API may be asked.
+                    let slow = if intent.operation.asks() { 2 } else { 1 };
+                    tokio::time::sleep(Duration::from_millis(pause * slow)).await;
+                }
             }
             if self.over.load(Ordering::SeqCst) {
                 return;
@@ -86,6 +90,10 @@ impl Clients {
 
     /// Once it has its answer: the same again, and perhaps something else under the same key.
     async fn afterwards(&self, intent: &Intent) {
+        // Now and then once more when it is new again.
+        if intent.operation.expires() && intent.again == 2 {
+            tokio::time::sleep(Duration::from_millis(PASS_KEPT_MS + 200)).await;
+        }
         for &(replica, _) in intent.tries.iter().rev().take(intent.again) {
             self.ask(&intent.scope, &intent.request, replica).await;
         }
@@ -134,12 +142,12 @@ impl Clients {
     }
 }
 
-fn next(told: &Told, retries: bool) -> Next {
+fn next(told: &Told, operation: Operation) -> Next {
     let Told::Answer(answer) = told else { return Next::Again };
     match answer.problem().as_deref() {
         None if answer.kept() => Next::Done,
         Some("response-not-retained" | "request-mismatch") => Next::Done,
-        Some("outcome-unknown") if !retries => Next::Held,
+        Some("outcome-unknown") if !operation.retries() && !operation.asks() => Next::Held,
         _ => Next::Again,
     }
 }

@@ -113,6 +113,11 @@ impl Answer {
         headers
     }
 
+    /// Whether it says that nothing protected its request.
+    pub(crate) fn bypassed(&self) -> bool {
+        self.header("oncegate-bypassed").is_some()
+    }
+
     /// In one line.
     pub(crate) fn brief(&self) -> String {
         let problem = self.problem();
@@ -121,6 +126,7 @@ impl Answer {
         let mut words: Vec<_> = problem.into_iter().chain(said).collect();
         words.extend(self.kept().then(|| "kept".to_owned()));
         words.extend(self.replayed().then(|| "replayed".to_owned()));
+        words.extend(self.bypassed().then(|| "bypassed".to_owned()));
         format!("{} {} ({} bytes)", self.status, words.join(" "), self.body.len())
     }
 }
@@ -156,12 +162,53 @@ pub(crate) struct Execution {
     pub(crate) scope: Scope,
     pub(crate) target: String,
     pub(crate) body: String,
+    /// Empty: it came past the store.
     pub(crate) record: String,
     pub(crate) attempt: u64,
     pub(crate) at: u64,
     pub(crate) answer: Answer,
     /// Whether the API sends all of the answer.
     pub(crate) whole: bool,
+    /// Whether the API has done it, and finds it when it is asked.
+    pub(crate) made: bool,
+}
+
+/// A question about a scope that the API was asked.
+#[derive(Clone, Debug)]
+pub(crate) struct Question {
+    pub(crate) scope: Scope,
+    /// Who asked.
+    pub(crate) gateway: usize,
+    pub(crate) at: u64,
+    pub(crate) told: Asked,
+}
+
+/// What a question was told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Asked {
+    /// This execution.
+    Found(u64),
+    NotFound,
+    /// Nothing that may be taken for an answer. (What comes late may be: whoever sleeps meanwhile has it in time.)
+    Nothing,
+}
+
+/// A process that slept.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sleep {
+    pub(crate) gateway: usize,
+    pub(crate) since: u64,
+    pub(crate) until: u64,
+}
+
+/// The times of a record by the database's clock, in microseconds since the run began.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Life {
+    pub(crate) made: i64,
+    /// Of a completed one.
+    pub(crate) expires: Option<i64>,
+    /// When its row was deleted, or taken by another record.
+    pub(crate) gone: Option<i64>,
 }
 
 /// What an operator did, as the audit table says.
@@ -211,10 +258,18 @@ pub(crate) struct Delivery {
 pub(crate) struct History {
     pub(crate) ops: Vec<Op>,
     pub(crate) executions: Vec<Execution>,
+    pub(crate) questions: Vec<Question>,
+    pub(crate) sleeps: Vec<Sleep>,
+    /// Whether requests may go past a store that is away.
+    pub(crate) bypass: bool,
     pub(crate) acts: Vec<(String, Act)>,
     /// What operators wanted to complete records with, by record: each answer that was tried.
     pub(crate) by_hand: BTreeMap<String, Vec<Answer>>,
     pub(crate) rows: Vec<Row>,
+    /// The rows of completed records that are gone, as they were when they were completed.
+    pub(crate) past: Vec<Row>,
+    /// By record.
+    pub(crate) lives: BTreeMap<String, Life>,
     pub(crate) events: Vec<Event>,
     pub(crate) deliveries: Vec<Delivery>,
     /// What did not come to rest in time.
@@ -239,21 +294,25 @@ impl History {
             lines.push((*ended, format!("op {id} {scope} <- {told}")));
         }
         for run in &self.executions {
-            let Execution { number, op, scope, record, attempt, whole, .. } = run;
+            let Execution { number, op, scope, record, attempt, whole, made, .. } = run;
             let status = run.answer.status;
             let text = format!(
-                "execution {number} of op {op} {scope} record {record} attempt {attempt}: {status} whole={whole}"
+                "execution {number} of op {op} {scope} record {record} attempt {attempt}: {status} whole={whole} made={made}"
             );
             lines.push((run.at, text));
+        }
+        for Question { scope, gateway, at, told } in &self.questions {
+            lines.push((*at, format!("question of g{gateway} about {scope}: {told:?}")));
         }
         lines.sort();
         let mut text = String::new();
         for (at, line) in lines {
             let _ = writeln!(text, "{:>10.3} ms  {line}", at as f64 / 1000.0);
         }
-        for row in &self.rows {
+        for row in self.rows.iter().chain(&self.past) {
             let Row { scope, record, attempt, status, .. } = row;
-            let _ = writeln!(text, "row {scope} {record} attempt {attempt} {status}");
+            let life = self.lives.get(record);
+            let _ = writeln!(text, "row {scope} {record} attempt {attempt} {status} {life:?}");
         }
         for (record, act) in &self.acts {
             let _ = writeln!(text, "audit {record} {act:?}");

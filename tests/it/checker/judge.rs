@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Value, json};
 
-use super::history::{Act, Answer, Event, Execution, History, Op, Row, Scope, Told};
-use super::plan::{Operation, REPORT_MAX};
+use super::api::found_body;
+use super::history::{Act, Answer, Asked, Event, Execution, History, Life, Op, Row, Scope, Told};
+use super::plan::{LEASE_MS, Operation, REPORT_MAX};
 
 /// What is promised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -30,6 +31,10 @@ pub(crate) enum Rule {
     NotSent,
     /// What has perhaps executed is remembered.
     Remembered,
+    /// Where the API is asked, nothing is executed again before it has said that it is not there.
+    Asked,
+    /// What goes past the store is allowed to, says so, and is nobody else's.
+    Bypassed,
 }
 
 /// What is wrong, and with what.
@@ -43,6 +48,8 @@ pub(crate) struct Violation {
 pub(crate) fn judge(history: &History) -> Vec<Violation> {
     let mut judge = Judge::new(history);
     judge.executions();
+    judge.unprotected();
+    judge.asked();
     for op in &history.ops {
         judge.told(op);
     }
@@ -71,10 +78,13 @@ const DOUBT: [&str; 2] = ["upstream-failed", "upstream-timeout"];
 struct Judge<'h> {
     history: &'h History,
     by_number: BTreeMap<u64, &'h Execution>,
+    /// Of what has a record.
     by_scope: BTreeMap<&'h Scope, Vec<&'h Execution>>,
     by_op: BTreeMap<u64, Vec<&'h Execution>>,
     by_attempt: BTreeMap<(&'h str, u64), Vec<&'h Execution>>,
-    rows: BTreeMap<&'h Scope, &'h Row>,
+    /// By record, those that are gone too.
+    rows: BTreeMap<&'h str, &'h Row>,
+    by_id: BTreeMap<u64, &'h Op>,
     ops: BTreeMap<&'h Scope, Vec<&'h Op>>,
     released: BTreeSet<&'h str>,
     completed: BTreeSet<&'h str>,
@@ -107,8 +117,35 @@ fn freed(run: &Execution) -> bool {
     run.attempt == 1 && run.whole && class(&run.answer) == Class::Released
 }
 
-fn retries(scope: &Scope) -> bool {
-    Operation::of_name(&scope.operation).is_some_and(Operation::retries)
+fn is_of(scope: &Scope, kind: fn(Operation) -> bool) -> bool {
+    Operation::of_name(&scope.operation).is_some_and(kind)
+}
+
+/// For how long before an execution another question may come than the one that let it go, in microseconds.
+const HELD_UP: u64 = 200_000;
+
+/// How far the database's clock and the run's may be apart, in microseconds.
+const SKEW: i64 = 100_000;
+
+/// Between an end of a record's retention and the last replay of what a process has in memory, in microseconds.
+const OUTLIVES: i64 = 500_000;
+
+/// Whose words an answer is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Source {
+    Execution(u64),
+    Operator(u64),
+    /// An execution, as a question has found it.
+    Found(u64),
+}
+
+fn source(answer: &Answer) -> Option<Source> {
+    let number = |name| answer.header(name)?.parse().ok();
+    let found = || serde_json::from_slice::<Value>(&answer.body).ok()?["execution"].as_u64();
+    number("x-execution")
+        .map(Source::Execution)
+        .or_else(|| number("x-operator").map(Source::Operator))
+        .or_else(|| found().map(Source::Found))
 }
 
 impl<'h> Judge<'h> {
@@ -119,16 +156,23 @@ impl<'h> Judge<'h> {
             by_scope: BTreeMap::new(),
             by_op: BTreeMap::new(),
             by_attempt: BTreeMap::new(),
-            rows: history.rows.iter().map(|row| (&row.scope, row)).collect(),
+            rows: BTreeMap::new(),
+            by_id: history.ops.iter().map(|op| (op.id, op)).collect(),
             ops: BTreeMap::new(),
             released: BTreeSet::new(),
             completed: BTreeSet::new(),
             found: Vec::new(),
         };
+        for row in history.past.iter().chain(&history.rows) {
+            judge.rows.insert(&row.record, row);
+        }
         for run in &history.executions {
             judge.by_number.insert(run.number, run);
-            judge.by_scope.entry(&run.scope).or_default().push(run);
             judge.by_op.entry(run.op).or_default().push(run);
+            if run.record.is_empty() {
+                continue;
+            }
+            judge.by_scope.entry(&run.scope).or_default().push(run);
             judge.by_attempt.entry((&run.record, run.attempt)).or_default().push(run);
         }
         for op in &history.ops {
@@ -187,33 +231,105 @@ impl<'h> Judge<'h> {
 
     /// Whether one execution of a scope may have come to the API before another one.
     fn may_follow(&self, first: &Execution, second: &Execution) -> bool {
-        let another_attempt = retries(&first.scope) && first.attempt != second.attempt;
         if first.record == second.record {
-            return another_attempt;
+            // Where the API is asked, see also `asked`: it has said of the first that it is not there.
+            let again = is_of(&first.scope, Operation::retries)
+                || (is_of(&first.scope, Operation::asks) && (!first.made || self.slept(second)));
+            return again && first.attempt != second.attempt;
+        }
+        if is_of(&first.scope, Operation::expires) && self.expired_before(first, second) {
+            return true;
         }
         // The second may be late: sent before its record was released, and delayed on its way.
         let by_hand = |run: &Execution| self.released.contains(run.record.as_str());
         freed(first) || by_hand(first) || by_hand(second)
     }
 
+    /// Whether an attempt was sent by a process that slept past its lease before it came.
+    fn slept(&self, run: &Execution) -> bool {
+        let Some(op) = self.by_id.get(&run.op) else { return false };
+        self.history.sleeps.iter().any(|sleep| {
+            sleep.gateway == op.gateway
+                && sleep.until - sleep.since >= LEASE_MS * 1000
+                && (op.invoked..run.at).contains(&sleep.until)
+        })
+    }
+
+    /// Whether the first one's record had expired when the second one's was made, by the database's clock.
+    fn expired_before(&self, first: &Execution, second: &Execution) -> bool {
+        let life = |run: &Execution| self.history.lives.get(&run.record);
+        let expires = life(first).and_then(|life| life.expires);
+        life(second).zip(expires).is_some_and(|(second, expires)| expires <= second.made)
+    }
+
+    /// What was forwarded past the store.
+    fn unprotected(&mut self) {
+        for run in self.history.executions.iter().filter(|run| run.record.is_empty()) {
+            let told = self.by_id.get(&run.op).map(|op| &op.told);
+            let says_so = match told {
+                Some(Told::Answer(answer)) => answer.bypassed(),
+                Some(Told::Nothing(_)) => true,
+                None => false,
+            };
+            self.check(self.history.bypass && says_so, Rule::Bypassed, || {
+                format!("execution {} came past the store, and {told:?} was told", run.number)
+            });
+        }
+    }
+
+    /// Each later attempt where the API is asked comes right after whoever sends it has asked, and those before it were not
+    /// there. Another question of his that was held up on its way may come between the two.
+    fn asked(&mut self) {
+        let mut wrong = Vec::new();
+        for (scope, runs) in &self.by_scope {
+            let later = runs.iter().filter(|run| run.attempt > 1);
+            for run in later.filter(|_| is_of(scope, Operation::asks)) {
+                let before = runs.iter().filter(|other| {
+                    other.record == run.record && other.at < run.at && other.number != run.number
+                });
+                let last = before.map(|other| other.at).max().unwrap_or(0);
+                let gateway = self.by_id.get(&run.op).map(|op| op.gateway);
+                let asked = self.history.questions.iter().filter(|question| {
+                    question.scope == **scope
+                        && Some(question.gateway) == gateway
+                        && (last..run.at).contains(&question.at)
+                });
+                let asked: Vec<_> = asked.collect();
+                let by_then = run.at.saturating_sub(HELD_UP);
+                let asked = asked.iter().enumerate().any(|(n, question)| {
+                    question.told == Asked::NotFound
+                        && (n + 1 == asked.len() || question.at > by_then)
+                });
+                if !asked && !self.slept(run) {
+                    wrong.push(format!(
+                        "execution {} of {scope} came before the API had said that there is none",
+                        run.number
+                    ));
+                }
+            }
+        }
+        for about in wrong {
+            self.wrong(Rule::Asked, about);
+        }
+    }
+
     /// One request and what it was told.
     fn told(&mut self, op: &'h Op) {
         let Told::Answer(answer) = &op.told else { return };
         let id = op.id;
+        if answer.bypassed() {
+            return self.bypassed(op, answer);
+        }
         if let Some(problem) = answer.problem() {
             return self.problem(op, answer, &problem);
         }
-        if answer.header("x-operator").is_some() {
-            return self.by_hand(op, answer);
-        }
-        let number = answer.header("x-execution").and_then(|number| number.parse().ok());
-        let run = number.and_then(|number: u64| self.by_number.get(&number).copied());
-        let Some(run) = run else {
-            return self.wrong(
-                Rule::Foreign,
-                format!("op {id} got an answer of nobody: {}", answer.brief()),
-            );
+        let run = match source(answer) {
+            Some(Source::Operator(_)) => return self.by_hand(op, answer),
+            Some(Source::Found(number)) => return self.found_out(op, answer, number),
+            Some(Source::Execution(number)) => self.by_number.get(&number).copied(),
+            None => None,
         };
+        let Some(run) = run else { return self.of_nobody(op, answer) };
         let number = run.number;
         self.check(run.scope == op.scope, Rule::Foreign, || {
             format!("op {id} of {} got the answer of {}", op.scope, run.scope)
@@ -231,6 +347,69 @@ impl<'h> Judge<'h> {
             format!("op {id} got {}, execution {number} said {:?}", answer.brief(), run.answer)
         });
         self.standing(op, answer, run);
+    }
+
+    fn of_nobody(&mut self, op: &Op, answer: &Answer) {
+        let (id, brief) = (op.id, answer.brief());
+        self.wrong(Rule::Foreign, format!("op {id} got an answer of nobody: {brief}"));
+    }
+
+    /// An answer that a question has found.
+    fn found_out(&mut self, op: &'h Op, answer: &Answer, number: u64) {
+        let run = self.by_number.get(&number).copied();
+        let Some(run) = run.filter(|_| is_of(&op.scope, Operation::asks)) else {
+            return self.of_nobody(op, answer);
+        };
+        let id = op.id;
+        self.check(run.scope == op.scope, Rule::Foreign, || {
+            format!("op {id} of {} got what was found of {}", op.scope, run.scope)
+        });
+        let record = answer.record().unwrap_or_default();
+        let own = run.record == record;
+        self.check(!own || run.body == op.body, Rule::Mismatch, || {
+            format!("op {id} got what was found of execution {number}, which is another request")
+        });
+        let said = self.history.questions.iter().any(|question| {
+            question.scope == run.scope
+                && question.told == Asked::Found(number)
+                && question.at < op.ended
+        });
+        let same = self.row_of(&op.scope, record).is_some()
+            && self.may_find(record, run)
+            && answer.status == 201
+            && answer.end_to_end() == [("content-type", "application/json")]
+            && answer.body == found_body(number).as_bytes();
+        self.check(said && same && answer.kept() && answer.replayed(), Rule::SameAnswer, || {
+            format!("op {id} got {}, which no question has found", answer.brief())
+        });
+    }
+
+    /// Whether the API may find this execution when it is asked about a record: its own, or one whose record an operator
+    /// released although it was made. Then the key is all that tells them apart, and it is the same.
+    fn may_find(&self, record: &str, run: &Execution) -> bool {
+        run.record == record || self.released.contains(run.record.as_str())
+    }
+
+    /// An answer that says that nothing protected its request: it is the request's own, and nothing is said of later ones.
+    fn bypassed(&mut self, op: &'h Op, answer: &Answer) {
+        let id = op.id;
+        let runs = self.by_op.get(&id).cloned().unwrap_or_default();
+        let alone = answer.record().is_none() && !answer.kept() && !answer.replayed();
+        let right = match (answer.problem().as_deref(), runs.as_slice()) {
+            (Some("upstream-unreachable"), []) => true,
+            (Some(problem), _) => DOUBT.contains(&problem),
+            (None, [run]) => {
+                run.whole
+                    && run.record.is_empty()
+                    && answer.status == run.answer.status
+                    && answer.end_to_end() == run.answer.end_to_end()
+                    && answer.body == run.answer.body
+            }
+            (None, _) => false,
+        };
+        self.check(self.history.bypass && alone && right, Rule::Bypassed, || {
+            format!("op {id} got {} past the store, and executions {runs:?}", answer.brief())
+        });
     }
 
     /// Whether an answer of the API says the right things about itself.
@@ -270,13 +449,16 @@ impl<'h> Judge<'h> {
     fn spilled(&mut self, op: &Op, run: &Execution) {
         let record = run.record.as_str();
         let acted = self.released.contains(record) || self.completed.contains(record);
-        let row = self.rows.get(&run.scope).copied();
-        let stands = row.is_some_and(|row| {
-            row.record == record && (row.status == "completed" || row.attempt > run.attempt)
-        });
+        let row = self.row_of(&run.scope, record);
+        let stands = row.is_some_and(|row| row.status == "completed" || row.attempt > run.attempt);
         self.check(acted || stands, Rule::Remembered, || {
             format!("op {} was answered from a spill, and the record is {row:?}", op.id)
         });
+    }
+
+    /// The row of a record of this scope.
+    fn row_of(&self, scope: &Scope, record: &str) -> Option<&'h Row> {
+        self.rows.get(record).copied().filter(|row| row.scope == *scope)
     }
 
     fn by_hand(&mut self, op: &Op, answer: &Answer) {
@@ -291,7 +473,7 @@ impl<'h> Judge<'h> {
         self.check(known && done && answer.kept() && answer.replayed(), Rule::SameAnswer, || {
             format!("op {id} got {}, which no operator said", answer.brief())
         });
-        let row = self.rows.get(&op.scope).is_some_and(|row| row.record == record);
+        let row = self.row_of(&op.scope, record).is_some();
         self.check(row, Rule::Foreign, || format!("op {id} got the answer of record {record}"));
     }
 
@@ -327,45 +509,64 @@ impl<'h> Judge<'h> {
         }
     }
 
-    /// What was kept stays, for everybody, from then on.
+    /// What was kept stays, for everybody, until it expires.
     fn kept(&mut self) {
         let scopes: Vec<_> = self.ops.iter().map(|(scope, ops)| (*scope, ops.clone())).collect();
         for (scope, ops) in scopes {
-            let answers = |op: &'h Op| match &op.told {
-                Told::Answer(answer) if answer.kept() => Some((op, answer)),
-                Told::Answer(_) | Told::Nothing(_) => None,
-            };
-            let kept: Vec<_> = ops.iter().filter_map(|op| answers(op)).collect();
-            let Some((first, answer)) = kept.iter().min_by_key(|(op, _)| op.ended) else {
-                continue;
-            };
-            let mark = |answer: &Answer| {
-                let by = ["x-execution", "x-operator"]
-                    .map(|name| answer.header(name).map(str::to_owned));
-                (answer.record().map(str::to_owned), answer.problem().is_none().then_some(by))
-            };
-            let marks: BTreeSet<_> = kept.iter().map(|(_, answer)| mark(answer)).collect();
-            let records: BTreeSet<_> = marks.iter().map(|(record, _)| record).collect();
-            let contents = marks.iter().filter(|(_, by)| by.is_some()).count();
-            self.check(records.len() == 1 && contents <= 1, Rule::SameAnswer, || {
-                format!("{scope} has several answers: {marks:?}")
+            let mut records: BTreeMap<Option<&str>, Vec<(&'h Op, &'h Answer)>> = BTreeMap::new();
+            for op in &ops {
+                if let Told::Answer(answer) = &op.told
+                    && answer.kept()
+                {
+                    records.entry(answer.record()).or_default().push((op, answer));
+                }
+            }
+            let one = records.len() <= 1 || is_of(scope, Operation::expires);
+            self.check(one, Rule::SameAnswer, || {
+                format!("{scope} has answers of several records: {:?}", records.keys())
             });
-            let row = self.rows.get(scope).copied();
-            let stands = row.is_some_and(|row| {
-                row.status == "completed" && Some(row.record.as_str()) == answer.record()
-            });
-            self.check(stands, Rule::Remembered, || {
-                format!("op {} of {scope} was told that its answer is kept: {row:?}", first.id)
-            });
-            for op in ops.iter().filter(|op| op.invoked > first.ended) {
-                self.after(first, op);
+            for (record, kept) in records {
+                self.kept_of_record(scope, record.unwrap_or_default(), &kept, &ops);
+            }
+        }
+    }
+
+    /// The kept answers of one record, and all requests under its scope.
+    fn kept_of_record(
+        &mut self,
+        scope: &Scope,
+        record: &str,
+        kept: &[(&'h Op, &'h Answer)],
+        ops: &[&'h Op],
+    ) {
+        let told = kept.iter().filter(|(_, answer)| answer.problem().is_none());
+        let sources: BTreeSet<_> = told.map(|(_, answer)| source(answer)).collect();
+        self.check(sources.len() <= 1, Rule::SameAnswer, || {
+            format!("{scope} has several answers: {sources:?}")
+        });
+        let Some((first, _)) = kept.iter().min_by_key(|(op, _)| op.ended) else { return };
+        let row = self.row_of(scope, record);
+        let stands = row.is_some_and(|row| row.status == "completed");
+        self.check(stands, Rule::Remembered, || {
+            format!("op {} of {scope} was told that its answer is kept: {row:?}", first.id)
+        });
+        let expires = self.history.lives.get(record).and_then(|life| life.expires);
+        let expires = expires.filter(|_| is_of(scope, Operation::expires)).unwrap_or(i64::MAX);
+        for op in ops.iter().filter(|op| op.invoked > first.ended) {
+            if op.ended as i64 + SKEW < expires {
+                self.after(first, record, op);
+            } else if op.invoked as i64 > expires.saturating_add(OUTLIVES) {
+                self.after_its_end(record, op);
             }
         }
     }
 
     /// A request that began when the answer had been kept: the answer, or a refusal for now.
-    fn after(&mut self, first: &Op, op: &Op) {
+    fn after(&mut self, first: &Op, record: &str, op: &Op) {
         let Told::Answer(answer) = &op.told else { return };
+        if answer.bypassed() {
+            return;
+        }
         let same = (&first.target, &first.body) == (&op.target, &op.body);
         let right = match answer.problem().as_deref() {
             // A leader of its replica may have been at it since before.
@@ -373,7 +574,7 @@ impl<'h> Judge<'h> {
             Some("response-not-retained") => same,
             Some("request-mismatch") => !same,
             Some(_) => false,
-            None => same && answer.kept(),
+            None => same && answer.kept() && answer.record() == Some(record),
         };
         self.check(right, Rule::SameAnswer, || {
             format!(
@@ -385,30 +586,47 @@ impl<'h> Judge<'h> {
         });
     }
 
+    /// A request that began when the record had expired for long: nothing of it is left.
+    fn after_its_end(&mut self, record: &str, op: &Op) {
+        let Told::Answer(answer) = &op.told else { return };
+        self.check(answer.record() != Some(record), Rule::SameAnswer, || {
+            format!("op {} came after {record} had expired, and got {}", op.id, answer.brief())
+        });
+    }
+
     /// What the API was asked has left a record, unless it is known not to have executed.
     fn remembered(&mut self) {
         for run in &self.history.executions {
-            if freed(run) || self.released.contains(run.record.as_str()) {
+            let record = run.record.as_str();
+            if record.is_empty() || freed(run) || self.released.contains(record) {
                 continue;
             }
-            let row = self.rows.get(&run.scope).copied();
-            let stands = row.is_some_and(|row| row.record == run.record);
+            let stands = self.row_of(&run.scope, record).is_some();
             self.check(stands, Rule::Remembered, || {
-                format!("execution {} of {} has no record: {row:?}", run.number, run.scope)
+                format!("execution {} of {} has no record {record}", run.number, run.scope)
             });
         }
     }
 
     /// The tables' rows: each in a state that lasts, each answer somebody's.
     fn rows(&mut self) {
-        for row in &self.history.rows {
+        for row in &self.history.past {
+            let Row { scope, record, .. } = row;
+            let life = self.history.lives.get(record);
+            let over = |Life { expires, gone, .. }: &Life| *expires <= *gone;
+            let right = is_of(scope, Operation::expires) && life.is_some_and(over);
+            self.check(right, Rule::Remembered, || format!("{scope}, {record}, is gone: {life:?}"));
+        }
+        for row in self.history.rows.iter().chain(&self.history.past) {
             let Row { scope, record, status, .. } = row;
             if status != "completed" {
                 self.check(status == "unknown", Rule::Quiet, || format!("{scope} is {status}"));
                 continue;
             }
             let by_hand = self.completed.contains(record.as_str());
-            let right = by_hand || self.kept_of(row).is_some_and(|run| is_answer(row, run));
+            let right = by_hand
+                || self.kept_of(row).is_some_and(|run| is_answer(row, run))
+                || self.is_found(row);
             self.check(right, Rule::SameAnswer, || {
                 format!("the row of {scope}, {record}, holds what nobody answered: {row:?}")
             });
@@ -426,14 +644,30 @@ impl<'h> Judge<'h> {
         (run.attempt == row.attempt).then_some(run)
     }
 
+    /// Whether a row holds what a question has found.
+    fn is_found(&self, row: &Row) -> bool {
+        let Some((201, headers, Some(body))) = &row.answer else { return false };
+        let one = [("content-type".to_owned(), "application/json".to_owned())];
+        let found = self.history.questions.iter().filter(|question| question.scope == row.scope);
+        let mut runs = found.filter_map(|question| match question.told {
+            Asked::Found(number) => self.by_number.get(&number),
+            Asked::NotFound | Asked::Nothing => None,
+        });
+        is_of(&row.scope, Operation::asks)
+            && *headers == one
+            && runs.any(|run| {
+                self.may_find(&row.record, run) && *body == found_body(run.number).as_bytes()
+            })
+    }
+
     /// Completed records and events: neither without the other.
     fn events(&mut self) {
         let mut written: BTreeMap<&str, Vec<&Event>> = BTreeMap::new();
         for event in &self.history.events {
             written.entry(&event.record).or_default().push(event);
         }
-        let rows = self.history.rows.iter().filter(|row| row.status == "completed");
-        for row in rows {
+        let rows = self.history.rows.iter().chain(&self.history.past);
+        for row in rows.filter(|row| row.status == "completed") {
             let events = written.remove(row.record.as_str()).unwrap_or_default();
             let mut said: Vec<_> = events.iter().map(|event| said(event)).collect();
             said.sort();
@@ -562,10 +796,16 @@ fn expected(row: &Row, body: &str) -> Vec<(String, String)> {
         Some(Operation::Slots) => {
             event("slot.put", json!({ "status": status, "ref": request["ref"] }))
         }
-        Some(Operation::Payments | Operation::Reports) if (200..300).contains(status) => {
+        Some(Operation::Refunds) if *status == 201 => {
+            event("refund.made", json!({ "refund": response["id"], "ref": request["ref"] }));
+        }
+        Some(Operation::Payments | Operation::Reports | Operation::Passes)
+            if (200..300).contains(status) =>
+        {
             event(&row.scope.operation, json!({ "status": status, "response": response }));
         }
-        Some(Operation::Payments | Operation::Reports) | None => {}
+        Some(Operation::Payments | Operation::Reports | Operation::Passes | Operation::Refunds)
+        | None => {}
     }
     events.sort();
     events

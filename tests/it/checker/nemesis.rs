@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::history::{Answer, Clock};
+use super::history::{Answer, Clock, Sleep};
 use super::plan::{Blow, Break, Step};
 use crate::support::fault::Fault;
 use crate::support::postgres::Cluster;
@@ -18,6 +18,7 @@ use crate::support::process::{self, Gateway};
 pub(crate) struct Processes {
     pub(crate) gateways: Vec<Gateway>,
     pub(crate) logs: Vec<String>,
+    pub(crate) sleeps: Vec<Sleep>,
 }
 
 /// What lies between the processes.
@@ -70,9 +71,11 @@ impl Processes {
                     self.revive(gateway).await;
                 }
                 Blow::Pause { gateway, ms } => {
+                    let since = notes.clock.now();
                     self.gateways[gateway].signal("STOP");
                     sleep(ms).await;
                     self.gateways[gateway].signal("CONT");
+                    self.sleeps.push(Sleep { gateway, since, until: notes.clock.now() });
                 }
                 Blow::Restart { gateway } => {
                     self.gateways[gateway].terminate();
@@ -141,6 +144,11 @@ impl Wires {
             Break::ApiCut => self.api.cut(),
             Break::ApiAway { ms } => away(&self.api, ms).await,
             Break::ApiStalls { ms } => stalls(&self.api, ms).await,
+            Break::ApiDown { ms } => {
+                self.api.stop_listening().await;
+                sleep(ms).await;
+                self.api.listen();
+            }
             Break::SinkCut => self.sink.cut(),
             Break::SinkAway { ms } => away(&self.sink, ms).await,
             Break::Crash { down_ms } => {

@@ -14,13 +14,27 @@ pub(crate) enum Operation {
     Reports,
     /// Waits only briefly for an execution that runs.
     Slots,
+    /// Asks the API about what is unknown.
+    Refunds,
+    /// Is kept for a second only.
+    Passes,
 }
 
 /// Most bytes that are kept of a report.
 pub(crate) const REPORT_MAX: usize = 2048;
 
+/// For how long a pass is kept.
+pub(crate) const PASS_KEPT_MS: u64 = 1000;
+
+/// For how long an owner's lease runs.
+pub(crate) const LEASE_MS: u64 = 3000;
+
+/// For how long a question may take.
+pub(crate) const QUESTION_MS: u64 = 1000;
+
 impl Operation {
-    pub(crate) const ALL: [Self; 4] = [Self::Orders, Self::Payments, Self::Reports, Self::Slots];
+    pub(crate) const ALL: [Self; 6] =
+        [Self::Orders, Self::Payments, Self::Reports, Self::Slots, Self::Refunds, Self::Passes];
 
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -28,6 +42,8 @@ impl Operation {
             Self::Payments => "payments.create",
             Self::Reports => "reports.create",
             Self::Slots => "slots.put",
+            Self::Refunds => "refunds.create",
+            Self::Passes => "passes.create",
         }
     }
 
@@ -43,6 +59,16 @@ impl Operation {
     /// Whether an unknown outcome lets the next duplicate execute.
     pub(crate) fn retries(self) -> bool {
         self == Self::Payments
+    }
+
+    /// Whether the API is asked about an unknown outcome.
+    pub(crate) fn asks(self) -> bool {
+        self == Self::Refunds
+    }
+
+    /// Whether its answers are soon forgotten.
+    pub(crate) fn expires(self) -> bool {
+        self == Self::Passes
     }
 }
 
@@ -91,6 +117,21 @@ pub(crate) struct Mood {
     pub(crate) delay_ms: u64,
     pub(crate) answer: Said,
     pub(crate) ends: Ends,
+    /// Whether it has done what it was asked for: what it knows of afterwards.
+    pub(crate) made: bool,
+}
+
+/// What the API says to a question about an execution.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reply {
+    /// The truth.
+    Truth,
+    /// The truth, too late.
+    Late,
+    /// The first bytes of the truth.
+    Cut,
+    /// Something that is no answer, of this status.
+    Nonsense(u16, &'static str),
 }
 
 /// What the API says.
@@ -165,6 +206,10 @@ pub(crate) enum Break {
     ApiStalls {
         ms: u64,
     },
+    /// Nobody listens at the API's port: connections are refused.
+    ApiDown {
+        ms: u64,
+    },
     SinkCut,
     SinkAway {
         ms: u64,
@@ -183,7 +228,7 @@ pub(crate) struct Step<Harm> {
 }
 
 /// Statements whose answers get lost. The names are those that stand in the statements.
-const STATEMENTS: [&str; 9] = [
+const STATEMENTS: [&str; 11] = [
     "-- reserve",
     "-- reserve",
     "-- complete",
@@ -191,6 +236,8 @@ const STATEMENTS: [&str; 9] = [
     "-- release_first",
     "-- mark_unknown",
     "-- take_over_unknown",
+    "-- take_over_question",
+    "-- take_over_expired",
     "-- claim",
     "-- finish",
 ];
@@ -250,6 +297,8 @@ fn requests(
         Operation::Payments => "/payments?currency=eur".to_owned(),
         Operation::Reports => "/reports".to_owned(),
         Operation::Slots => format!("/slots/{}", random.u8(0..50)),
+        Operation::Refunds => "/refunds".to_owned(),
+        Operation::Passes => "/passes".to_owned(),
     };
     let put = operation == Operation::Slots;
     let request = Request { put, target: target.clone(), body: body(amount) };
@@ -264,16 +313,17 @@ fn requests(
 
 /// How the API answers the `nth` execution of a scope, from 0.
 pub(crate) fn mood(seed: u64, scope: &Scope, nth: usize) -> Mood {
-    let names = [&scope.tenant, &scope.operation, &scope.key];
-    let mut purpose = vec![3, nth as u64];
-    purpose.extend(names.iter().flat_map(|name| name.bytes().map(u64::from).chain([256])));
-    let mut random = random(seed, &purpose);
+    let mut random = random(seed, &about(3, scope, nth));
     let report = scope.operation == Operation::Reports.name();
+    let refund = scope.operation == Operation::Refunds.name();
     let answer = match random.u8(0..100) {
         0..70 if report => {
             let bytes = *random.choice(&[90, 2048, 2049, 5000, 20_000]).unwrap_or(&90);
             Said::Report { bytes, chunked: random.bool() }
         }
+        0..45 if refund => Said::Created,
+        // Often, so that there is something to ask about.
+        45..90 if refund => Said::Doubtful(502),
         0..70 => Said::Created,
         70..85 => Said::Final(*random.choice(&[200, 204, 303, 404, 409, 422, 500]).unwrap_or(&200)),
         85..95 => Said::Busy(*random.choice(&[401, 408, 429, 429, 503]).unwrap_or(&429)),
@@ -292,7 +342,33 @@ pub(crate) fn mood(seed: u64, scope: &Scope, nth: usize) -> Mood {
         // Longer than the routes' `timeout`.
         _ => random.u64(1600..2600),
     };
-    Mood { delay_ms, answer, ends }
+    let made = match (answer, ends) {
+        (Said::Busy(_), _) => false,
+        (Said::Doubtful(_), _) | (_, Ends::Closed | Ends::Reset) => random.bool(),
+        (_, Ends::Whole | Ends::Cut) => true,
+    };
+    Mood { delay_ms, answer, ends, made }
+}
+
+/// What the API says to the `nth` question about a scope, from 0.
+pub(crate) fn reply(seed: u64, scope: &Scope, nth: usize) -> Reply {
+    let mut random = random(seed, &about(6, scope, nth));
+    match random.u8(0..20) {
+        0..9 => Reply::Truth,
+        9 => Reply::Late,
+        10..12 => Reply::Cut,
+        12..14 => Reply::Nonsense(500, r#"{"total":0,"items":[]}"#),
+        14..16 => Reply::Nonsense(404, r#"{"total":0,"items":[]}"#),
+        16..18 => Reply::Nonsense(200, r#"{"total":null}"#),
+        _ => Reply::Nonsense(200, "<html>please log in</html>"),
+    }
+}
+
+/// The purpose of something that is the `nth` of its kind about a scope.
+fn about(kind: u64, scope: &Scope, nth: usize) -> Vec<u64> {
+    let names = [&scope.tenant, &scope.operation, &scope.key];
+    let bytes = names.iter().flat_map(|name| name.bytes().map(u64::from).chain([256]));
+    [kind, nth as u64].into_iter().chain(bytes).collect()
 }
 
 /// What is done to the processes, for this many milliseconds.
@@ -324,7 +400,7 @@ pub(crate) fn wires(
     steps(&mut random(seed, &[5]), length_ms, |random| {
         let gateway = random.usize(0..gateways);
         let long = if random.bool() { random.u64(100..600) } else { random.u64(600..2500) };
-        match random.u8(if postgres { 0..20 } else { 12..20 }) {
+        match random.u8(if postgres { 0..22 } else { 12..22 }) {
             0..2 => (Break::StoreCut { gateway }, 0),
             2..4 => (Break::StoreAway { gateway, ms: long }, long),
             4..6 => (Break::StoreStalls { gateway, ms: long }, long),
@@ -340,7 +416,22 @@ pub(crate) fn wires(
             14 => (Break::ApiAway { ms: long / 2 }, long / 2),
             15..17 => (Break::ApiStalls { ms: long }, long),
             17..19 => (Break::SinkCut, 0),
+            19..21 => (Break::ApiDown { ms: long / 2 }, long / 2),
             _ => (Break::SinkAway { ms: long }, long),
+        }
+    })
+}
+
+/// What is done to the wires where requests may go past a store that is away: mostly that.
+pub(crate) fn outages(seed: u64, gateways: usize, length_ms: u64) -> Vec<Step<Break>> {
+    steps(&mut random(seed, &[7]), length_ms, |random| {
+        let (gateway, ms) = (random.usize(0..gateways), random.u64(100..600));
+        match random.u8(0..10) {
+            0..6 => (Break::StoreAway { gateway, ms: ms + 600 }, ms + 600),
+            6 => (Break::Crash { down_ms: ms }, ms + 300),
+            7 => (Break::ApiDown { ms }, ms),
+            8 => (Break::ApiStalls { ms }, ms),
+            _ => (Break::StoreMute { gateway, statement: "-- reserve" }, 0),
         }
     })
 }
@@ -379,10 +470,10 @@ mod tests {
     fn the_fixed_seeds_do_every_kind_of_harm() {
         let (seed, ms) = (ON_POSTGRES.seed, ON_POSTGRES.seconds * 1000);
         assert_eq!(kinds(&processes(seed, 2, ms)).len(), 3);
-        assert_eq!(kinds(&wires(seed, 2, true, ms)).len(), 10);
+        assert_eq!(kinds(&wires(seed, 2, true, ms)).len(), 11);
         let (seed, ms) = (ON_SQLITE.seed, ON_SQLITE.seconds * 1000);
         assert_eq!(kinds(&processes(seed, 1, ms)).len(), 3);
-        assert_eq!(kinds(&wires(seed, 1, false, ms)).len(), 5);
+        assert_eq!(kinds(&wires(seed, 1, false, ms)).len(), 6);
     }
 
     #[test]

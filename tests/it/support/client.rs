@@ -67,6 +67,11 @@ impl Ask {
         self
     }
 
+    pub fn target(mut self, target: &str) -> Self {
+        self.target = target.into();
+        self
+    }
+
     pub fn header(mut self, name: &str, value: impl AsRef<[u8]>) -> Self {
         self.headers.push((name.into(), value.as_ref().to_vec()));
         self

@@ -176,6 +176,9 @@ impl Store for Fake {
     async fn take_over(&self, _: Proposal, _: Takeover) -> Result<Changed, Error> {
         no()
     }
+    async fn raise(&self, _: Proposal, _: Fence) -> Result<Changed, Error> {
+        no()
+    }
     async fn find(&self, _: &Scope) -> Result<Option<Record>, Error> {
         no()
     }

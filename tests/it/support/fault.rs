@@ -1,5 +1,5 @@
-//! A TCP proxy with a stable port before anything, Postgres say, that can refuse, hang, cut, stall, and swallow what the server
-//! answers.
+//! A TCP proxy with a stable port before anything, Postgres say, that can refuse, hang, cut, stall, swallow what the server
+//! answers, and not be there.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,16 +7,20 @@ use std::sync::{Arc, Mutex};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::watch;
+use tokio::task::JoinHandle;
 
 use super::raw::find;
 
 /// The proxy. It takes no more connections once it is dropped.
 pub struct Fault {
     pub addr: SocketAddr,
+    server: SocketAddr,
     switches: Arc<Switches>,
-    accepting: tokio::task::JoinHandle<()>,
+    accepting: Mutex<Option<JoinHandle<()>>>,
+    /// Bound to the port, and never listening: so it stays ours while nobody listens.
+    _holder: TcpSocket,
 }
 
 #[derive(Default)]
@@ -35,23 +39,50 @@ struct Switches {
 
 impl Drop for Fault {
     fn drop(&mut self) {
-        self.accepting.abort();
+        if let Some(accepting) = self.accepting.get_mut().expect("the task").take() {
+            accepting.abort();
+        }
     }
+}
+
+/// A socket on this port, beside others of this process.
+fn socket(addr: SocketAddr) -> TcpSocket {
+    let socket = TcpSocket::new_v4().expect("a socket");
+    socket.set_reuseport(true).expect("a port for two");
+    socket.bind(addr).expect("a port");
+    socket
 }
 
 impl Fault {
     /// Before `server`, on a port of its own.
     pub async fn before(server: SocketAddr) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-        let addr = listener.local_addr().expect("its address");
-        let switches = Arc::new(Switches::default());
-        let ours = Arc::clone(&switches);
+        let holder = socket(([127, 0, 0, 1], 0).into());
+        let addr = holder.local_addr().expect("its address");
+        let switches = Arc::default();
+        let fault = Self { addr, server, switches, accepting: Mutex::default(), _holder: holder };
+        fault.listen();
+        fault
+    }
+
+    /// Listens, again.
+    pub fn listen(&self) {
+        let listener: TcpListener = socket(self.addr).listen(1024).expect("a listener");
+        let (server, switches) = (self.server, Arc::clone(&self.switches));
         let accepting = tokio::spawn(async move {
             while let Ok((client, _)) = listener.accept().await {
-                tokio::spawn(carry(client, server, Arc::clone(&ours)));
+                tokio::spawn(carry(client, server, Arc::clone(&switches)));
             }
         });
-        Self { addr, switches, accepting }
+        *self.accepting.lock().expect("the task") = Some(accepting);
+    }
+
+    /// From now on nobody listens: new connections are refused, as by a server that is down. What is open stays open.
+    pub async fn stop_listening(&self) {
+        let accepting = self.accepting.lock().expect("the task").take();
+        if let Some(accepting) = accepting {
+            accepting.abort();
+            drop(accepting.await);
+        }
     }
 
     /// Before the Postgres of this port; also the URL of a database behind it, made from its own.

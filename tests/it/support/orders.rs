@@ -75,7 +75,7 @@ impl Drop for Orders {
 }
 
 /// What it answers if not told otherwise: 201 with the new order.
-fn created(execution: &Execution) -> Response<Full<Bytes>> {
+pub fn created(execution: &Execution) -> Response<Full<Bytes>> {
     let body = serde_json::json!({ "id": format!("order-{}", execution.id), "status": "created" });
     Response::builder()
         .status(StatusCode::CREATED)

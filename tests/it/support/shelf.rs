@@ -297,6 +297,9 @@ impl Store for Shelf {
     async fn take_over(&self, _: Proposal, _: Takeover) -> Result<Changed, Error> {
         Err(unavailable())
     }
+    async fn raise(&self, _: Proposal, _: Fence) -> Result<Changed, Error> {
+        Err(unavailable())
+    }
     async fn find(&self, _: &Scope) -> Result<Option<Record>, Error> {
         Err(unavailable())
     }

@@ -1,6 +1,6 @@
 //! The judge, judged: an honest history is found good, and a history that breaks one promise is found out.
 
-use super::super::history::Delivery;
+use super::super::history::{Delivery, Question, Sleep};
 use super::*;
 
 /// Puts a history together, in the order of time.
@@ -37,6 +37,7 @@ impl Made {
             at: self.time,
             answer: Answer { status, headers, body },
             whole: true,
+            made: true,
         });
         self.history.executions.len() - 1
     }
@@ -67,6 +68,22 @@ impl Made {
         answer.headers.push(("oncegate-record".into(), run.record));
         answer.headers.extend(says.iter().map(|(name, value)| ((*name).into(), (*value).into())));
         self.op(&run.scope, BODY, Told::Answer(answer));
+    }
+
+    /// The API is asked about a scope.
+    fn question(&mut self, scope: &Scope, told: Asked) {
+        self.time += 1;
+        let (scope, at) = (scope.clone(), self.time);
+        self.history.questions.push(Question { scope, gateway: 0, at, told });
+    }
+
+    /// Forwarded past the store: its place in the ledger.
+    fn bypassed(&mut self, scope: &Scope) -> usize {
+        let run = self.execution(scope, "", 0, 201);
+        let mut answer = self.history.executions[run].answer.clone();
+        answer.headers.push(("oncegate-bypassed".into(), "true".into()));
+        self.op(scope, BODY, Told::Answer(answer));
+        run
     }
 
     fn refused(&mut self, scope: &Scope, body: &str, record: &str, problem: &str) {
@@ -160,6 +177,61 @@ fn lost() -> Scope {
     Scope::new("cora", "slots.put", "k9")
 }
 
+fn refund() -> Scope {
+    Scope::new("acme", "refunds.create", "k5")
+}
+
+fn refunded_again() -> Scope {
+    Scope::new("bolt", "refunds.create", "k5")
+}
+
+fn pass() -> Scope {
+    Scope::new("cora", "passes.create", "k5")
+}
+
+/// A refund whose answer was lost and is found, one that was not made and is executed again, and a pass that expires.
+fn asked_and_expired(made: &mut Made) {
+    let found = made.execution(&refund(), "r10", 1, 201);
+    let number = made.history.executions[found].number;
+    made.refused(&refund(), BODY, "r10", "upstream-failed");
+    made.question(&refund(), Asked::Found(number));
+    let json = ("content-type".to_owned(), "application/json".to_owned());
+    let said = Answer { status: 201, headers: vec![json], body: found_body(number).into_bytes() };
+    let mut replay = said.clone();
+    for (name, value) in [KEPT, REPLAYED, ("oncegate-record", "r10")] {
+        replay.headers.push((name.into(), value.into()));
+    }
+    made.op(&refund(), BODY, Told::Answer(replay));
+    made.completed(&refund(), "r10", 1, &said, true);
+
+    let first = made.execution(&refunded_again(), "r11", 1, 502);
+    made.history.executions[first].made = false;
+    made.answered(first, &[]);
+    made.question(&refunded_again(), Asked::NotFound);
+    let second = made.execution(&refunded_again(), "r11", 2, 201);
+    made.answered(second, &[KEPT]);
+    let answer = made.history.executions[second].answer.clone();
+    made.completed(&refunded_again(), "r11", 2, &answer, true);
+
+    for (record, replays) in [("r12", 1), ("r13", 0)] {
+        let life = Life { made: made.time as i64, ..Life::default() };
+        let run = made.execution(&pass(), record, 1, 201);
+        made.answered(run, &[KEPT]);
+        for _ in 0..replays {
+            made.answered(run, &[KEPT, REPLAYED]);
+        }
+        made.time += 10;
+        let expires = Some(made.time as i64);
+        made.history.lives.insert(record.into(), Life { expires, ..life });
+        let answer = made.history.executions[run].answer.clone();
+        made.completed(&pass(), record, 1, &answer, true);
+    }
+    let gone = made.history.rows.iter().position(|row| row.record == "r12").unwrap();
+    let gone = made.history.rows.remove(gone);
+    made.history.past.push(gone);
+    made.history.lives.get_mut("r12").unwrap().gone = Some(made.history.lives["r13"].made);
+}
+
 /// All that may happen, honestly. Requests 1 to 3 are the order's, 4 and 5 the payment's, and so on.
 fn honest() -> History {
     let mut made = Made::default();
@@ -217,6 +289,21 @@ fn honest() -> History {
     made.completed(&freed_by_hand(), "r7", 1, &answers[4], true);
     made.completed(&completed_by_hand(), "r8", 2, &said, true);
     made.unknown(&lost(), "r9");
+    asked_and_expired(&mut made);
+    made.history
+}
+
+/// The same, where requests may go past the store.
+fn honest_bypass() -> History {
+    let mut made = Made { history: honest(), time: 10_000 };
+    made.history.bypass = true;
+    // What is kept already is executed again, twice; and what is not reached is not.
+    made.bypassed(&order());
+    made.bypassed(&order());
+    let says = [("content-type", "application/problem+json"), ("oncegate-bypassed", "true")];
+    let headers = says.map(|(name, value)| (name.to_owned(), value.to_owned())).to_vec();
+    let body = br#"{"type":"urn:oncegate:problem:upstream-unreachable"}"#.to_vec();
+    made.op(&order(), BODY, Told::Answer(Answer { status: 502, headers, body }));
     made.history
 }
 
@@ -228,6 +315,12 @@ impl History {
     fn answer(&mut self, id: usize) -> &mut Answer {
         let Told::Answer(answer) = &mut self.op(id).told else { panic!("op {id} has an answer") };
         answer
+    }
+
+    /// The place in the ledger of an attempt.
+    fn run(&self, record: &str, attempt: u64) -> usize {
+        let is = |run: &Execution| run.record == record && run.attempt == attempt;
+        self.executions.iter().position(is).unwrap()
     }
 
     fn row(&mut self, scope: &Scope) -> &mut Row {
@@ -260,7 +353,10 @@ fn found(history: &History) -> BTreeSet<Rule> {
 
 /// Breaks the honest history in one way, which must be found out by this rule.
 fn breaks(rule: Rule, how: &str, breaking: impl FnOnce(&mut History)) {
-    let mut history = honest();
+    breaks_of(honest(), rule, how, breaking);
+}
+
+fn breaks_of(mut history: History, rule: Rule, how: &str, breaking: impl FnOnce(&mut History)) {
     breaking(&mut history);
     let found = judge(&history);
     assert!(found.iter().any(|violation| violation.rule == rule), "{how}: {found:?}");
@@ -268,8 +364,10 @@ fn breaks(rule: Rule, how: &str, breaking: impl FnOnce(&mut History)) {
 
 #[test]
 fn an_honest_history_is_found_good() {
-    let found = judge(&honest());
-    assert!(found.is_empty(), "{found:?}");
+    for history in [honest(), honest_bypass()] {
+        let found = judge(&history);
+        assert!(found.is_empty(), "{found:?}");
+    }
 }
 
 #[test]
@@ -283,6 +381,18 @@ fn what_is_excused_is_no_violation() {
     history.executes_again(1, "r2", 0);
     // A replica that has lost its database says so, whatever is kept elsewhere.
     history.asks_again(3).body = br#"{"type":"urn:oncegate:problem:store-unavailable"}"#.to_vec();
+    // The API finds what an operator has released, since the key is the same.
+    let made = history.run("r10", 1);
+    history.executions[made].record = "r20".into();
+    history.acts.push(("r20".into(), Act::Release));
+    // An attempt of a process that slept too long, after a question has let the next one go.
+    let late = history.run("r11", 1);
+    let mut late = history.executions.remove(late);
+    let (op, lease) = (history.op(late.op as usize), LEASE_MS * 1000);
+    let sleep = Sleep { gateway: op.gateway, since: op.invoked, until: op.invoked + lease };
+    (late.made, late.at) = (true, sleep.until + 1);
+    history.sleeps.push(sleep);
+    history.executions.push(late);
     assert_eq!(found(&history), BTreeSet::new());
 }
 
@@ -304,7 +414,74 @@ fn a_second_execution_is_found_out() {
         h.executes_again(2, "r10", 1);
     });
     breaks(rule, "after an operator released something else", |h| h.acts[0].0 = "r1".into());
-    breaks(rule, "of what is held", |h| h.executes_again(h.executions.len() - 1, "r10", 1));
+    breaks(rule, "of what is held", |h| h.executes_again(h.run("r9", 1), "r20", 1));
+    breaks(rule, "of what the API had made, and was asked about", |h| {
+        let first = h.run("r11", 1);
+        h.executions[first].made = true;
+    });
+    breaks(rule, "of what has not expired yet", |h| h.lives.get_mut("r13").unwrap().made -= 1);
+    breaks(rule, "of what never was completed, and is made to expire", |h| {
+        h.lives.get_mut("r12").unwrap().expires = None;
+    });
+    breaks_of(honest_bypass(), rule, "of one request past the store", |h| {
+        let last = h.executions.len() - 1;
+        h.executes_again(last, "", 0);
+        h.executions.last_mut().unwrap().op = h.executions[last].op;
+    });
+}
+
+#[test]
+fn an_execution_without_an_answer_to_the_question_is_found_out() {
+    let rule = Rule::Asked;
+    let not_found = |h: &mut History, change: fn(&mut Question)| {
+        h.questions.iter_mut().filter(|q| q.told == Asked::NotFound).for_each(change);
+    };
+    breaks(rule, "nobody asked", |h| h.questions.clear());
+    breaks(rule, "the question failed", |h| not_found(h, |q| q.told = Asked::Nothing));
+    breaks(rule, "it was asked before the first attempt", |h| not_found(h, |q| q.at = 0));
+    breaks(rule, "it was asked afterwards", |h| not_found(h, |q| q.at += 1000));
+    breaks(rule, "another one asked", |h| not_found(h, |q| q.gateway = 1));
+    breaks(rule, "a later question failed", |h| {
+        let failed = h.questions.last().unwrap().clone();
+        h.questions.push(Question { told: Asked::Nothing, ..failed });
+        // All that happened since is later by as much.
+        let at = h.questions.last().unwrap().at;
+        h.executions.iter_mut().filter(|run| run.at > at).for_each(|run| run.at += HELD_UP);
+    });
+    breaks(rule, "it was asked about another", |h| not_found(h, |q| q.scope = refund()));
+}
+
+#[test]
+fn what_goes_past_the_store_where_it_may_not_or_says_nothing_is_found_out() {
+    let rule = Rule::Bypassed;
+    let breaks = |how: &str, breaking: fn(&mut History)| {
+        breaks_of(honest_bypass(), rule, how, breaking);
+    };
+    breaks("where it is refused", |h| h.bypass = false);
+    breaks("without its mark", |h| {
+        let last = h.ops.len() - 1;
+        h.answer(last).headers.retain(|(name, _)| name != "oncegate-bypassed");
+    });
+    breaks("with a promise to keep it", |h| {
+        let last = h.ops.len() - 1;
+        h.answer(last).headers.push((KEPT.0.into(), KEPT.1.into()));
+    });
+    breaks("with another body", |h| {
+        let last = h.ops.len() - 1;
+        h.answer(last).body.push(b'!');
+    });
+    breaks("with the answer of another execution", |h| {
+        let last = h.ops.len() - 1;
+        h.op(last).id = 1;
+    });
+    breaks("not reached, and executed", |h| {
+        let last = h.ops.len();
+        h.executes_again(0, "", 0);
+        h.executions.last_mut().unwrap().op = last as u64;
+    });
+    breaks("marked, and reserved all the same", |h| {
+        h.executions.last_mut().unwrap().record = "r20".into();
+    });
 }
 
 #[test]
@@ -353,6 +530,29 @@ fn another_answer_than_the_first_is_found_out() {
         h.by_hand.clear();
     });
     breaks(rule, "not retained, though small", |h| h.executions[3].answer.body.truncate(3));
+    breaks(rule, "what no question has found", |h| h.questions.clear());
+    breaks(rule, "what was found of another record", |h| {
+        let found = h.run("r10", 1);
+        h.executions[found].record = "r20".into();
+    });
+    breaks(rule, "something else than was found", |h| {
+        let body = br#"{"execution":8,"id":"o-9"}"#.to_vec();
+        let found = h.run("r10", 1);
+        let op = h.executions[found].op as usize + 1;
+        h.answer(op).body = body;
+    });
+    breaks(rule, "a row with what nothing has found", |h| {
+        h.row(&refund()).answer.as_mut().unwrap().2 = Some(b"{}".to_vec());
+    });
+    breaks(rule, "what has expired long ago", |h| {
+        let op = h.executions[h.run("r12", 1)].op as usize;
+        h.asks_again(op + 1);
+        let late = h.ops.last_mut().unwrap();
+        (late.invoked, late.ended) = (late.invoked + 1_000_000, late.ended + 1_000_000);
+    });
+    breaks(rule, "a new answer before the old one has expired", |h| {
+        h.lives.get_mut("r12").unwrap().expires = Some(10_000_000);
+    });
     breaks(rule, "a problem for no reason", |h| {
         h.answer(3).body = br#"{"type":"urn:oncegate:problem:key-invalid"}"#.to_vec();
     });
@@ -386,6 +586,9 @@ fn events_without_their_outcome_and_outcomes_without_events_are_found_out() {
         h.events[0].payload = text.replace('7', "9").replace("acme", "bolt").into_bytes();
     });
     breaks(rule, "of another scope", |h| h.events[0].scope = slot());
+    breaks(rule, "one of an expired record is missing", |h| {
+        h.events.retain(|event| event.record != "r12");
+    });
 }
 
 #[test]
@@ -439,7 +642,17 @@ fn an_execution_after_a_promise_of_none_is_found_out() {
 fn an_execution_that_is_forgotten_is_found_out() {
     let rule = Rule::Remembered;
     breaks(rule, "its row is gone", |h| h.rows.retain(|row| row.scope != lost()));
-    breaks(rule, "its row is another's", |h| h.row(&lost()).record = "r10".into());
+    breaks(rule, "its row is another's", |h| h.row(&lost()).record = "r20".into());
+    breaks(rule, "its row is gone before its time", |h| {
+        h.lives.get_mut("r12").unwrap().gone = Some(0);
+    });
+    breaks(rule, "its row is gone, and nothing of its kind expires", |h| {
+        let row = h.rows.iter().position(|row| row.scope == order()).unwrap();
+        let row = h.rows.remove(row);
+        let life = Life { made: 0, expires: Some(1), gone: Some(2) };
+        h.lives.insert(row.record.clone(), life);
+        h.past.push(row);
+    });
     breaks(rule, "though it was in the spill", |h| {
         let free = h.ops.iter().position(|op| op.scope == freed_by_hand()).unwrap() + 2;
         h.answer(free).headers.retain(|(name, _)| name != "oncegate-stored");

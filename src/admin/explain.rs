@@ -1,0 +1,273 @@
+//! What is made of a request: `POST /api/v1/explain`, and what `oncegate explain` asks and answers with.
+//!
+//! A question names a request, and perhaps another one (of which only what differs is said) or a record. It reads only: nothing
+//! is reserved, forwarded or kept. The answer shows the canonical form, which holds what the body holds.
+
+use std::collections::BTreeMap;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+
+use super::view::time;
+use crate::explain::{self, Compared, Explain, Explained, Sample};
+use crate::record::RecordId;
+use crate::store::{self, Store};
+
+/// What is asked.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Question {
+    /// The method; left out: POST.
+    #[serde(default)]
+    pub method: Option<String>,
+    /// Path and query.
+    pub path: String,
+    /// Headers.
+    #[serde(default)]
+    pub headers: Headers,
+    /// The body, as text.
+    #[serde(default)]
+    pub body: Option<String>,
+    /// The body, in base64.
+    #[serde(default)]
+    pub body_base64: Option<String>,
+    /// Another request to compare with.
+    #[serde(default)]
+    pub other: Option<Other>,
+    /// The id of a record to compare with.
+    #[serde(default)]
+    pub record: Option<String>,
+}
+
+/// Another request: what is left out is as in the first.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Other {
+    /// The method.
+    #[serde(default)]
+    pub method: Option<String>,
+    /// Path and query.
+    #[serde(default)]
+    pub path: Option<String>,
+    /// Headers: each in the place of those of its name.
+    #[serde(default)]
+    pub headers: Headers,
+    /// The body, as text.
+    #[serde(default)]
+    pub body: Option<String>,
+    /// The body, in base64.
+    #[serde(default)]
+    pub body_base64: Option<String>,
+}
+
+/// Headers, as an object or, where a name stands twice, as a list of pairs.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+pub enum Headers {
+    /// By name.
+    Named(BTreeMap<String, String>),
+    /// Name and value.
+    Listed(Vec<(String, String)>),
+}
+
+impl Default for Headers {
+    fn default() -> Self {
+        Self::Listed(Vec::new())
+    }
+}
+
+impl Headers {
+    fn pairs(self) -> Vec<(String, String)> {
+        match self {
+            Self::Named(map) => map.into_iter().collect(),
+            Self::Listed(list) => list,
+        }
+    }
+}
+
+/// A request in texts; of another one than the first, what is left out is as in the first.
+#[derive(Clone, Debug, Default)]
+pub struct Typed {
+    /// The method; left out: POST.
+    pub method: Option<String>,
+    /// Path and query.
+    pub path: Option<String>,
+    /// Headers.
+    pub headers: Vec<(String, String)>,
+    /// The body; left out: none.
+    pub body: Option<Bytes>,
+}
+
+impl Typed {
+    /// Another request: this one, but for what that says.
+    fn but(&self, other: Self) -> Self {
+        let named = |name: &str| {
+            other.headers.iter().any(|(known, _)| known.trim().eq_ignore_ascii_case(name.trim()))
+        };
+        let mut headers = self.headers.clone();
+        headers.retain(|(name, _)| !named(name));
+        headers.extend(other.headers);
+        Self {
+            method: other.method.or_else(|| self.method.clone()),
+            path: other.path.or_else(|| self.path.clone()),
+            headers,
+            body: other.body.or_else(|| self.body.clone()),
+        }
+    }
+
+    fn sample(self) -> Result<Sample, String> {
+        let method = self.method.as_deref().unwrap_or("POST");
+        let path = self.path.as_deref().unwrap_or("/");
+        Sample::parse(method, path, &self.headers, self.body.unwrap_or_default())
+    }
+}
+
+/// A question that makes sense.
+#[derive(Clone, Debug)]
+pub struct Asked {
+    request: Sample,
+    other: Option<Sample>,
+    record: Option<RecordId>,
+}
+
+impl Asked {
+    /// About a request, and perhaps another one or a record.
+    ///
+    /// # Errors
+    /// What is wrong with the first part that cannot stand in a request.
+    pub fn new(
+        request: Typed,
+        other: Option<Typed>,
+        record: Option<RecordId>,
+    ) -> Result<Self, String> {
+        let other = other.map(|other| request.but(other).sample()).transpose();
+        let other = other.map_err(|wrong| format!("the other request: {wrong}"))?;
+        Ok(Self { request: request.sample()?, other, record })
+    }
+}
+
+impl Question {
+    /// Reads it.
+    ///
+    /// # Errors
+    /// What is wrong with the first part that cannot be read.
+    pub fn read(self) -> Result<Asked, String> {
+        let request = Typed {
+            method: self.method,
+            path: Some(self.path),
+            headers: self.headers.pairs(),
+            body: body(self.body, self.body_base64)?,
+        };
+        let other = match self.other {
+            None => None,
+            Some(Other { method, path, headers, body: text, body_base64 }) => {
+                let body = body(text, body_base64)?;
+                Some(Typed { method, path, headers: headers.pairs(), body })
+            }
+        };
+        let record = match self.record {
+            None => None,
+            Some(id) => Some(id.parse().map_err(|_| format!("record: {id:?} is not a UUID"))?),
+        };
+        Asked::new(request, other, record)
+    }
+}
+
+fn body(text: Option<String>, base64: Option<String>) -> Result<Option<Bytes>, String> {
+    match (text, base64) {
+        (Some(_), Some(_)) => Err("body stands beside body_base64; keep one of them".to_owned()),
+        (Some(text), None) => Ok(Some(text.into())),
+        (None, Some(base64)) => {
+            let bytes = STANDARD.decode(base64.trim());
+            bytes.map(|bytes| Some(bytes.into())).map_err(|error| format!("body_base64: {error}"))
+        }
+        (None, None) => Ok(None),
+    }
+}
+
+/// The answer.
+#[derive(Clone, Debug, Serialize)]
+pub struct Answer {
+    /// What is made of the request.
+    pub request: Explained,
+    /// What is made of the other one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub other: Option<Explained>,
+    /// How they compare, where both were read whole.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub compared: Option<Compared>,
+    /// How the request compares with a record.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub record: Option<Against>,
+}
+
+/// A record that a request was compared with.
+#[derive(Clone, Debug, Serialize)]
+pub struct Against {
+    /// Its id.
+    pub id: String,
+    /// Whose key.
+    pub tenant_id: String,
+    /// For which operation.
+    pub operation: String,
+    /// The key.
+    pub key: String,
+    /// Its status, as stored.
+    pub status: &'static str,
+    /// The canonical hash of its request.
+    pub request_hash: String,
+    /// When it was made.
+    pub created_at: String,
+    /// How they compare, where the request was read whole.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub compared: Option<Compared>,
+}
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum NoAnswer {
+    /// There is no such record.
+    #[error("there is no record {0}")]
+    NoRecord(RecordId),
+    /// The store does not say.
+    #[error(transparent)]
+    Store(#[from] store::Error),
+}
+
+/// Answers a question. The store is asked only where a record is named.
+///
+/// # Errors
+/// See [`NoAnswer`].
+pub async fn answer(
+    by: &dyn Explain,
+    store: Option<&dyn Store>,
+    asked: Asked,
+) -> Result<Answer, NoAnswer> {
+    let Asked { request, other, record } = asked;
+    let row = match (record, store) {
+        (Some(id), Some(store)) => {
+            Some(store.show_record(id).await?.ok_or(NoAnswer::NoRecord(id))?)
+        }
+        (Some(id), None) => return Err(NoAnswer::NoRecord(id)),
+        (None, _) => None,
+    };
+    let request = by.explain(request).await;
+    let other = match other {
+        Some(other) => Some(by.explain(other).await),
+        None => None,
+    };
+    let compared = other.as_ref().and_then(|other| explain::compare(&request, other));
+    let record = row.map(|row| Against {
+        id: row.id.to_string(),
+        tenant_id: row.scope.tenant.to_string(),
+        operation: row.scope.operation.to_string(),
+        key: row.scope.key.to_string(),
+        status: row.status.as_str(),
+        request_hash: explain::HashView::from(&row.fingerprint).canonical,
+        created_at: time(row.created_at),
+        compared: explain::against(&request, &row.scope, &row.fingerprint, row.status),
+    });
+    Ok(Answer { request, other, compared, record })
+}

@@ -1,0 +1,81 @@
+//! `replay_auth`: a word, or who is asked.
+//!
+//! What must stay true: what cannot be read as one of its forms is a mistake, and never means that everybody may read.
+
+use std::sync::Arc;
+
+use http::uri::PathAndQuery;
+
+use super::{Builder, Placed, SECOND, file, or, read_upstream_url};
+use crate::route::{ReplayAuth, Server, Subrequest};
+
+impl Builder<'_> {
+    /// `upstream`: the route's, which is asked where only a path is named.
+    pub(super) fn replay_auth(&self, raw: Option<&file::ReplayAuth>, upstream: &str) -> ReplayAuth {
+        let chosen = match raw {
+            None => return ReplayAuth::Scope,
+            Some(file::ReplayAuth::Word(word)) => self.checked(word, read_word),
+            Some(file::ReplayAuth::Asked(asked)) => self.subrequest(asked, upstream),
+        };
+        // In the place of a mistake, which is noted.
+        chosen.unwrap_or(ReplayAuth::SameCredential)
+    }
+
+    fn subrequest(&self, raw: &file::Subrequest, upstream: &str) -> Option<ReplayAuth> {
+        self.above_zero(&raw.timeout);
+        let url = self.required(raw.subrequest.as_ref(), &raw.place, "subrequest")?;
+        let ca_file = raw.ca_file.as_ref().map(|placed| self.readable(placed));
+        if let Some(placed) = raw.ca_file.as_ref().filter(|_| !url.value.starts_with("https://")) {
+            self.notes.mistake(&placed.place, "means something for an https URL only");
+        }
+        let (server, target) = if url.value.starts_with('/') {
+            (Server::Upstream(upstream.to_owned()), self.checked(url, read_target)?)
+        } else {
+            let (base, target) = self.checked(url, |text| read_server(text, "/auth"))?;
+            (Server::Url { base, ca_file }, target)
+        };
+        let timeout = or(&raw.timeout, 2 * SECOND);
+        Some(ReplayAuth::Subrequest(Arc::new(Subrequest { server, target, timeout })))
+    }
+
+    /// The text of a file that holds a key, and no byte more than a key may have.
+    pub(super) fn key_bytes(&self, file: &Placed<String>) -> Option<Vec<u8>> {
+        let path = self.folder.join(&file.value);
+        std::fs::read(&path)
+            .map_err(|error| {
+                let wrong = format!("cannot read {}: {error}", path.display());
+                self.notes.mistake(&file.place, wrong);
+            })
+            .ok()
+    }
+}
+
+fn read_word(text: &str) -> Result<ReplayAuth, String> {
+    match text {
+        "none" => Ok(ReplayAuth::Scope),
+        "same-credential" => Ok(ReplayAuth::SameCredential),
+        _ => Err("must be \"none\" (everybody in the tenant may read), \"same-credential\", or \
+                  { subrequest = \"/auth\" }"
+            .to_owned()),
+    }
+}
+
+fn read_target(text: &str) -> Result<PathAndQuery, String> {
+    let plain = !text.contains('#') && text.starts_with('/');
+    let target = plain.then(|| text.parse().ok()).flatten();
+    target.ok_or_else(|| format!("{text:?} is not a path, such as \"/auth\""))
+}
+
+/// A URL as its server, `scheme://authority`, and what is asked for there.
+pub(super) fn read_server(text: &str, example: &str) -> Result<(String, PathAndQuery), String> {
+    let wrong = || format!("{text:?} is not a URL; write \"https://host{example}\"");
+    let (scheme, rest) = text.split_once("://").ok_or_else(wrong)?;
+    let (authority, path) = match rest.find(['/', '?', '#']) {
+        Some(end) => rest.split_at_checked(end).ok_or_else(wrong)?,
+        None => (rest, "/"),
+    };
+    let target = read_target(path).map_err(|_| wrong())?;
+    let base = format!("{scheme}://{authority}");
+    read_upstream_url(&base)?;
+    Ok((base, target))
+}

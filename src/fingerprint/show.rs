@@ -1,0 +1,44 @@
+//! What a fingerprint is made of, to be shown: by the functions that make it.
+
+use http::{HeaderMap, HeaderName};
+
+use super::{Content, Parts, Recipe, canonical_body, essence, form};
+
+impl Recipe {
+    /// The headers that count, sorted by name.
+    #[must_use]
+    pub fn headers(&self) -> &[HeaderName] {
+        &self.headers
+    }
+}
+
+/// The canonical form of a body, and its name. `None`: the bytes count as they are; see [`bytes`].
+#[must_use]
+pub fn canonical(recipe: &Recipe, parts: &Parts<'_>) -> Option<(&'static str, Vec<u8>)> {
+    let content = Content::of(parts, recipe.decoded_max);
+    let (tag, text) = canonical_body(recipe, &essence(parts.headers), parts.headers, &content)?;
+    Some((std::str::from_utf8(tag).ok()?, text))
+}
+
+/// The bytes of a body that has no canonical form: decoded, where it can be.
+#[must_use]
+pub fn bytes(recipe: &Recipe, parts: &Parts<'_>) -> Vec<u8> {
+    match Content::of(parts, recipe.decoded_max) {
+        Content::Plain(bytes) | Content::Encoded(bytes) => bytes.to_vec(),
+        Content::Decoded(bytes) => bytes,
+    }
+}
+
+/// The canonical form of a query: pairs, each half with its length. `None`: it counts as it came.
+#[must_use]
+pub fn query(recipe: &Recipe, query: &str) -> Option<Vec<u8>> {
+    let mut pairs = Vec::new();
+    form::write(query.as_bytes(), &recipe.query, &mut pairs)?;
+    Some(pairs)
+}
+
+/// The media type as it counts.
+#[must_use]
+pub fn content_type(headers: &HeaderMap) -> String {
+    String::from_utf8_lossy(&essence(headers)).into_owned()
+}

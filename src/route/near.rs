@@ -1,0 +1,144 @@
+//! Why a request takes a route, or takes none: for people. The lookups are those of [`Routes::find`].
+
+use http::Method;
+
+use super::{Routes, decoded_then_split, split_then_decoded, template};
+use crate::record::Operation;
+
+/// How many routes are named that nearly fit.
+const NEAR_MAX: usize = 5;
+
+/// One reading of a path, and what it names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reading {
+    /// The path as it is looked up: a segment's own slashes and percent signs are escaped.
+    pub path: String,
+    /// The route that it names.
+    pub route: Option<Named>,
+}
+
+/// A route by its names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Named {
+    /// Its operation.
+    pub operation: Operation,
+    /// Its methods.
+    pub methods: Vec<Method>,
+    /// Its path template.
+    pub path: String,
+}
+
+/// A route that a request does not take, and what is missing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Near {
+    /// The route.
+    pub route: Named,
+    /// What does not fit, as half a sentence.
+    pub why_not: String,
+}
+
+/// What the two readings of a path name, and which other routes nearly fit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Look {
+    /// Split, then decoded.
+    pub split: Reading,
+    /// Decoded, then split and resolved.
+    pub decoded: Reading,
+    /// The nearest other routes.
+    pub near: Vec<Near>,
+}
+
+impl Routes {
+    /// Looks as [`Routes::find`] does, and says what it saw.
+    #[must_use]
+    pub fn look(&self, method: &Method, path: &str) -> Look {
+        let path = path.split('?').next().unwrap_or_default();
+        let reading = |path: String| {
+            let found = self.table(method).and_then(|table| self.look_up(table, &path));
+            let index = found.map(|(index, _)| index);
+            (Reading { route: index.and_then(|index| self.named(index)), path }, index)
+        };
+        let (split, first) = reading(split_then_decoded(path));
+        let (decoded, second) = reading(decoded_then_split(path));
+        let near = self.near(method, [&split.path, &decoded.path], [first, second]);
+        Look { split, decoded, near }
+    }
+
+    fn named(&self, index: usize) -> Option<Named> {
+        let (route, pattern) = (self.routes.get(index)?, self.patterns.get(index)?);
+        let (methods, path) = (pattern.methods.clone(), pattern.path.clone());
+        Some(Named { operation: route.operation.clone(), methods, path })
+    }
+
+    /// Those that would fit but for one thing, the nearest first.
+    fn near(&self, method: &Method, paths: [&str; 2], taken: [Option<usize>; 2]) -> Vec<Near> {
+        let mut near: Vec<(u8, Near)> = Vec::new();
+        let others = (0..self.routes.len()).filter(|index| !taken.contains(&Some(*index)));
+        for index in others {
+            let Some(route) = self.named(index) else { continue };
+            let listed =
+                route.methods.iter().any(|own| own.as_str().eq_ignore_ascii_case(method.as_str()));
+            let Some((distance, why)) = paths
+                .into_iter()
+                .filter_map(|path| self.differs(&route.path, path))
+                .min_by_key(|(distance, _)| *distance)
+            else {
+                continue;
+            };
+            let why_not = match (listed, distance) {
+                (true, 0) => "another route names this path more exactly".to_owned(),
+                (true, _) => why,
+                (false, 0) => {
+                    let own: Vec<_> = route.methods.iter().map(Method::as_str).collect();
+                    format!("the path fits, but the method is {method} and not {}", own.join(", "))
+                }
+                (false, _) => continue,
+            };
+            near.push((distance, Near { route, why_not }));
+        }
+        near.sort_by_key(|(distance, _)| *distance);
+        near.truncate(NEAR_MAX);
+        near.into_iter().map(|(_, near)| near).collect()
+    }
+
+    /// In what one thing a path differs from a template; `None`: in more.
+    fn differs(&self, pattern: &str, path: &str) -> Option<(u8, String)> {
+        let template = template(pattern, self.ignore_case).ok()?;
+        let folded = if self.ignore_case { path.to_ascii_lowercase() } else { path.to_owned() };
+        let wanted: Vec<&str> = template.trim_start_matches('/').split('/').collect();
+        let given: Vec<&str> = folded.trim_start_matches('/').split('/').collect();
+        let (head, rest) = match wanted.split_last() {
+            Some((last, head)) if last.starts_with("{*") => (head, true),
+            Some(_) | None => (wanted.as_slice(), false),
+        };
+        let fits =
+            |(want, give): &(&&str, &&str)| want.contains('{') && !give.is_empty() || want == give;
+        let pairs = || head.iter().zip(&given);
+        let same = pairs().filter(fits).count();
+        let longer = given.len() > head.len() && !rest;
+        match (head.len().checked_sub(same)?, given.len() < head.len() || longer) {
+            (0, false) => Some((0, String::new())),
+            (0, true) => {
+                let (has, wants) = (given.len(), head.len());
+                let near = has.abs_diff(wants) == 1;
+                near.then(|| (3, format!("the path has {has} segments and not {wants}")))
+            }
+            (1, false) => {
+                let (want, give) = pairs().find(|pair| !fits(pair))?;
+                if want.eq_ignore_ascii_case(give) {
+                    let why = format!(
+                        "{give:?} is {want:?} in other letters; see server.ignore_path_case"
+                    );
+                    return Some((1, why));
+                }
+                // With nothing in common but a wildcard or two it is just another path.
+                let common = pairs().any(|(want, give)| want == give);
+                common.then(|| (2, format!("the path says {give:?} and not {want:?}")))
+            }
+            (1, true) if head.len() == given.len() + 1 && same == given.len() => {
+                Some((3, format!("the path has {} segments and not {}", given.len(), head.len())))
+            }
+            _ => None,
+        }
+    }
+}
