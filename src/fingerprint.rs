@@ -109,6 +109,12 @@ impl Recipe {
         })
     }
 
+    /// Whether it picks or leaves out parts of bodies by path.
+    #[must_use]
+    pub fn looks_into_bodies(&self) -> bool {
+        !(self.json.only.is_empty() && self.json.ignore.is_empty())
+    }
+
     /// Names version and settings: the order of entries does not matter.
     #[must_use]
     pub fn id(&self) -> RecipeId {
@@ -129,6 +135,10 @@ impl Entries {
         let mut read = Self::default();
         for entry in entries {
             match entry.chars().next() {
+                Some('$') if descents(entry) > 1 => errors.push(format!(
+                    "{name}: {entry:?} descends (\"..\") more than once, which takes more than linear time; name the \
+                     levels between"
+                )),
                 Some('$') => match JsonPath::parse(entry) {
                     Ok(path) => read.json.push(path),
                     Err(error) => errors.push(format!("{name}: {entry:?} is no JSONPath: {error}")),
@@ -147,6 +157,24 @@ impl Entries {
             Err(error) => errors.push(format!("{name}: {error}")),
         }
     }
+}
+
+/// How often a JSONPath descends, in its filters too; what stands between quotes does not count.
+fn descents(path: &str) -> usize {
+    let (mut count, mut quoted, mut before) = (0, None, ' ');
+    let mut letters = path.chars();
+    while let Some(letter) = letters.next() {
+        match (quoted, letter) {
+            (Some(_), '\\') => drop(letters.next()),
+            (Some(quote), letter) if letter == quote => quoted = None,
+            (Some(_), _) => {}
+            (None, '\'' | '"') => quoted = Some(letter),
+            (None, '.') if before == '.' => count += 1,
+            (None, _) => {}
+        }
+        before = letter;
+    }
+    count
 }
 
 fn recipe_id(
@@ -284,6 +312,12 @@ pub fn fingerprint(recipe: &Recipe, parts: &Parts<'_>) -> Fingerprint {
         hash.tagged(tag, &text);
         return Fingerprint { canonical: hash.finish(), raw, recipe: recipe.id };
     }
+    if matches!(Form::of(&essence), Form::Xml | Form::Multipart) {
+        // What the bytes say depends on the parameters: charset, boundary, action.
+        for kind in parts.headers.get_all(CONTENT_TYPE) {
+            hash.tagged(b"type", kind.as_bytes());
+        }
+    }
     let body = match &content {
         Content::Plain(body) => *body,
         Content::Decoded(body) => body.as_slice(),
@@ -408,6 +442,72 @@ mod tests {
     use serde_json::Value;
 
     use super::*;
+
+    fn sent(kind: &str, body: &[u8]) -> Fingerprint {
+        let mut headers = HeaderMap::new();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_str(kind).unwrap());
+        let recipe = Recipe::compile(&Settings::default()).unwrap();
+        fingerprint(&recipe, &Parts { method: &Method::POST, target: "/", headers: &headers, body })
+    }
+
+    #[test]
+    fn where_xml_or_multipart_counts_by_its_bytes_its_parameters_count_too() {
+        let dtd = "<!DOCTYPE a><a>\u{e9}</a>".as_bytes();
+        let soap = b"<a/>";
+        for (one, other, body) in [
+            ("text/xml; charset=utf-8", "text/xml; charset=iso-8859-1", dtd),
+            (
+                "application/soap+xml; action=x; action=y",
+                "application/soap+xml; action=y; action=x",
+                soap,
+            ),
+            (
+                "multipart/related; boundary=B; start=1; start=2",
+                "multipart/related; boundary=B; start=2; start=1",
+                b"--B--",
+            ),
+        ] {
+            assert_ne!(sent(one, body).canonical, sent(other, body).canonical, "{one}");
+            assert_eq!(sent(one, body), sent(one, body));
+        }
+    }
+
+    #[test]
+    fn a_comment_beside_a_text_counts_and_one_between_elements_does_not() {
+        let same = |a: &str, b: &str| {
+            sent("text/xml", a.as_bytes()).canonical == sent("text/xml", b.as_bytes()).canonical
+        };
+        for (with, without) in [
+            ("<o><a><!--9-->5</a></o>", "<o><a>5</a></o>"),
+            ("<o><a>5<!--9--></a></o>", "<o><a>5</a></o>"),
+            ("<o>1<b/><!--x-->2</o>", "<o>1<b/>2</o>"),
+            ("<o><!--x--><![CDATA[5]]></o>", "<o>5</o>"),
+            ("<o>5<!--x--><b/></o>", "<o>5<b/></o>"),
+        ] {
+            assert!(!same(with, without), "{with}");
+        }
+        assert!(same("<o><!--x--><b/> <!--y--> <c/><!--z--></o>", "<o><b/><c/></o>"));
+        assert!(
+            same("<o><a><!--9-->5</a></o>", "<o><a><!--10-->5</a></o>"),
+            "what it says does not count"
+        );
+    }
+
+    #[test]
+    fn a_path_descends_once() {
+        for (path, count) in [
+            ("$.a.b", 0),
+            ("$..a", 1),
+            ("$..a..b", 2),
+            ("$..a[?@..b]", 2),
+            ("$['a..b']..c", 1),
+            (r#"$["a\"..b"]..c"#, 1),
+        ] {
+            assert_eq!(descents(path), count, "{path}");
+        }
+        let twice = Settings { ignore: vec!["$..a..b".to_owned()], ..Settings::default() };
+        assert!(Recipe::compile(&twice).unwrap_err()[0].contains("descends"));
+    }
 
     fn strings(case: &Value, name: &str) -> Vec<String> {
         let list = case.get(name).and_then(Value::as_array).into_iter().flatten();

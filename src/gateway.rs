@@ -348,7 +348,7 @@ impl Gateway {
                     let followed = self.desk.follow(&keyed.ask, follow, deadline).await;
                     match followed {
                         Followed::Admitted(Admission::Refuse(refusal))
-                            if self.bypasses(refusal) =>
+                            if self.bypasses(&keyed, refusal) =>
                         {
                             return self.bypass(*keyed).await;
                         }
@@ -400,7 +400,7 @@ impl Gateway {
                     Asked::Over(finish) => return self.told(keyed, *finish).await,
                 }
             }
-            Admission::Refuse(refusal) if self.bypasses(refusal) => {
+            Admission::Refuse(refusal) if self.bypasses(&keyed, refusal) => {
                 return self.bypass(keyed).await;
             }
             other @ (Admission::Replay(_) | Admission::Share(_) | Admission::Refuse(_)) => {
@@ -536,10 +536,12 @@ impl Gateway {
         });
     }
 
-    /// Whether this is a refusal in whose place the request is forwarded unprotected.
-    fn bypasses(&self, refusal: Refusal) -> bool {
+    /// Whether this is a refusal in whose place the request is forwarded unprotected. What was seen running, or unknown, may
+    /// have executed.
+    fn bypasses(&self, keyed: &Keyed, refusal: Refusal) -> bool {
         self.settings.on_unavailable == OnUnavailable::Bypass
             && refusal == Refusal::StoreUnavailable(Unreserved::Certainly)
+            && !self.desk.saw_open(&keyed.ask.scope)
     }
 
     /// Forwards a request that nothing protects, once.

@@ -84,12 +84,17 @@ fn is_name(text: &str) -> bool {
     text.starts_with(read::begins_name) && text.chars().all(read::continues_name)
 }
 
+/// Stands for the comments beside a text, whatever they say.
+const COMMENT: &[u8] = b"<!---->";
+
 /// What was written last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Before {
     Text,
     /// Text and a comment.
     Split,
+    /// A comment, and no text before it.
+    Comment,
     Else,
 }
 
@@ -156,12 +161,13 @@ impl<'d, 'a> Writer<'d, 'a> {
             Node::Text(..) | Node::Split | Node::Instruction(_) if !self.counts() => {}
             Node::Text(piece, letters) => self.text(self.document.bytes(*piece), *letters),
             Node::Split => {
-                if self.before == Before::Text {
-                    self.before = Before::Split;
-                }
+                self.before = match self.before {
+                    Before::Text | Before::Split => Before::Split,
+                    Before::Comment | Before::Else => Before::Comment,
+                };
             }
             Node::Instruction(piece) => {
-                self.before = Before::Else;
+                self.close_text();
                 self.put([b"<?", self.document.bytes(*piece), b"?>"]);
             }
         }
@@ -187,9 +193,9 @@ impl<'d, 'a> Writer<'d, 'a> {
             self.hidden = 1;
             return;
         }
+        self.close_text();
         let within = self.counts();
         let start = self.out.len();
-        self.before = Before::Else;
         self.put([b"<", self.document.name(name), b""]);
         let counts = within || named;
         let mut reason = if counts { Reason::Counts } else { Reason::Perhaps(start) };
@@ -237,8 +243,8 @@ impl<'d, 'a> Writer<'d, 'a> {
     }
 
     fn end(&mut self) {
+        self.close_text();
         self.leave();
-        self.before = Before::Else;
         let Some(open) = self.open.pop() else { return };
         match open.reason {
             Reason::Perhaps(start) => self.out.truncate(start),
@@ -248,13 +254,21 @@ impl<'d, 'a> Writer<'d, 'a> {
         }
     }
 
+    /// What follows is no text: a comment at the end of a text counts like one within it.
+    fn close_text(&mut self) {
+        if self.before == Before::Split {
+            self.out.extend_from_slice(COMMENT);
+        }
+        self.before = Before::Else;
+    }
+
     fn text(&mut self, text: &[u8], letters: Letters) {
         let layout = self.open.last().map_or(Layout::Counts, |open| open.layout);
         if (layout, letters) == (Layout::Ignored, Letters::Blanks) {
             return;
         }
-        if self.before == Before::Split {
-            self.out.extend_from_slice(b"<!---->");
+        if matches!(self.before, Before::Split | Before::Comment) {
+            self.out.extend_from_slice(COMMENT);
         }
         self.before = Before::Text;
         // Meant blanks where others are left out: written so that they are read as meant.

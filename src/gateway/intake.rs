@@ -37,6 +37,8 @@ use crate::telemetry::{Metrics, Step};
 
 /// The largest body whose fingerprint is made in place: half a millisecond, or less.
 const IN_PLACE_MAX: usize = 256 << 10;
+/// The same where the recipe looks into the body, which takes longer.
+const IN_PLACE_PATHS_MAX: usize = 16 << 10;
 
 /// Reads keyed requests, within the limits that all of them share.
 pub(super) struct Intake {
@@ -229,7 +231,9 @@ impl Intake {
         body: &Bytes,
     ) -> Fingerprint {
         let (method, target, headers) = (asked.method, asked.target, asked.headers);
-        if body.len() <= IN_PLACE_MAX && !headers.contains_key(CONTENT_ENCODING) {
+        let looks = route.fingerprint.looks_into_bodies();
+        let in_place_max = if looks { IN_PLACE_PATHS_MAX } else { IN_PLACE_MAX };
+        if body.len() <= in_place_max && !headers.contains_key(CONTENT_ENCODING) {
             let parts = fingerprint::Parts { method, target, headers, body };
             return fingerprint(&route.fingerprint, &parts);
         }

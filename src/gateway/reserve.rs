@@ -172,6 +172,7 @@ pub struct Desk {
     lease: LeaseView,
     may_judge: MayJudge,
     entries: Arc<Entries>,
+    open: Open,
     cache: Cache,
     settler: Settler,
     metrics: Arc<Metrics>,
@@ -226,11 +227,40 @@ pub(super) enum Ending {
     LookAgain,
 }
 
+/// Scopes whose record was last seen running somewhere, or with an outcome that nobody knows: what is known of them while
+/// the store is away. The last [`OPEN_MAX`] that were looked at.
+#[derive(Clone)]
+struct Open(Arc<quick_cache::sync::Cache<Scope, ()>>);
+
+/// So many are remembered.
+const OPEN_MAX: usize = 16_384;
+
+impl Default for Open {
+    fn default() -> Self {
+        Self(Arc::new(quick_cache::sync::Cache::new(OPEN_MAX)))
+    }
+}
+
+impl Open {
+    fn note(&self, scope: &Scope) {
+        self.0.insert(scope.clone(), ());
+    }
+
+    fn forget(&self, scope: &Scope) {
+        self.0.remove(scope);
+    }
+
+    fn has(&self, scope: &Scope) -> bool {
+        self.0.get(scope).is_some()
+    }
+}
+
 /// The sole right to act on a scope in this process. Dropping it ends the entry.
 pub(super) struct Lead {
     scope: Scope,
     entry: Arc<Entry>,
     entries: Arc<Entries>,
+    open: Open,
     ending: Ending,
     /// Of the answer, which stays in memory as long as it is owed to the store.
     room: Option<AnswerRoom>,
@@ -249,6 +279,11 @@ impl Lead {
 
 impl Drop for Lead {
     fn drop(&mut self) {
+        match &self.ending {
+            Ending::Unknown(_) => self.open.note(&self.scope),
+            Ending::Kept(_) | Ending::Shared(_) => self.open.forget(&self.scope),
+            Ending::Unavailable(_) | Ending::LookAgain => {}
+        }
         // First out of the map, then the news: a follower that looks again finds no ended entry.
         self.entries.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.scope);
         self.entry.news.send_replace(News::Ended(self.ending.clone()));
@@ -426,13 +461,18 @@ impl Desk {
     ) -> Self {
         let cache = Cache::new(settings.cache_bytes);
         let settler = Settler::new(Arc::clone(&store), cache.clone(), spill, Arc::clone(&metrics));
-        let entries = Arc::default();
-        Self { settings, store, lease, may_judge, entries, cache, settler, metrics }
+        let (entries, open) = (Arc::default(), Open::default());
+        Self { settings, store, lease, may_judge, entries, open, cache, settler, metrics }
     }
 
     /// The settler, for shutdown.
     pub(super) fn settler(&self) -> &Settler {
         &self.settler
+    }
+
+    /// Whether the record under this scope was last seen running, or its outcome unknown.
+    pub(super) fn saw_open(&self, scope: &Scope) -> bool {
+        self.open.has(scope)
     }
 
     /// Keeps a stored answer in memory for replay.
@@ -487,6 +527,7 @@ impl Desk {
             scope,
             entry,
             entries: Arc::clone(&self.entries),
+            open: self.open.clone(),
             ending: Ending::LookAgain,
             room: None,
         }

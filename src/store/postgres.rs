@@ -79,6 +79,9 @@ pub struct Postgres {
     swept_to: Mutex<records::Place>,
 }
 
+/// How long one migration, or the wait for another replica's, may take.
+const MIGRATION_TIMEOUT: Duration = Duration::from_secs(3600);
+
 impl Postgres {
     /// Connects. Changes nothing in the database: see [`Postgres::migrate`].
     ///
@@ -117,8 +120,9 @@ impl Postgres {
     /// # Errors
     /// [`OpenError::NewerSchema`], [`OpenError::OlderSchema`] where it is not allowed, [`OpenError::Migration`].
     pub async fn migrate(&self, allowed: bool) -> Result<u32, OpenError> {
-        let mut connection = self
-            .dial
+        // As long as it takes: one that is given up in the middle begins again at the next start.
+        let dial = self.dial.clone().with_statement_timeout(MIGRATION_TIMEOUT);
+        let mut connection = dial
             .connect()
             .await
             .map_err(|cause| OpenError::Connect { place: self.place.clone(), cause })?;

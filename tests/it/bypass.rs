@@ -182,6 +182,38 @@ async fn what_is_known_to_run_elsewhere_is_not_bypassed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn what_was_seen_running_or_unknown_is_not_bypassed_later() {
+    let (fault, rig) = rig::behind_a_fault(BYPASS, "wait = \"100ms\"").await;
+    let direct = rig::config_at(&rig.place, &rig.orders.url(), "127.0.0.1:0", "", "", "");
+    let other = Gateway::start(&process::config(rig.place.folder.path(), &direct));
+    rig.orders.answer_status(504);
+    assert_eq!(order("lost").to(rig.gateway.addr).await.status, StatusCode::GATEWAY_TIMEOUT);
+    rig.orders.answer_created();
+    rig.orders.hold();
+    let first = sending(order("runs"), other.addr);
+    rig.orders.asked(2).await;
+    let told = order("runs").to(rig.gateway.addr).await;
+    assert_eq!(told.problem(), "in-progress");
+    fault.refuse();
+    fault.cut();
+    for key in ["runs", "lost"] {
+        for _ in 0..2 {
+            let refused = order(key).to(rig.gateway.addr).await;
+            assert_eq!(
+                (refused.problem(), bypassed(&refused)),
+                ("store-unavailable".into(), false),
+                "{key}"
+            );
+        }
+    }
+    rig.orders.go();
+    assert_eq!(first.await.unwrap().status, StatusCode::CREATED);
+    let new = order("new").to(rig.gateway.addr).await;
+    assert!(bypassed(&new), "{new:?}");
+    assert_eq!((rig.orders.runs_of("runs"), rig.orders.runs_of("lost")), (1, 1));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_limit_that_is_reached_is_not_bypassed() {
     let (place, orders) = (Place::new(Which::Sqlite).await, Orders::start().await);
     let toml = rig::config_at(&place, &orders.url(), "127.0.0.1:0", BYPASS, "", "");

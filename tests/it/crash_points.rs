@@ -195,7 +195,8 @@ const TIMED_OUT: Told = Told::Problem("upstream-timeout");
 /// Ends that the settler owes. The caller's answer and the settler's try do not wait for each other.
 const OWED: &[Row] = &[
     row(Way::Lost, "before-mark-unknown=error,settling=kill", Told::Whatever, 1, End::Unknown),
-    row(Way::Released, "before-release=error,settling=kill", Told::Whatever, 1, End::Unknown),
+    row(Way::Released, "before-release=error,settling=kill", Told::Whatever, 1, End::Free),
+    row(Way::Released, "before-release=error,spilling=kill", Told::Nothing, 1, End::Unknown),
     row(Way::Released, "after-release=error,settling=kill", Told::Whatever, 1, End::Free),
     row(Way::First, "before-complete=error,spilling=kill", Told::Nothing, 1, End::Unknown),
     row(Way::First, "before-complete=error,spilled=kill", Told::Nothing, 1, End::Completed),

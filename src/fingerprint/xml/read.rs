@@ -65,7 +65,7 @@ pub(super) enum Node {
     },
     End,
     Text(Piece, Letters),
-    /// A comment stood behind a text: what follows does not run together with it.
+    /// Comments stood here: a text before them and one behind do not run together.
     Split,
     /// Target and data, as written.
     Instruction(Piece),
@@ -217,7 +217,7 @@ impl<'a> Reader<'a> {
         self.at += 4;
         self.at += memmem::find(self.rest(), b"--")? + 2;
         self.take(b'>')?;
-        if let Some(Node::Text(..)) = self.nodes.last() {
+        if !matches!(self.nodes.last(), Some(Node::Split)) {
             self.nodes.push(Node::Split);
         }
         Some(())

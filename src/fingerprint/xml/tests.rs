@@ -567,12 +567,12 @@ impl Speller {
         let layout = elements && !words && !kept;
         let mut text = false;
         for item in items {
-            let split = text && matches!(item, Item::Text(_));
+            let beside = text || matches!(item, Item::Text(_));
             text = matches!(item, Item::Text(_));
-            self.between(layout, !split);
+            self.between(layout, !beside);
             self.item(item, false, kept);
         }
-        self.between(layout, true);
+        self.between(layout, !text);
         self.out.push_str(&format!("</{name}"));
         self.any(&[">", "\n>"]);
     }

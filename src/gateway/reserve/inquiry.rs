@@ -184,6 +184,10 @@ impl<'a> Inquiry<'a> {
     async fn meet(&mut self, record: Record) -> Step {
         self.saw_record = true;
         let fence = record.fence;
+        match &record.state {
+            State::Completed(_) => self.desk.open.forget(&self.ask.scope),
+            State::InProgress { .. } | State::Unknown => self.desk.open.note(&self.ask.scope),
+        }
         if let State::Completed(completed) = &record.state
             && completed.time_left.is_zero()
         {

@@ -86,6 +86,11 @@ impl Dial {
         }
     }
 
+    /// The same, for statements that take longer.
+    pub(super) fn with_statement_timeout(self, statement_timeout: Duration) -> Self {
+        Self { statement_timeout, ..self }
+    }
+
     /// A new connection, to the first host that gives one.
     ///
     /// # Errors
