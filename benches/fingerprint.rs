@@ -75,6 +75,38 @@ fn form(size: usize) -> String {
     pairs.join("&")
 }
 
+/// A SOAP call of as many lines as fit.
+fn soap(size: usize) -> String {
+    let line = |n: usize| {
+        format!(
+            "<o:line sku=\"SKU-{n:06}\"><o:name>Widget, blue, {n} mm</o:name><o:count>{}</o:count></o:line>",
+            n % 9 + 1
+        )
+    };
+    let lines: String = (0..size / 96).map(line).collect();
+    format!(
+        "<s:Envelope xmlns:s=\"http://schemas.xmlsoap.org/soap/envelope/\"><s:Body><o:order xmlns:o=\"urn:orders\">{lines}\
+         </o:order></s:Body></s:Envelope>"
+    )
+}
+
+/// Fields, and a file.
+fn multipart(size: usize) -> Vec<u8> {
+    let mut body = Vec::new();
+    for n in 0..10 {
+        let field = format!(
+            "--B\r\nContent-Disposition: form-data; name=\"field_{n}\"\r\n\r\nvalue {n}\r\n"
+        );
+        body.extend(field.into_bytes());
+    }
+    body.extend(
+        b"--B\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a.bin\"\r\n\r\n",
+    );
+    body.extend(bytes(size.saturating_sub(body.len())));
+    body.extend(b"\r\n--B--\r\n");
+    body
+}
+
 fn bytes(size: usize) -> Vec<u8> {
     let mut state = 1_u32;
     let mut next = || {
@@ -108,6 +140,8 @@ fn rows() -> Vec<Row> {
         Row { settings: only, ..Row::new("JSON, only", json, plain.clone().into_bytes()) },
         Row { coding: Some("gzip"), ..Row::new("JSON in gzip", json, gzip(plain.as_bytes())) },
         Row::new("form", "application/x-www-form-urlencoded", form(10 * KIB).into_bytes()),
+        Row::new("XML", "text/xml", soap(10 * KIB).into_bytes()),
+        Row::new("multipart", "multipart/form-data; boundary=B", multipart(10 * KIB)),
         Row::new("raw", "application/octet-stream", bytes(10 * KIB)).bound(1.1),
         Row {
             target: "/orders?page=1",
