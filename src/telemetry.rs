@@ -93,6 +93,8 @@ label_enum!(
         Wait = "wait",
         /// Refused: another request under a used key.
         Mismatch = "mismatch",
+        /// Refused: what the first one came to is not for this caller.
+        Forbidden = "forbidden",
         /// Refused: the first one's outcome is unknown.
         Hold = "hold",
         /// Refused: the first one's answer is too large to keep.

@@ -14,6 +14,7 @@ mod routes;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -335,10 +336,26 @@ impl Builder<'_> {
 
     fn keys(&self, raw: &file::Store) -> Keys {
         let Some(file) = &raw.encryption_key_file else { return Keys::none() };
-        Keys::read(&self.folder.join(&file.value)).unwrap_or_else(|error| {
+        let path = self.folder.join(&file.value);
+        self.private(&file.place, &path);
+        Keys::read(&path).unwrap_or_else(|error| {
             self.notes.mistake(&file.place, error.to_string());
             Keys::none()
         })
+    }
+
+    /// Warns of a file with a key that others than its owner can get at.
+    fn private(&self, place: &Place, path: &Path) {
+        // What cannot be looked at cannot be read either, which is told where it is read.
+        let Ok(found) = std::fs::metadata(path) else { return };
+        let mode = found.permissions().mode() & 0o7777;
+        if mode & 0o077 != 0 {
+            let path = path.display();
+            let wrong = format!(
+                "others than its owner can get at the key (mode {mode:04o}); chmod 600 {path}"
+            );
+            self.notes.warning(place, wrong);
+        }
     }
 
     fn spill(&self, raw: &file::Spill, kind: &StoreKind) -> spill::Settings {
@@ -365,6 +382,7 @@ impl Builder<'_> {
     fn digest_key(&self, raw: &file::Server, store: &Store, routes: &Routes) -> DigestKeyFile {
         if let Some(placed) = &raw.digest_key_file {
             let path = self.folder.join(&placed.value);
+            self.private(&placed.place, &path);
             match std::fs::read(&path) {
                 Ok(bytes) if bytes.len() < 16 => {
                     self.notes
@@ -389,7 +407,9 @@ impl Builder<'_> {
                 self.folder.clone()
             }
         };
-        DigestKeyFile::Made(folder.join("oncegate.key"))
+        let path = folder.join("oncegate.key");
+        self.private(&Place::absent("server.digest_key_file"), &path);
+        DigestKeyFile::Made(path)
     }
 
     fn sinks(&self, raws: &[file::Sink]) -> Vec<sink::Settings> {
@@ -538,11 +558,19 @@ fn is_loopback(listen: &str) -> bool {
 }
 
 fn read_upstream_url(text: &str) -> Result<Uri, String> {
-    const HOW: &str = "write \"http://host:port\" or \"https://host\", without a path";
-    let url: Uri = text.parse().map_err(|_| format!("{text:?} is not a URL; {HOW}"))?;
+    let how = "write \"http://host:port\" or \"https://host\", without a path";
+    let url = read_base(text, how)?;
+    if !matches!(url.path(), "" | "/") || url.query().is_some() {
+        return Err(format!("a path or a query has no meaning here; {how}"));
+    }
+    Ok(url)
+}
+
+/// A URL with a server that can be asked. `how`: what to write instead.
+fn read_base(text: &str, how: &str) -> Result<Uri, String> {
+    let url: Uri = text.parse().map_err(|_| format!("{text:?} is not a URL; {how}"))?;
     let scheme = url.scheme_str().unwrap_or_default();
     let authority = url.authority().map(http::uri::Authority::as_str).unwrap_or_default();
-    let bare = matches!(url.path(), "" | "/") && url.query().is_none();
     let port = authority.rsplit_once(':').map(|(_, port)| port).filter(|port| !port.ends_with(']'));
     if port.is_some_and(|port| port.parse::<u16>().is_err() || port == "0") {
         return Err(format!(
@@ -550,10 +578,11 @@ fn read_upstream_url(text: &str) -> Result<Uri, String> {
         ));
     }
     if !matches!(scheme, "http" | "https") || authority.is_empty() {
-        return Err(format!("{text:?} names no http or https server; {HOW}"));
+        return Err(format!("{text:?} names no http or https server; {how}"));
     }
-    if !bare || authority.contains('@') {
-        return Err(format!("a path, a query or a user has no meaning here; {HOW}"));
+    if authority.contains('@') {
+        // The text may hold a password: it is not repeated.
+        return Err(format!("a user before the host (`...@`) has no meaning here; {how}"));
     }
     Ok(url)
 }

@@ -775,6 +775,10 @@ fn tokens_are_checked_with_keys_from_one_place_that_fit_their_algorithms() {
             "jwt.jwks_url: \"ftp://issuer.example\" names no http or https server",
         ),
         (
+            jwt_section("jwks_url = \"http://127.0.0.1@example.com/jwks.json\""),
+            "jwt.jwks_url: a user before the host (`...@`) has no meaning here; write \"https://host/.well-known/jwks.json\"",
+        ),
+        (
             jwt_section("jwks_url = \"https://a/\"\nleeway = \"1h\""),
             "jwt.leeway: must be at most \"5m\"",
         ),
@@ -853,6 +857,28 @@ fn a_tenant_that_nobody_verifies_is_warned_of_unless_reading_is_guarded() {
     assert!(!warned("tenant = { jwt_claim = \"t\" }", jwt));
     let idle = good(&with(jwt), &[]);
     assert!(check::warnings(&idle).iter().any(|warning| warning.place == "jwt"));
+}
+
+#[test]
+fn a_key_file_that_others_can_read_is_warned_of() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("the.key");
+    std::fs::write(&path, "k t6+PWSJLNKRNL9xASWhknGA1XmJhdCpWM8Jps3Oc5RM=\n").unwrap();
+    let warned = |field: &str, mode: u32| {
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+        let text = with(&format!("{field} = \"{}\"", path.display()));
+        let (_, warnings) = load(&text, &[]).unwrap();
+        warnings.into_iter().any(|Warning { place, text }| {
+            place == field && text.contains(&format!("{mode:04o}")) && text.contains("chmod 600")
+        })
+    };
+    for field in ["store.encryption_key_file", "server.digest_key_file"] {
+        for open in [0o644, 0o640, 0o604, 0o660] {
+            assert!(warned(field, open), "{field} {open:o}");
+        }
+        assert!(!warned(field, 0o600) && !warned(field, 0o400), "{field}");
+    }
 }
 
 #[test]

@@ -25,15 +25,16 @@ use tokio::task::JoinHandle;
 
 use super::intake::{self, Intake, Read};
 use super::reply::{Name, Problem};
+use super::reserve::Ask;
 use super::room::Room;
 use super::upstream::{Body, BodyError, PassError};
 use crate::record::outcome::Class;
-use crate::record::{Fingerprint, Scope};
+use crate::record::{Caller, Fingerprint, Scope};
 use crate::route::{OnUnknown, Route};
 use crate::scope::Params;
 use crate::telemetry::{Metrics, Would};
 
-/// How many keys are remembered: about 20 MiB.
+/// How many keys are remembered: about 25 MiB.
 const KEYS_MAX: usize = 100_000;
 
 /// How long an answer is held back, at most, for the task that reads its request's copy: so that who sends again after
@@ -48,6 +49,8 @@ pub(super) struct Memory(Mutex<Option<Cache<[u8; 32], Known>>>);
 #[derive(Clone)]
 struct Known {
     fingerprint: Fingerprint,
+    /// A digest, since a token's subject may be long, and tells who it is.
+    caller: Option<[u8; 32]>,
     begun: Instant,
     ended: Ended,
 }
@@ -87,15 +90,9 @@ impl End {
 
 impl Memory {
     /// What would become of a request. The first under its scope is remembered from now on, and how it ends.
-    fn meet(
-        &self,
-        route: &Route,
-        scope: &Scope,
-        fingerprint: Fingerprint,
-        ended: &Ended,
-        now: Instant,
-    ) -> Would {
-        let digest = digest(scope);
+    fn meet(&self, route: &Route, ask: &Ask, ended: &Ended, now: Instant) -> Would {
+        let (digest, fingerprint) = (digest(&ask.scope), ask.fingerprint);
+        let caller = ask.caller.as_ref().map(digest_of_caller);
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let seen = seen.get_or_insert_with(|| Cache::new(KEYS_MAX));
         let would = seen.get(&digest).map_or(Would::Execute, |known| {
@@ -108,11 +105,14 @@ impl Memory {
             if end == Some(End::Released) {
                 return Would::Execute;
             }
-            if !known.fingerprint.same_request(&fingerprint) {
+            // As where it protects: a stranger is not told whether it is the same request.
+            let stranger = ask.readers.part(caller.as_ref(), known.caller.as_ref());
+            if !stranger && !known.fingerprint.same_request(&fingerprint) {
                 return Would::Mismatch;
             }
             match end {
                 None => Would::Wait,
+                Some(End::Stored | End::TooLarge | End::Unknown) if stranger => Would::Forbidden,
                 Some(End::Stored) => Would::Replay,
                 Some(End::TooLarge) => Would::NotRetained,
                 Some(End::Unknown) if route.policy.on_unknown != OnUnknown::Retry => Would::Hold,
@@ -121,7 +121,7 @@ impl Memory {
         });
         if would == Would::Execute {
             let ended = ended.clone();
-            seen.insert(digest, Known { fingerprint, begun: now, ended });
+            seen.insert(digest, Known { fingerprint, caller, begun: now, ended });
         }
         would
     }
@@ -134,6 +134,10 @@ fn digest(scope: &Scope) -> [u8; 32] {
         hash.update(part);
     }
     hash.finalize().into()
+}
+
+fn digest_of_caller(caller: &Caller) -> [u8; 32] {
+    Sha256::digest(caller.as_str()).into()
 }
 
 /// A copy of a request, to be read once its body is there.
@@ -174,9 +178,8 @@ pub(super) async fn judge(
     let body = Full::new(body).map_err(|never| match never {}).boxed_unsync();
     match intake.read(route, params, Request::from_parts(head, body)).await {
         Read::Keyed(keyed) => {
-            let (scope, fingerprint) = (&keyed.ask.scope, keyed.ask.fingerprint);
-            let would = memory.meet(route, scope, fingerprint, ended, Instant::now());
-            let key = intake.key_digest(&scope.key);
+            let would = memory.meet(route, &keyed.ask, ended, Instant::now());
+            let key = intake.key_digest(&keyed.ask.scope.key);
             tell(metrics, route, would, Some(&key), None);
         }
         Read::Unkeyed(_) => tell(metrics, route, Would::Pass, None, None),
@@ -216,6 +219,7 @@ pub(super) fn tell(
         Would::Replay
         | Would::Wait
         | Would::Mismatch
+        | Would::Forbidden
         | Would::Hold
         | Would::NotRetained
         | Would::KeyMissing

@@ -91,13 +91,20 @@ pub(super) enum Readers {
     Caller,
 }
 
+impl Readers {
+    /// Whether two callers, or their digests, are strangers to each other, where that counts.
+    pub(super) fn part<C: PartialEq>(self, one: Option<&C>, other: Option<&C>) -> bool {
+        match self {
+            Self::Scope | Self::Asked => false,
+            Self::Caller => one != other,
+        }
+    }
+}
+
 impl Ask {
     /// Whether this is another caller than the one who made the record, where that counts.
     fn is_stranger(&self, caller: Option<&Caller>) -> bool {
-        match self.readers {
-            Readers::Scope | Readers::Asked => false,
-            Readers::Caller => self.caller.as_ref() != caller,
-        }
+        self.readers.part(self.caller.as_ref(), caller)
     }
 
     /// Whether an answer that is not kept, and that this caller got, is this one's too.

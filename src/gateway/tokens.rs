@@ -2,7 +2,8 @@
 //!
 //! Keys come from a file, read at the start, or from a URL (a JWK set). Those of a URL are fetched at the start, again every
 //! `refresh`, and when a token names a key that is not known: at most every `cooldown`, whoever asks, and by one request at a
-//! time. While the URL is away the keys that were there stay; before there were any, tokens cannot be checked, and nobody gets
+//! time. A set replaces the one before, also where no key of it can be used: that is how the last key is revoked. While the URL is
+//! away, or answers no set, the keys that were there stay; before there was any set, tokens cannot be checked, and nobody gets
 //! further. What a set may be is bounded in time and size, and redirects are not followed.
 //!
 //! What must stay true: whether a token is good is decided by keys alone that the configuration names.
@@ -85,6 +86,7 @@ struct Fetched {
 
 #[derive(Clone, Default)]
 struct State {
+    /// Of the last set that came; there may be none in it.
     keys: Option<Arc<Keys>>,
     /// When it was last tried.
     tried: Option<Instant>,
@@ -233,7 +235,9 @@ impl Fetched {
             tracing::info!(%left_out, "some keys for tokens are left out");
         }
         if !keys.fit(&rules.algorithms) {
-            return Err("the set holds no key for the configured algorithms".to_owned());
+            let server = self.server.authority().to_str().unwrap_or_default();
+            let keys = keys.count();
+            tracing::warn!(server, keys, "no key for tokens is of use here: no token is good");
         }
         Ok(keys)
     }

@@ -249,10 +249,11 @@ impl Keys {
         self.0.len()
     }
 
-    /// Reads a JWK set (RFC 7517), with what was left out of it and why.
+    /// Reads a JWK set (RFC 7517), with what was left out of it and why. What is left may be no key at all: that is a set too,
+    /// by which no token is good.
     ///
     /// # Errors
-    /// It is no such set, or holds no key that can be used.
+    /// It is no such set.
     pub fn read(text: &[u8]) -> Result<(Self, Vec<String>), String> {
         const NO_SET: &str = "is no JWK set: a JSON object with a list `keys`";
         let set: Value = serde_json::from_slice(text).map_err(|_| NO_SET.to_owned())?;
@@ -267,10 +268,6 @@ impl Keys {
                 Ok(key) => keys.push(key),
                 Err(why) => left_out.push(format!("keys[{place}]: {why}")),
             }
-        }
-        if keys.is_empty() {
-            let why = left_out.first().map_or("it is empty", String::as_str);
-            return Err(format!("holds no key that can be used: {why}"));
         }
         Ok((Self(keys), left_out))
     }

@@ -152,6 +152,58 @@ async fn a_store_that_is_away_and_a_route_beside_it_change_nothing(which: Which)
     assert!(out.contains("warning: policy.mode: orders.create: only observed"), "{out}");
 }
 
+/// Each case as a protecting route answers it, which is tested in `replay_auth`.
+#[tokio::test(flavor = "multi_thread")]
+async fn another_credential_would_be_forbidden_where_only_the_same_one_may_read() {
+    let upstream = Upstream::start(|_, seen| {
+        if seen.head.to_ascii_lowercase().contains("x-slow") {
+            return Reply::keep(OK).after(std::time::Duration::from_millis(1500));
+        }
+        Reply::keep(match seen.target() {
+            "/orders?401" => "HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n",
+            "/orders?502" => "HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n",
+            _ => OK,
+        })
+    })
+    .await;
+    let policy = "replay_auth = \"same-credential\"\non_unknown = \"retry\"";
+    let (_place, gateway) = observing(Which::Sqlite, &upstream, policy).await;
+    let by = |target: &str, key: &str, who: &str, body: &str| {
+        post(target, body).tenant("acme").key(key).header("authorization", format!("Bearer {who}"))
+    };
+    for who in ["a", "b", "a"] {
+        by("/orders", "k", who, "{}").to(gateway.addr).await;
+    }
+    counts(&gateway, &[("execute", 1), ("forbidden", 1), ("replay", 1)]).await;
+    // Also without a credential, and with another request, which a stranger does not learn.
+    post("/orders", "{}").tenant("acme").key("k").to(gateway.addr).await;
+    by("/orders", "k", "b", "[1]").to(gateway.addr).await;
+    by("/orders", "k", "a", "[1]").to(gateway.addr).await;
+    let known = [("execute", 1), ("forbidden", 3), ("mismatch", 1), ("replay", 1)];
+    counts(&gateway, &known).await;
+    // A key that is free again is anybody's; an unknown outcome is its caller's, who may try again.
+    for (who, target) in [("a", "/orders?401"), ("b", "/orders?401"), ("a", "/orders?502")] {
+        by(target, target, who, "{}").to(gateway.addr).await;
+    }
+    counts(&gateway, &[("execute", 4), ("forbidden", 3), ("mismatch", 1), ("replay", 1)]).await;
+    for who in ["b", "a"] {
+        by("/orders?502", "/orders?502", who, "{}").to(gateway.addr).await;
+    }
+    counts(&gateway, &[("execute", 5), ("forbidden", 4), ("mismatch", 1), ("replay", 1)]).await;
+    // While the first one runs it may still leave the key free.
+    let slow = |who: &str, body: &str| by("/orders", "slow", who, body).header("x-slow", "1");
+    let before = upstream.seen().len();
+    let first = sending(slow("a", "{}"), gateway.addr);
+    upstream.wait_for_requests(before + 1).await;
+    let second = sending(slow("b", "[1]"), gateway.addr);
+    for answer in [first.await.unwrap(), second.await.unwrap()] {
+        assert_eq!(answer.status, StatusCode::OK);
+    }
+    let all = [("execute", 6), ("forbidden", 4), ("mismatch", 1), ("replay", 1), ("wait", 1)];
+    counts(&gateway, &all).await;
+    assert!(!gateway.log().contains("Bearer"), "no credential stands in the log");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn bodies_stream_through_and_what_breaks_off_is_not_judged() {
     let upstream = Upstream::start_hasty(|_, _| Reply::keep(OK)).await;

@@ -25,8 +25,8 @@ on_both_stores! {
     what_was_stored_before_is_still_replayed,
 }
 
-const OLD: &str = "old AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
-const NEW: &str = "new AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE=";
+const OLD: &str = "old t6+PWSJLNKRNL9xASWhknGA1XmJhdCpWM8Jps3Oc5RM=";
+const NEW: &str = "new nHfs1+zsolQKwtw3LCILVehB1Rttw3o218uzijnJDMI=";
 /// Stands in requests, in answers and in events.
 const SECRET: &str = "4929-0000-1111-2222";
 const EVENT: &str = r#"

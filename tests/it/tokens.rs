@@ -150,7 +150,7 @@ async fn keys_of_a_url_are_fetched_exchanged_and_kept_while_it_is_away() {
     server.wait_for(1).await;
     assert!(server.last_head().starts_with("GET /keys?v=1 HTTP/1.1\r\n"), "{}", server.last_head());
     assert!(unverified(&sent(&rig, &one, "k").await));
-    for useless in ["{}", "<html>", r#"{"keys":[{"kty":"oct","k":"AAAA"}]}"#] {
+    for useless in ["{}", "<html>", r#"{"keys":{}}"#] {
         server.answer_json(useless);
         server.wait_for(server.asked() + 1).await;
         assert!(unverified(&sent(&rig, &one, "k").await), "{useless}");
@@ -191,6 +191,46 @@ async fn keys_of_a_url_are_fetched_exchanged_and_kept_while_it_is_away() {
     let endless = "x".repeat(1 << 20);
     server.answer_json(&format!("{{\"keys\":[],\"x\":\"{endless}\"}}"));
     away().await;
+    assert_eq!(rig.orders.runs(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_set_without_a_key_of_use_revokes_all_keys_and_what_is_no_set_none() {
+    let server = KeyServer::start().await;
+    let more = "cooldown = \"50ms\"\nrefresh = \"100ms\"";
+    let rig = Rig::start(Which::Sqlite, &by_url(&server, more)).await;
+    let one = Named::new("one");
+    let is_good = async || {
+        let answer = sent(&rig, &one, "k").await;
+        let good = answer.status == StatusCode::CREATED;
+        assert!(good || answer.problem() == "token-invalid", "{answer:?}");
+        good
+    };
+    server.publish(&[&one]);
+    eventually("the keys are there", || async { !unverified(&sent(&rig, &one, "k").await) }).await;
+    // Nothing, a secret, a key for an algorithm that is not accepted.
+    let ed25519 = issuer::encode([7; 32]);
+    for set in [
+        json!([]),
+        json!([{ "kty": "oct", "kid": "one", "k": "AAAA" }]),
+        json!([{ "kty": "OKP", "crv": "Ed25519", "kid": "one", "x": ed25519 }]),
+    ] {
+        server.answer_json(&json!({ "keys": set }).to_string());
+        eventually("the key is revoked", async || !is_good().await).await;
+        // Not even while the URL is away does it come back.
+        server.answer(Reply::fin("HTTP/1.1 500 Oh\r\nContent-Length: 0\r\n\r\n"));
+        eventually("nobody knows", || async { unverified(&sent(&rig, &one, "k").await) }).await;
+        server.publish(&[&one]);
+        let good = async || sent(&rig, &one, "k").await.status == StatusCode::CREATED;
+        eventually("the key is good again", good).await;
+    }
+    // What is no set changes nothing.
+    for no_set in ["", "[]", "{\"keys\":{}}", "{\"keys\":[]"] {
+        server.answer_json(no_set);
+        server.wait_for(server.asked() + 2).await;
+        assert!(is_good().await, "{no_set}");
+    }
+    assert!(rig.gateway.log().contains("no token is good"));
     assert_eq!(rig.orders.runs(), 1);
 }
 

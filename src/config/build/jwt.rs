@@ -83,9 +83,13 @@ impl Builder<'_> {
         }
         let bytes = self.key_bytes(one)?;
         let keys = if raw.jwks_file.is_some() {
-            Keys::read(&bytes).map(|(keys, left_out)| {
+            Keys::read(&bytes).and_then(|(keys, left_out)| {
+                if keys.count() == 0 {
+                    let why = left_out.first().map_or("it is empty", String::as_str);
+                    return Err(format!("holds no key that can be used: {why}"));
+                }
                 left_out.iter().for_each(|text| self.notes.warning(&one.place, text));
-                keys
+                Ok(keys)
             })
         } else if raw.key_file.is_some() {
             read_public(&bytes)

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use http::uri::PathAndQuery;
 
-use super::{Builder, Placed, SECOND, file, or, read_upstream_url};
+use super::{Builder, Placed, SECOND, file, or, read_base};
 use crate::route::{ReplayAuth, Server, Subrequest};
 
 impl Builder<'_> {
@@ -68,7 +68,8 @@ fn read_target(text: &str) -> Result<PathAndQuery, String> {
 
 /// A URL as its server, `scheme://authority`, and what is asked for there.
 pub(super) fn read_server(text: &str, example: &str) -> Result<(String, PathAndQuery), String> {
-    let wrong = || format!("{text:?} is not a URL; write \"https://host{example}\"");
+    let how = format!("write \"https://host{example}\"");
+    let wrong = || format!("{text:?} is not a URL; {how}");
     let (scheme, rest) = text.split_once("://").ok_or_else(wrong)?;
     let (authority, path) = match rest.find(['/', '?', '#']) {
         Some(end) => rest.split_at_checked(end).ok_or_else(wrong)?,
@@ -76,6 +77,6 @@ pub(super) fn read_server(text: &str, example: &str) -> Result<(String, PathAndQ
     };
     let target = read_target(path).map_err(|_| wrong())?;
     let base = format!("{scheme}://{authority}");
-    read_upstream_url(&base)?;
+    read_base(&base, &how)?;
     Ok((base, target))
 }

@@ -215,6 +215,10 @@ fn read_line(line: &str) -> Result<Key, &'static str> {
     }
     let bytes = STANDARD.decode(key.trim()).map_err(|_| "the key is not base64")?;
     let key = UnboundKey::new(&AES_256_GCM, &bytes).map_err(|_| "the key is not 32 bytes long")?;
+    // A file of zeros, or of one letter: everybody's first guess.
+    if bytes.iter().all(|byte| Some(byte) == bytes.first()) {
+        return Err("the key is one byte 32 times, and no secret");
+    }
     Ok(Key { id: id.to_owned(), key: LessSafeKey::new(key) })
 }
 
@@ -222,8 +226,8 @@ fn read_line(line: &str) -> Result<Key, &'static str> {
 mod tests {
     use super::*;
 
-    const OLD: &str = "old AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
-    const NEW: &str = "new AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE=";
+    const OLD: &str = "old t6+PWSJLNKRNL9xASWhknGA1XmJhdCpWM8Jps3Oc5RM=";
+    const NEW: &str = "new nHfs1+zsolQKwtw3LCILVehB1Rttw3o218uzijnJDMI=";
 
     fn keys(lines: &[&str]) -> Result<Keys, String> {
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -280,6 +284,14 @@ mod tests {
             (&["# nothing"][..], "FILE holds no key".to_owned()),
             (&["k"], format!("FILE, line 1: the key is missing{how}")),
             (&[NEW, "k AAAA"], format!("FILE, line 2: the key is not 32 bytes long{how}")),
+            (
+                &["k AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA="],
+                format!("FILE, line 1: the key is one byte 32 times, and no secret{how}"),
+            ),
+            (
+                &["k QUFBQUFBQUFBQUFBQUFBQUFBQUFBQUFBQUFBQUFBQUE="],
+                format!("FILE, line 1: the key is one byte 32 times, and no secret{how}"),
+            ),
             (&["k !"], format!("FILE, line 1: the key is not base64{how}")),
             (
                 &["a/b AAAA"],
