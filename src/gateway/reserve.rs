@@ -288,8 +288,9 @@ impl Drop for Lead {
     fn drop(&mut self) {
         match &self.ending {
             Ending::Unknown(_) => self.open.note(&self.scope),
-            Ending::Kept(_) | Ending::Shared(_) => self.open.forget(&self.scope),
-            Ending::Unavailable(_) | Ending::LookAgain => {}
+            Ending::Kept(_) => self.open.forget(&self.scope),
+            // A later attempt that did not execute leaves the doubt about those before it.
+            Ending::Shared(_) | Ending::Unavailable(_) | Ending::LookAgain => {}
         }
         // First out of the map, then the news: a follower that looks again finds no ended entry.
         self.entries.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.scope);

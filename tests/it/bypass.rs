@@ -214,6 +214,22 @@ async fn what_was_seen_running_or_unknown_is_not_bypassed_later() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_retry_that_did_not_execute_leaves_the_doubt_and_is_not_bypassed() {
+    let (fault, rig) = rig::behind_a_fault(BYPASS, "on_unknown = \"retry\"").await;
+    for status in [504, 429] {
+        rig.orders.answer_status(status);
+        assert_eq!(order("k").to(rig.gateway.addr).await.status.as_u16(), status);
+    }
+    assert_eq!(rig.place.status_of("k").await.as_deref(), Some("unknown"));
+    rig.orders.answer_created();
+    fault.refuse();
+    fault.cut();
+    let refused = order("k").to(rig.gateway.addr).await;
+    assert_eq!((refused.problem(), bypassed(&refused)), ("store-unavailable".into(), false));
+    assert_eq!(rig.orders.runs_of("k"), 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_limit_that_is_reached_is_not_bypassed() {
     let (place, orders) = (Place::new(Which::Sqlite).await, Orders::start().await);
     let toml = rig::config_at(&place, &orders.url(), "127.0.0.1:0", BYPASS, "", "");
