@@ -294,70 +294,72 @@ async fn what_was_written_on_a_connection_that_was_used_before_is_never_taken_fo
     assert_eq!(scripted.seen().len(), 2, "and it is not sent again");
 }
 
+/// An upstream that answers one request on each of two connections, and closes the first when it is told to.
+struct Closing {
+    addr: SocketAddr,
+    close: std::sync::mpsc::Sender<()>,
+    is_closed: std::sync::mpsc::Receiver<()>,
+    server: std::thread::JoinHandle<()>,
+}
+
+impl Closing {
+    fn start() -> Self {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let addr = listener.local_addr().unwrap();
+        let (close, closing) = std::sync::mpsc::channel::<()>();
+        let (closed, is_closed) = std::sync::mpsc::channel::<()>();
+        let server = std::thread::spawn(move || {
+            for round in 1..=2 {
+                let (mut stream, _) = listener.accept().unwrap();
+                let mut request = vec![0; 2000];
+                assert!(std::io::Read::read(&mut stream, &mut request).unwrap() > 0);
+                std::io::Write::write_all(&mut stream, OK.as_bytes()).unwrap();
+                if round == 1 {
+                    closing.recv().unwrap();
+                    drop(stream);
+                    closed.send(()).unwrap();
+                }
+            }
+        });
+        Self { addr, close, is_closed, server }
+    }
+
+    /// Closes the first connection. All tasks are on this thread: they park the connection now, and see nothing while it
+    /// blocks.
+    async fn close(&self) {
+        for _ in 0..1000 {
+            tokio::task::yield_now().await;
+        }
+        self.close.send(()).unwrap();
+        self.is_closed.recv().unwrap();
+    }
+}
+
 #[tokio::test]
 async fn a_connection_that_the_upstream_has_closed_carries_no_reserved_request() {
     // The FIN is there, but the connection's task has not seen it yet.
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let upstream = reusing(listener.local_addr().unwrap(), PATIENCE);
-    let (close, closing) = std::sync::mpsc::channel::<()>();
-    let (closed, is_closed) = std::sync::mpsc::channel::<()>();
-    let server = std::thread::spawn(move || {
-        for round in 1..=2 {
-            let (mut stream, _) = listener.accept().unwrap();
-            let mut request = vec![0; 2000];
-            assert!(std::io::Read::read(&mut stream, &mut request).unwrap() > 0);
-            std::io::Write::write_all(&mut stream, OK.as_bytes()).unwrap();
-            if round == 1 {
-                closing.recv().unwrap();
-                drop(stream);
-                closed.send(()).unwrap();
-            }
-        }
-    });
+    let closing = Closing::start();
+    let upstream = reusing(closing.addr, PATIENCE);
     let answer = send(upstream.dial().await.unwrap()).await.unwrap();
     assert_eq!(whole(answer).await.unwrap(), "200 ok");
-    for _ in 0..1000 {
-        tokio::task::yield_now().await;
-    }
-    close.send(()).unwrap();
-    is_closed.recv().unwrap();
+    closing.close().await;
     let answer = send(upstream.dial().await.unwrap()).await.unwrap();
     assert_eq!(whole(answer).await.unwrap(), "200 ok");
-    server.join().unwrap();
+    closing.server.join().unwrap();
 }
 
 #[tokio::test]
 async fn a_request_that_met_a_dead_pooled_connection_unsent_goes_out_on_another() {
     // F6: the FIN is there, but the connection's task has not seen it yet.
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let upstream = upstream(listener.local_addr().unwrap());
-    let (close, closing) = std::sync::mpsc::channel::<()>();
-    let (closed, is_closed) = std::sync::mpsc::channel::<()>();
-    let server = std::thread::spawn(move || {
-        for round in 1..=2 {
-            let (mut stream, _) = listener.accept().unwrap();
-            let mut request = vec![0; 2000];
-            assert!(std::io::Read::read(&mut stream, &mut request).unwrap() > 0);
-            std::io::Write::write_all(&mut stream, OK.as_bytes()).unwrap();
-            if round == 1 {
-                closing.recv().unwrap();
-                drop(stream);
-                closed.send(()).unwrap();
-            }
-        }
-    });
+    let closing = Closing::start();
+    let upstream = upstream(closing.addr);
     let request = || post("hi").map(|body| body.map_err(|never| match never {}).boxed_unsync());
     let first = upstream.pooled(request()).await.unwrap();
     assert_eq!(first.into_body().collect().await.unwrap().to_bytes(), "ok");
-    // All tasks are on this thread: they park the connection now, and see nothing while it blocks below.
-    for _ in 0..1000 {
-        tokio::task::yield_now().await;
-    }
-    close.send(()).unwrap();
-    is_closed.recv().unwrap();
+    closing.close().await;
     let second = upstream.pooled(request()).await.unwrap();
     assert_eq!(second.into_body().collect().await.unwrap().to_bytes(), "ok");
-    server.join().unwrap();
+    closing.server.join().unwrap();
 }
 
 #[tokio::test]

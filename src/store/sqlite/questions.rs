@@ -3,7 +3,7 @@
 use rusqlite::{Row, params};
 
 use super::super::{Asker, Asking, Changed, Due, Proposal, Unresolved};
-use super::records::{self, changed};
+use super::records::{self, changed, next_attempt};
 use super::row::{self, left, micros};
 use super::thread::Tx;
 use crate::record::{Fence, Record, RecordId, Scope, Settle, State};
@@ -78,23 +78,7 @@ pub(super) fn raise(tx: &Tx<'_>, proposal: &Proposal, fence: Fence) -> rusqlite:
         WHERE tenant_id = ?4 AND operation = ?5 AND key = ?6 AND id = ?7 AND attempt = ?8
           AND status = 'in_progress' AND owner = ?1
           AND EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?1 AND lease_until > ?9)";
-    let Scope { tenant, operation, key } = &proposal.scope;
-    let raised = tx.execute(
-        SQL,
-        params![
-            proposal.owner.to_string(),
-            proposal.caller,
-            proposal.context.as_deref(),
-            tenant.as_str(),
-            operation.as_str(),
-            key.as_str(),
-            fence.id.to_string(),
-            fence.attempt.number(),
-            tx.now,
-            micros(proposal.retention),
-        ],
-    )?;
-    if raised == 1 {
+    if next_attempt(tx, SQL, proposal, fence)? == 1 {
         return Ok(Changed::Yes);
     }
     // After a commit in doubt it is run again; only this very owner can have raised it under its own name.

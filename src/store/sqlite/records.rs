@@ -165,9 +165,20 @@ fn take_over_unknown(tx: &Tx<'_>, proposal: &Proposal, fence: Fence) -> rusqlite
         WHERE tenant_id = ?4 AND operation = ?5 AND key = ?6 AND id = ?7 AND attempt = ?8
           AND status = 'unknown'
           AND EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?1 AND lease_until > ?9)";
+    Ok(changed(next_attempt(tx, SQL, proposal, fence)?))
+}
+
+/// Runs a statement that begins the attempt after this one for the proposal: `?1` to `?3` are owner, caller and context, `?4`
+/// to `?8` scope, id and attempt, `?9` the time, `?10` the retention. How many rows it changed.
+pub(super) fn next_attempt(
+    tx: &Tx<'_>,
+    sql: &str,
+    proposal: &Proposal,
+    fence: Fence,
+) -> rusqlite::Result<usize> {
     let Scope { tenant, operation, key } = &proposal.scope;
-    let taken = tx.execute(
-        SQL,
+    tx.execute(
+        sql,
         params![
             proposal.owner.to_string(),
             proposal.caller,
@@ -180,8 +191,7 @@ fn take_over_unknown(tx: &Tx<'_>, proposal: &Proposal, fence: Fence) -> rusqlite
             tx.now,
             micros(proposal.retention),
         ],
-    )?;
-    Ok(changed(taken))
+    )
 }
 
 pub(super) fn changed(rows: usize) -> Changed {
