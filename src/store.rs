@@ -315,8 +315,8 @@ pub struct Claimed {
 pub enum Verdict {
     /// The sink took it.
     Sent {
-        /// The sink's status.
-        status: u16,
+        /// The sink's status, where it has such.
+        status: Option<u16>,
     },
     /// It failed and is tried again.
     Retry {

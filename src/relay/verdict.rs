@@ -44,7 +44,14 @@ pub enum Evidence {
         /// The beginning of its body, cleaned.
         text: String,
     },
-    /// No status came: whether the sink took the event cannot be known.
+    /// The target took it, in a language that has no statuses.
+    Taken,
+    /// The target will not take this event, however often it is sent; in a language that has no statuses.
+    Refused {
+        /// What it said.
+        what: String,
+    },
+    /// No answer came: whether the sink took the event cannot be known.
     Failed {
         /// What went wrong, and in which phase.
         what: String,
@@ -64,10 +71,11 @@ pub fn verdict(
 ) -> Verdict {
     let (status, error) = match evidence {
         Evidence::Answered { status, .. } if status.is_success() => {
-            return Verdict::Sent { status: status.as_u16() };
+            return Verdict::Sent { status: Some(status.as_u16()) };
         }
+        Evidence::Taken => return Verdict::Sent { status: None },
         Evidence::Answered { status, text } => (Some(*status), complaint(*status, text)),
-        Evidence::Failed { what } => (None, clean(what)),
+        Evidence::Refused { what } | Evidence::Failed { what } => (None, clean(what)),
     };
     let number = status.map(|status| status.as_u16());
     if attempts.saturating_add(1) >= patience.attempts_max && age >= patience.age_max {
@@ -167,7 +175,7 @@ mod tests {
     fn every_2xx_delivers_and_nothing_else_does() {
         for status in 100..=999 {
             let verdict = verdict(&answered(status), 0, Duration::ZERO, &PATIENCE, None, 0.5);
-            let sent = verdict == Verdict::Sent { status };
+            let sent = verdict == Verdict::Sent { status: Some(status) };
             assert_eq!(sent, (200..300).contains(&status), "{status}");
         }
     }

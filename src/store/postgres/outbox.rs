@@ -202,7 +202,7 @@ pub(super) async fn acknowledge(
     let mut freed = Columns::default();
     for verdict in verdicts {
         match &verdict.verdict {
-            Verdict::Sent { status } => finished.add(verdict, "sent", None, Some(*status), None),
+            Verdict::Sent { status } => finished.add(verdict, "sent", None, *status, None),
             Verdict::Dead { status, error } => {
                 finished.add(verdict, "dead", None, *status, Some(error));
             }
