@@ -50,7 +50,7 @@ fn claimant() -> Claimant {
     Claimant { lease, may_judge: Arc::new(|| false) }
 }
 
-struct Running {
+pub(crate) struct Running {
     stop: CancellationToken,
     wake: Arc<Notify>,
     metrics: Arc<Metrics>,
@@ -58,7 +58,7 @@ struct Running {
 }
 
 impl Running {
-    fn start(store: &Arc<Fake>, sinks: Vec<sink::Settings>) -> Self {
+    pub(crate) fn start(store: &Arc<Fake>, sinks: Vec<sink::Settings>) -> Self {
         Self::polling(store, sinks, 20 * MS)
     }
 
@@ -77,7 +77,7 @@ impl Running {
         Self { stop, wake, metrics, task: tokio::spawn(run) }
     }
 
-    async fn stop(self) {
+    pub(crate) async fn stop(self) {
         self.stop.cancel();
         tokio::time::timeout(LONG, self.task).await.expect("the relay ends").unwrap();
     }
