@@ -32,7 +32,7 @@ use self::parameters::Parametered;
 use crate::record::{Digest, Fingerprint, RecipeId};
 
 /// Goes up whenever the canonical hash of any request changes.
-const VERSION: &[u8] = b"oncegate-fingerprint-2";
+const VERSION: &[u8] = b"oncegate-fingerprint-3";
 /// Names what the raw hash is made of, for ever.
 const RAW_VERSION: &[u8] = b"oncegate-request-1";
 

@@ -300,7 +300,10 @@ fn forms_are_one_where_another_reader_reads_one_list_of_pairs() {
             if *form == other {
                 assert_eq!(one, two, "{}\n{}", body.shown(), base.shown());
             } else {
-                assert!(one != two || repaired, "{}\n{}", body.shown(), base.shown());
+                // Some names may be one, and then their order counts.
+                let odd = |letter: char| "[. \\".contains(letter) || letter.is_ascii_uppercase();
+                let odd = one.iter().any(|(name, _)| name.contains(odd));
+                assert!(one != two || repaired || odd, "{}\n{}", body.shown(), base.shown());
             }
         },
     );
