@@ -35,11 +35,14 @@ use self::sink::{Delivered, Sink};
 use self::verdict::{Evidence, verdict};
 use crate::fault::{self, Point};
 use crate::record::LeaseView;
-use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Over, Store, Verdict};
+use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Order, Over, Store, Verdict};
 use crate::telemetry::{Delivery, Metrics, causes};
 
 /// How often a look also takes what has been due for long; at once again while it finds something.
 const SWEEP_EVERY: Duration = Duration::from_secs(5);
+
+/// In a backlog: how long a look waits until a quarter of the slots are free, so that it claims several events at once.
+const GATHER: Duration = Duration::from_millis(5);
 
 /// Most verdicts in one acknowledgement.
 const BATCH_MAX: usize = 256;
@@ -198,6 +201,10 @@ struct Done {
 struct Round {
     turn: usize,
     sweep_at: Instant,
+    /// The lane of retries had nothing, and is not looked at before then.
+    retry_at: Instant,
+    /// Whether the last look found as much as there were slots.
+    backlog: bool,
     flights: JoinSet<()>,
     done: mpsc::Sender<Done>,
 }
@@ -224,10 +231,12 @@ impl Desk {
 
     /// Looks again and again until `stop`; then waits for what is in flight.
     async fn claim_on(self: &Arc<Self>, done: mpsc::Sender<Done>) {
-        let mut round = Round { turn: 0, sweep_at: Instant::now(), flights: JoinSet::new(), done };
+        let now = Instant::now();
+        let (flights, backlog) = (JoinSet::new(), false);
+        let mut round = Round { turn: 0, sweep_at: now, retry_at: now, backlog, flights, done };
         let mut idle = self.poll;
         let mut outage = OUTAGE_FIRST;
-        while self.slot_free().await {
+        while self.slot_free(round.backlog).await {
             while let Some(ended) = round.flights.try_join_next() {
                 self.report(ended);
             }
@@ -238,9 +247,11 @@ impl Desk {
                     outage = OUTAGE_FIRST;
                     idle =
                         if found > 0 { self.poll } else { (idle * 2).min(self.poll * IDLE_FACTOR) };
-                    if found >= free { Duration::ZERO } else { self.until_due(idle).await }
+                    round.backlog = found >= self.full(free);
+                    if round.backlog { Duration::ZERO } else { self.until_due(idle).await }
                 }
                 Err(error) => {
+                    round.backlog = false;
                     self.note_failure("claim", &error);
                     let pause = jitter(outage);
                     outage = (outage * 2).min(OUTAGE_MAX);
@@ -257,13 +268,31 @@ impl Desk {
         }
     }
 
-    /// Waits until there is a free slot; false: until `stop`.
-    async fn slot_free(&self) -> bool {
-        tokio::select! {
+    /// How many events for so many free slots say that there are more. In order a look ends at the first that it finds.
+    fn full(&self, free: usize) -> usize {
+        if self.is_ordered() { free.min(1) } else { free }
+    }
+
+    fn is_ordered(&self) -> bool {
+        self.sink.order() != Order::None
+    }
+
+    /// Waits until there is a free slot, or in a backlog until several are; false: until `stop`.
+    async fn slot_free(&self, backlog: bool) -> bool {
+        let free = tokio::select! {
             biased;
             () = self.stop.cancelled() => false,
             slot = self.slots.acquire() => slot.is_ok(),
+        };
+        let several = u32::try_from(self.sink.concurrency() / 4).unwrap_or(u32::MAX);
+        if free && backlog && several > 1 {
+            tokio::select! {
+                () = self.stop.cancelled() => {}
+                _ = self.slots.acquire_many(several) => {}
+                () = tokio::time::sleep(GATHER) => {}
+            }
         }
+        free
     }
 
     async fn pause(&self, pause: Duration, nudged: bool) {
@@ -291,16 +320,22 @@ impl Desk {
     /// Claims for the free slots, three of four for fresh events; each lane gets what the other leaves.
     async fn look(self: &Arc<Self>, free: usize, round: &mut Round) -> Result<usize, Error> {
         let sweep = Instant::now() >= round.sweep_at;
-        let (fresh, retry) = split(free, &mut round.turn);
+        // What is tried again does not mind a short wait; a look for nothing would cost fresh events as much as theirs.
+        let skip = !self.is_ordered() && Instant::now() < round.retry_at;
+        let (fresh, retry) = if skip { (free, 0) } else { split(free, &mut round.turn) };
         let got_fresh = self.claim(Lane::Fresh, fresh, sweep, round).await?;
         let spare = fresh.saturating_sub(got_fresh);
-        let got_retry = self.claim(Lane::Retry, retry + spare, sweep, round).await?;
+        let asked = if skip { 0 } else { retry + spare };
+        let got_retry = self.claim(Lane::Retry, asked, sweep, round).await?;
+        if asked > 0 && got_retry == 0 {
+            round.retry_at = Instant::now() + self.poll;
+        }
         let mut found = got_fresh + got_retry;
         if spare == 0 && got_retry < retry {
             found += self.claim(Lane::Fresh, retry - got_retry, sweep, round).await?;
         }
         // A full look means a backlog: the next one sweeps, too.
-        if sweep && found < free {
+        if sweep && found < self.full(free) {
             round.sweep_at = Instant::now() + jitter(SWEEP_EVERY);
         }
         Ok(found)
@@ -321,6 +356,7 @@ impl Desk {
         let claim = Claim {
             sink: self.sink.name().to_owned(),
             lane,
+            order: self.sink.order(),
             limit: u32::try_from(limit).unwrap_or(u32::MAX),
             owner: self.claimant.lease.current().owner,
             lease,
@@ -415,8 +451,12 @@ impl Desk {
         }
         batch.sort_by_key(|done| done.acknowledgement.event_id);
         let verdicts: Vec<_> = batch.iter().map(|done| done.acknowledgement.clone()).collect();
-        match self.store.acknowledge(self.sink.name(), &verdicts).await {
+        match self.store.acknowledge(self.sink.name(), self.sink.order(), &verdicts).await {
             Ok(current) => {
+                // What waited behind these is due now.
+                if self.is_ordered() {
+                    self.nudge.notify_one();
+                }
                 for done in batch {
                     let found = current.contains(&done.acknowledgement.event_id);
                     self.count(&done.acknowledgement, found || done.doubt);

@@ -257,6 +257,8 @@ pub struct Claim {
     pub sink: String,
     /// Fresh ones, or those that failed before.
     pub lane: Lane,
+    /// In which order the sink gets them.
+    pub order: Order,
     /// At most as many as the sink has free slots.
     pub limit: u32,
     /// The process that claims; the claim is worth nothing once its lease has ended.
@@ -267,6 +269,26 @@ pub struct Claim {
     pub over: Over,
     /// Also look at events that have been due for long (the slow, complete look).
     pub sweep: bool,
+}
+
+/// In which order a sink gets its events.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Order {
+    /// In none: each goes out as soon as it is due.
+    #[default]
+    None,
+    /// Those of one ordering key one after the other, over all relays. Events without a key as in `None`.
+    Key(OnDead),
+}
+
+/// What becomes of the events behind one that is dead, within its ordering key.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum OnDead {
+    /// They are delivered.
+    #[default]
+    Free,
+    /// They wait until it is redelivered and taken, or no longer dead for another reason.
+    Block,
 }
 
 /// Which claims are over, so that what they hold may be claimed anew.
@@ -490,6 +512,8 @@ pub struct EventRow {
     pub created_at: SystemTime,
     /// When it was delivered.
     pub sent_at: Option<SystemTime>,
+    /// Whether it is dead and the events behind it in its ordering key wait for it.
+    pub blocks: bool,
 }
 
 /// Who does something to the store's content by hand, and why.
@@ -576,6 +600,8 @@ pub struct Gauges {
     pub pending: Vec<(String, u64, Duration)>,
     /// Dead events by sink.
     pub dead: Vec<(String, u64)>,
+    /// Ordering keys whose events wait behind a dead one, by sink.
+    pub blocked: Vec<(String, u64)>,
     /// Records whose outcome is unknown.
     pub unknown_records: u64,
 }
@@ -632,12 +658,17 @@ pub trait Store: Send + Sync + 'static {
     async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error>;
 
     /// Claims events that are due; see [`Claim`]. Committed before it returns. Whether `owner` itself lives is not asked.
+    ///
+    /// With [`Order::Key`] an event is claimed only as the first of its key, and only while no other of its key is claimed. What
+    /// stands behind is put off (`next_attempt_at`), until an acknowledgement in that order makes it due.
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error>;
 
-    /// Writes verdicts, each under its claim number. The ids of those that found their claim still current.
+    /// Writes verdicts, each under its claim number. The ids of those that found their claim still current. `order` is that of
+    /// the claims: with a verdict, in one transaction, the next event of its key becomes due.
     async fn acknowledge(
         &self,
         sink: &str,
+        order: Order,
         verdicts: &[Acknowledgement],
     ) -> Result<Vec<Uuid>, Error>;
 

@@ -188,9 +188,12 @@ impl Sweeper {
 
     fn publish(&mut self, gauges: Gauges) {
         let mut by_sink: BTreeMap<String, (u64, Duration, u64)> = BTreeMap::new();
+        let mut blocked: BTreeMap<String, u64> = BTreeMap::new();
         for sink in std::mem::take(&mut self.sinks) {
+            blocked.insert(sink.clone(), 0);
             by_sink.insert(sink, (0, Duration::ZERO, 0));
         }
+        blocked.extend(gauges.blocked);
         for (sink, pending, oldest) in gauges.pending {
             let row = by_sink.entry(sink.clone()).or_default();
             (row.0, row.1) = (pending, oldest);
@@ -202,6 +205,9 @@ impl Sweeper {
         }
         for (sink, (pending, oldest, dead)) in by_sink {
             self.metrics.outbox(&sink, pending, oldest, dead);
+        }
+        for (sink, keys) in blocked {
+            self.metrics.blocked_keys(&sink, keys);
         }
         self.metrics.unknown_records(gauges.unknown_records);
     }

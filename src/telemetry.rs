@@ -269,6 +269,7 @@ pub struct Metrics {
     pending: Family<BySink, Gauge>,
     oldest: Family<BySink, Seconds>,
     dead: Family<BySink, Gauge>,
+    blocked_keys: Family<BySink, Gauge>,
     unknown_records: Gauge,
     swept: Family<BySwept, Counter>,
     cached_bytes: Gauge,
@@ -299,6 +300,7 @@ impl Default for Metrics {
             pending: Family::default(),
             oldest: Family::default(),
             dead: Family::default(),
+            blocked_keys: Family::default(),
             unknown_records: Gauge::default(),
             swept: Family::default(),
             cached_bytes: Gauge::default(),
@@ -371,6 +373,11 @@ impl Metrics {
             self.oldest.clone(),
         );
         r.register("outbox_dead", "Events given up for a sink", self.dead.clone());
+        r.register(
+            "outbox_blocked_keys",
+            "Ordering keys whose events wait behind a dead one",
+            self.blocked_keys.clone(),
+        );
         r.register(
             "unknown_records",
             "Records whose outcome is unknown",
@@ -491,6 +498,11 @@ impl Metrics {
         self.pending.get_or_create(&by).set(clamp(pending));
         self.oldest.get_or_create(&by).set(oldest.as_secs_f64());
         self.dead.get_or_create(&by).set(clamp(dead));
+    }
+
+    /// How many ordering keys of a sink wait behind a dead event now.
+    pub fn blocked_keys(&self, sink: &str, keys: u64) {
+        self.blocked_keys.get_or_create(&BySink { sink: sink.to_owned() }).set(clamp(keys));
     }
 
     /// How many records are unknown now.

@@ -36,6 +36,7 @@ use crate::route::{Mode, OnUnknown, Pattern, Policy, ReplayAuth, Route, Routes};
 use crate::scope::{self, Derive, Source};
 use crate::store::postgres;
 use crate::store::sealed::Keys;
+use crate::store::{OnDead, Order};
 use crate::sweep;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -456,6 +457,7 @@ impl Builder<'_> {
             age_max: or(&raw.max_age, 3 * DAY),
             allow_private,
             allow_http,
+            order: self.order(raw),
         };
         // The part's own check has the last word.
         if let Err(wrong) = settings.check()
@@ -464,6 +466,34 @@ impl Builder<'_> {
             self.notes.mistake(&raw.place, wrong);
         }
         Some(settings)
+    }
+
+    fn order(&self, raw: &file::Sink) -> Order {
+        let ordering = |text: &str| match text {
+            "none" => Ok(false),
+            "key" => Ok(true),
+            _ => Err("must be \"none\" or \"key\" (events with the same ordering_key one after \
+                      the other)"
+                .to_owned()),
+        };
+        let on_dead = |text: &str| match text {
+            "free" => Ok(OnDead::Free),
+            "block" => Ok(OnDead::Block),
+            _ => Err("must be \"free\" or \"block\" (what is behind a dead event in its \
+                      ordering key waits until that one is redelivered or discarded)"
+                .to_owned()),
+        };
+        let by_key = raw.ordering.as_ref().and_then(|placed| self.checked(placed, ordering));
+        let dead = raw.on_dead.as_ref().and_then(|placed| self.checked(placed, on_dead));
+        match (by_key, &raw.on_dead) {
+            (Some(true), _) => Order::Key(dead.unwrap_or_default()),
+            (None | Some(false), Some(placed)) => {
+                let wrong = "has no effect without ordering = \"key\": add that, or leave it out";
+                self.notes.mistake(&placed.place, wrong);
+                Order::None
+            }
+            (None | Some(false), None) => Order::None,
+        }
     }
 
     fn required<'f, T>(

@@ -10,6 +10,7 @@ use crate::gateway::tokens::KeySource;
 use crate::relay::sink;
 use crate::route::{Mode, OnUnknown, ReplayAuth, Route};
 use crate::scope::Source;
+use crate::store::Order;
 
 /// So many of the largest answers a spill should have room for.
 const SPILLED_MIN: u64 = 8;
@@ -74,6 +75,7 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
     }
     for sink in &config.relay.sinks {
         about_sink(sink, &mut warn);
+        about_order(config, sink, &mut warn);
     }
     if matches!(config.store.kind, StoreKind::Sqlite(_)) && is_public(config) {
         let text = "sqlite serves one replica; for several use postgres://";
@@ -146,6 +148,19 @@ fn about_unknown(config: &Config, warn: &mut impl FnMut(&str, String)) {
     }
 }
 
+fn about_order(config: &Config, sink: &sink::Settings, warn: &mut impl FnMut(&str, String)) {
+    let unordered = |route: &Route| route.events.leave_unordered(&sink.name);
+    if sink.order != Order::None
+        && let Some(names) = operations(config, unordered)
+    {
+        let text = format!(
+            "{}: events of {names} have no ordering_key and are delivered in no order",
+            sink.name
+        );
+        warn("sink.ordering", text);
+    }
+}
+
 fn about_sink(sink: &sink::Settings, warn: &mut impl FnMut(&str, String)) {
     if sink.url.scheme_str() == Some("http") && sink.allow_http {
         let text = format!("{}: events travel unencrypted", sink.name);
@@ -207,7 +222,7 @@ fn is_public(config: &Config) -> bool {
 }
 
 /// The operations that a test holds for: "orders.create, orders.cancel and 3 more".
-fn operations(config: &Config, test: fn(&Route) -> bool) -> Option<String> {
+fn operations(config: &Config, test: impl Fn(&Route) -> bool) -> Option<String> {
     let names: Vec<&str> = config
         .routes
         .iter()

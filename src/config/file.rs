@@ -397,6 +397,10 @@ pub struct Sink {
     pub allow_http: Maybe<bool>,
     /// Consecutive failures before a pause.
     pub pause_after: Maybe<u32>,
+    /// In which order events are delivered.
+    pub ordering: Maybe<String>,
+    /// What becomes of the events behind a dead one.
+    pub on_dead: Maybe<String>,
 }
 
 /// `[outbox]`
@@ -702,9 +706,10 @@ fn sink(mut s: Section<'_>) -> Sink {
         allow_private: s.flag("allow_private"),
         allow_http: s.flag("allow_http"),
         pause_after: s.number("pause_after", 1..=1_000_000),
+        ordering: s.text("ordering"),
+        on_dead: s.text("on_dead"),
     };
     s.only("format", "standard-webhooks", &["cloudevents", "cloudevents-structured"]);
-    s.only("ordering", "none", &["key"]);
     s.not_yet(&["events", "max_refusals"]);
     s.finish();
     read

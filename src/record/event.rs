@@ -147,6 +147,13 @@ impl Compiled {
 }
 
 impl Templates {
+    /// Whether this sink gets events without an ordering key.
+    #[must_use]
+    pub fn leave_unordered(&self, sink: &str) -> bool {
+        let towards = |spec: &&Compiled| spec.sinks.iter().any(|name| name == sink);
+        self.specs.iter().filter(towards).any(|spec| spec.ordering_key.is_none())
+    }
+
     /// Compiles a route's events; no specs: the default event.
     ///
     /// # Errors

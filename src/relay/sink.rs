@@ -36,7 +36,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::address::{Resolver, Rule};
 use super::verdict::{ERROR_MAX, Evidence, Patience, clean, retry_after};
-use crate::store::Claimed;
+use crate::store::{Claimed, Order};
 use crate::telemetry::causes;
 
 /// How long an unused connection is kept: below the five seconds at which common servers close theirs.
@@ -85,6 +85,8 @@ pub struct Settings {
     pub allow_private: bool,
     /// Whether plain `http` may be used for public addresses.
     pub allow_http: bool,
+    /// In which order events are delivered.
+    pub order: Order,
 }
 
 impl fmt::Debug for Settings {
@@ -212,6 +214,12 @@ impl Sink {
     #[must_use]
     pub fn concurrency(&self) -> usize {
         self.settings.concurrency
+    }
+
+    /// In which order it gets its events.
+    #[must_use]
+    pub fn order(&self) -> Order {
+        self.settings.order
     }
 
     /// How patient the relay is with it.
@@ -368,6 +376,7 @@ mod tests {
             age_max: Duration::from_secs(60),
             allow_private: false,
             allow_http: true,
+            order: Order::None,
         }
     }
 

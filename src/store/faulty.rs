@@ -11,8 +11,8 @@ use uuid::Uuid;
 
 use super::{
     Acknowledgement, Acted, Asking, AuditRow, Beat, Changed, Claim, Claimed, Completion, Due,
-    Error, EventFilter, EventRow, Gauges, LateOutcome, Operator, Proposal, RecordFilter, RecordRow,
-    Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
+    Error, EventFilter, EventRow, Gauges, LateOutcome, Operator, Order, Proposal, RecordFilter,
+    RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
 };
 use crate::fault::{self, Injected, Point, Verb};
 use crate::record::event::Event;
@@ -64,7 +64,7 @@ verbs! {
     tell(doubt: &Doubt, event: Option<&Event>) -> Changed, Tell;
     note_late_outcome(late: &LateOutcome) -> (), NoteLateOutcome;
     claim(claim: &Claim) -> Vec<Claimed>, Claim;
-    acknowledge(sink: &str, verdicts: &[Acknowledgement]) -> Vec<Uuid>, Acknowledge;
+    acknowledge(sink: &str, order: Order, verdicts: &[Acknowledgement]) -> Vec<Uuid>, Acknowledge;
     next_due(sink: &str) -> Option<Duration>;
     questions(asking: &[Asking], limit: u32) -> Vec<Due>;
     unresolved(id: RecordId) -> Option<Unresolved>;

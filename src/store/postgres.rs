@@ -20,6 +20,7 @@ mod doubts;
 mod leases;
 mod migrate;
 mod operate;
+mod order;
 mod outbox;
 mod questions;
 mod records;
@@ -39,7 +40,7 @@ use uuid::Uuid;
 use super::batch::{Batcher, RunError, Turns};
 use super::{
     Acknowledgement, Acted, Asking, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion,
-    Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal,
+    Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Order, Proposal,
     RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
 };
 use crate::record::event::Event;
@@ -270,9 +271,10 @@ impl Store for Postgres {
     async fn acknowledge(
         &self,
         sink: &str,
+        order: Order,
         verdicts: &[Acknowledgement],
     ) -> Result<Vec<Uuid>, Error> {
-        outbox::acknowledge(&self.door, sink, verdicts).await
+        outbox::acknowledge(&self.door, sink, order, verdicts).await
     }
 
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {

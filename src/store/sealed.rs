@@ -25,8 +25,8 @@ pub use self::keys::{Keys, KeysError, Unopened};
 use self::keys::{MARK, NoRandom, Part};
 use super::{
     Acknowledgement, Acted, Asking, AuditRow, Beat, Changed, Claim, Claimed, Completion, Due,
-    Error, EventFilter, EventRow, Gauges, LateEnd, LateOutcome, Operator, Proposal, RecordFilter,
-    RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
+    Error, EventFilter, EventRow, Gauges, LateEnd, LateOutcome, Operator, Order, Proposal,
+    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
 };
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
@@ -255,7 +255,7 @@ verbs! {
         mark_unknown(scope: &Scope, fence: Fence) -> Changed;
         mark_dead(only: Option<(&Scope, Fence)>, limit: u32) -> u64;
         untold(which: Untold, limit: u32) -> Vec<Doubt>;
-        acknowledge(sink: &str, verdicts: &[Acknowledgement]) -> Vec<Uuid>;
+        acknowledge(sink: &str, order: Order, verdicts: &[Acknowledgement]) -> Vec<Uuid>;
         next_due(sink: &str) -> Option<Duration>;
         sweep_records(limit: u32) -> u64;
         sweep_events(retention: Duration, limit: u32) -> u64;

@@ -15,6 +15,7 @@
 mod doubts;
 mod file;
 mod operator;
+mod order;
 mod outbox;
 mod questions;
 mod records;
@@ -37,7 +38,7 @@ use self::thread::{Role, Tx, Worker, checkpoints, connect};
 use super::batch::{Batcher, RunError, Turns, Work};
 use super::{
     Acknowledgement, Acted, Asking, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion,
-    Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal,
+    Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Order, Proposal,
     RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
 };
 use crate::fault::{self, Point};
@@ -47,15 +48,19 @@ use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 use crate::telemetry;
 
 /// Each migration brings the schema from the version before it to its own.
-const MIGRATIONS: [(u32, &str); 4] = [
+const MIGRATIONS: [(u32, &str); 5] = [
     (1, include_str!("../../migrations/sqlite/0001_records.sql")),
     (2, include_str!("../../migrations/sqlite/0002_unknown.sql")),
     (3, include_str!("../../migrations/sqlite/0003_claim_owner.sql")),
     (4, include_str!("../../migrations/sqlite/0004_retention.sql")),
+    (6, include_str!("../../migrations/sqlite/0006_order.sql")),
 ];
 
+/// How long a claim goes on looking while all that it finds has to wait for others.
+const LOOK_MAX: Duration = Duration::from_secs(1);
+
 /// The schema's version that this program knows.
-const KNOWN: u32 = 4;
+const KNOWN: u32 = 6;
 
 /// A SQLite file as a store. Dropped, its threads finish what is queued and end.
 pub struct Sqlite {
@@ -128,8 +133,8 @@ impl Sqlite {
         let end = |tx: &Tx<'_>| {
             tx.execute("DELETE FROM oncegate_owners", [])?;
             // What a dead relay had claimed is free at once, too.
-            tx.execute("UPDATE outbox_queue SET lease_until = 0 WHERE lease_until > 0", [])
-                .map(drop)
+            tx.execute("UPDATE outbox_queue SET lease_until = 0 WHERE lease_until > 0", [])?;
+            order::end_turns(tx)
         };
         self.pen.write(end).await
     }
@@ -336,17 +341,24 @@ impl Store for Sqlite {
     }
 
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {
-        let claim = claim.clone();
-        self.pen.write(move |tx| outbox::claim(tx, &claim)).await
+        let end = Instant::now() + LOOK_MAX;
+        loop {
+            let claim = claim.clone();
+            let (claimed, again) = self.pen.write(move |tx| outbox::claim(tx, &claim)).await?;
+            if !claimed.is_empty() || !again || Instant::now() >= end {
+                return Ok(claimed);
+            }
+        }
     }
 
     async fn acknowledge(
         &self,
         sink: &str,
+        order: Order,
         verdicts: &[Acknowledgement],
     ) -> Result<Vec<Uuid>, Error> {
         let (sink, verdicts) = (sink.to_owned(), verdicts.to_vec());
-        self.pen.write(move |tx| outbox::acknowledge(tx, &sink, &verdicts)).await
+        self.pen.write(move |tx| outbox::acknowledge(tx, &sink, order, &verdicts)).await
     }
 
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {

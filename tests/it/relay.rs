@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use oncegate::record::{Lease, LeaseView, OwnerId};
 use oncegate::relay::{self, Claimant, Settings, sink};
-use oncegate::store::{EventStatus, Lane, Verdict};
+use oncegate::store::{EventStatus, Lane, Order, Verdict};
 use oncegate::telemetry::Metrics;
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -33,6 +33,7 @@ fn settings(sink: &Sink) -> sink::Settings {
         age_max: Duration::from_secs(3600),
         allow_private: true,
         allow_http: false,
+        order: Order::None,
     }
 }
 

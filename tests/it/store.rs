@@ -17,8 +17,8 @@ use oncegate::record::{
 };
 use oncegate::store::{
     Acknowledgement, Asker, Asking, Beat, Changed, Claim, Claimed, Completion, EventFilter,
-    EventStatus, Lane, LateEnd, LateOutcome, Objection, Operator, Over, Proposal, RecordFilter,
-    Redeliver, Reserved, Settled, Store, Takeover, Untold, Verdict,
+    EventStatus, Lane, LateEnd, LateOutcome, Objection, OnDead, Operator, Order, Over, Proposal,
+    RecordFilter, Redeliver, Reserved, Settled, Store, Takeover, Untold, Verdict,
 };
 use uuid::Uuid;
 
@@ -76,6 +76,9 @@ on_every_store![
     a_late_delivery_stays_visible_for_its_whole_retention,
     an_event_that_is_dead_towards_one_sink_is_kept_whole,
     a_claim_takes_no_more_than_its_limit_and_nothing_twice,
+    of_one_ordering_key_one_event_is_claimed_and_its_verdict_wakes_the_next,
+    a_dead_event_blocks_its_ordering_key_where_that_is_asked_for,
+    the_turn_of_a_claim_that_is_over_goes_to_the_same_event,
     concurrent_claims_never_share_an_event,
     claims_of_an_owner_without_a_lease_are_free_at_once,
     a_stale_acknowledgement_changes_nothing,
@@ -216,14 +219,24 @@ async fn claim(
     lease: Duration,
 ) -> Vec<Claimed> {
     let (owner, over) = (OwnerId::fresh(), Over::Ended);
-    let claim = Claim { sink: sink.into(), lane, limit, owner, lease, over, sweep: true };
+    let claim = Claim {
+        sink: sink.into(),
+        lane,
+        order: Order::None,
+        limit,
+        owner,
+        lease,
+        over,
+        sweep: true,
+    };
     store.claim(&claim).await.unwrap()
 }
 
 /// All that is due at once, as a process that may, or may not, judge others.
 async fn claim_as(store: &Tested, sink: &str, owner: OwnerId, over: Over) -> Vec<Claimed> {
     let (sink, lane, lease) = (sink.to_owned(), Lane::Fresh, MINUTE);
-    let claim = Claim { sink, lane, limit: 10, owner, lease, over, sweep: false };
+    let claim =
+        Claim { sink, lane, order: Order::None, limit: 10, owner, lease, over, sweep: false };
     store.claim(&claim).await.unwrap()
 }
 
@@ -251,7 +264,7 @@ async fn claims_of_an_owner_without_a_lease_are_free_at_once(store: Tested) {
 
 async fn verdict(store: &Tested, sink: &str, claimed: &Claimed, verdict: Verdict) -> bool {
     let ack = Acknowledgement { event_id: claimed.event_id, claim_no: claimed.claim_no, verdict };
-    let current = store.acknowledge(sink, &[ack]).await.unwrap();
+    let current = store.acknowledge(sink, Order::None, &[ack]).await.unwrap();
     current == [claimed.event_id]
 }
 
@@ -1021,6 +1034,140 @@ async fn a_claim_takes_no_more_than_its_limit_and_nothing_twice(store: Tested) {
     assert_eq!(again[0].event_id, third[0].event_id);
     assert!(again[0].claim_no > third[0].claim_no);
     assert_eq!(again[0].attempts, 0);
+}
+
+/// Writes events of one record, in this order, each with its ordering key.
+async fn announced_in_order(store: &Tested, sink: &str, names: &[(&str, Option<&str>)]) -> Fence {
+    let scope = scope();
+    let (fence, _) = held(store, &scope).await;
+    let events = names.iter().enumerate().map(|(n, (name, key))| Event {
+        position: u16::try_from(n).unwrap(),
+        ordering_key: key.map(str::to_owned),
+        ..event(fence, name, &[sink])
+    });
+    let completion = completion(&scope, fence, events.collect());
+    assert!(is_done(complete(store, completion).await));
+    fence
+}
+
+const FREE: Order = Order::Key(OnDead::Free);
+const BLOCK: Order = Order::Key(OnDead::Block);
+
+/// All that is due of a lane, in that order.
+async fn in_order(store: &Tested, sink: &str, lane: Lane, order: Order) -> Vec<Claimed> {
+    let (owner, over) = (OwnerId::fresh(), Over::Ended);
+    let sink = sink.to_owned();
+    let claim = Claim { sink, lane, order, limit: 9, owner, lease: MINUTE, over, sweep: true };
+    store.claim(&claim).await.unwrap()
+}
+
+fn names(claimed: &[Claimed]) -> Vec<&str> {
+    claimed.iter().map(|claimed| claimed.kind.as_str()).collect()
+}
+
+async fn say(store: &Tested, sink: &str, order: Order, claimed: &Claimed, verdict: Verdict) {
+    let ack = Acknowledgement { event_id: claimed.event_id, claim_no: claimed.claim_no, verdict };
+    let current = store.acknowledge(sink, order, &[ack]).await.unwrap();
+    assert_eq!(current, [claimed.event_id]);
+}
+
+async fn of_one_ordering_key_one_event_is_claimed_and_its_verdict_wakes_the_next(store: Tested) {
+    let sink = sink();
+    let events =
+        [("a", Some("k")), ("b", Some("k")), ("c", Some("k")), ("x", Some("l")), ("y", None)];
+    announced_in_order(&store, &sink, &events).await;
+    let claim = |lane| in_order(&store, &sink, lane, FREE);
+    let sent = || Verdict::Sent { status: 200 };
+    let again = |delay| Verdict::Retry { delay, status: None, error: "x".into() };
+    let first = claim(Lane::Fresh).await;
+    assert_eq!(names(&first), ["a", "x", "y"]);
+    assert!(claim(Lane::Fresh).await.is_empty(), "the others wait");
+
+    say(&store, &sink, FREE, &first[0], again(Duration::ZERO)).await;
+    assert!(claim(Lane::Fresh).await.is_empty(), "nothing overtakes what is tried again");
+    let retried = claim(Lane::Retry).await;
+    assert_eq!(names(&retried), ["a"]);
+    say(&store, &sink, FREE, &retried[0], Verdict::GivenBack).await;
+    assert!(claim(Lane::Fresh).await.is_empty(), "nor what is given back");
+    let retried = claim(Lane::Retry).await;
+    say(&store, &sink, FREE, &retried[0], sent()).await;
+    let second = claim(Lane::Fresh).await;
+    assert_eq!(names(&second), ["b"], "the next is due at once");
+
+    let one = Redeliver::One { id: first[0].event_id, sink: None };
+    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
+    assert!(claim(Lane::Retry).await.is_empty(), "never two of a key at once");
+    say(&store, &sink, FREE, &second[0], again(MINUTE)).await;
+    assert!(claim(Lane::Fresh).await.is_empty());
+    let older = claim(Lane::Retry).await;
+    assert_eq!(names(&older), ["a"], "the oldest is woken, whoever gave up the turn");
+    let (b, by) = (Redeliver::One { id: second[0].event_id, sink: None }, somebody());
+    say(&store, &sink, FREE, &older[0], dead()).await;
+    assert_eq!(store.redeliver(&b, &by).await.unwrap(), 1, "due at once");
+    let second = claim(Lane::Retry).await;
+    assert_eq!(names(&second), ["b"], "a dead one frees its key");
+    say(&store, &sink, FREE, &second[0], sent()).await;
+    assert_eq!(names(&claim(Lane::Fresh).await), ["c"]);
+}
+
+async fn a_dead_event_blocks_its_ordering_key_where_that_is_asked_for(store: Tested) {
+    let sink = sink();
+    let events = [("a", Some("k")), ("b", Some("k")), ("x", Some("l")), ("y", Some("l"))];
+    let fence = announced_in_order(&store, &sink, &events).await;
+    let first = in_order(&store, &sink, Lane::Fresh, BLOCK).await;
+    assert_eq!(names(&first), ["a", "x"]);
+    for claimed in &first {
+        say(&store, &sink, BLOCK, claimed, dead()).await;
+    }
+    assert!(in_order(&store, &sink, Lane::Fresh, BLOCK).await.is_empty(), "they wait");
+    assert_eq!(store.gauges().await.unwrap().blocked, [(sink.clone(), 2)]);
+    let filter = EventFilter { record: Some(fence.id), limit: 9, ..EventFilter::default() };
+    let rows = store.list_events(&filter).await.unwrap();
+    let blocking: BTreeSet<_> =
+        rows.iter().filter(|row| row.blocks).map(|row| row.kind.as_str()).collect();
+    assert_eq!(blocking, BTreeSet::from(["a", "x"]), "it is visible");
+
+    let one = Redeliver::One { id: first[0].event_id, sink: None };
+    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
+    let again = in_order(&store, &sink, Lane::Retry, BLOCK).await;
+    assert_eq!(names(&again), ["a"]);
+    say(&store, &sink, BLOCK, &again[0], Verdict::Sent { status: 200 }).await;
+    let next = in_order(&store, &sink, Lane::Fresh, BLOCK).await;
+    assert_eq!(names(&next), ["b"], "the other key still waits");
+    // By an operator's request the follower is looked at anew; where dead ones free their key, nothing holds it.
+    let y = rows.iter().find(|row| row.kind == "y").unwrap();
+    let one = Redeliver::One { id: y.id, sink: None };
+    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
+    assert!(in_order(&store, &sink, Lane::Fresh, BLOCK).await.is_empty());
+    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
+    assert_eq!(names(&in_order(&store, &sink, Lane::Fresh, FREE).await), ["y"]);
+    assert!(store.gauges().await.unwrap().blocked.is_empty());
+}
+
+async fn the_turn_of_a_claim_that_is_over_goes_to_the_same_event(store: Tested) {
+    let sink = sink();
+    announced_in_order(&store, &sink, &[("a", Some("k")), ("b", Some("k"))]).await;
+    let (lost, heir) = (owner(&store).await, owner(&store).await);
+    let (lane, order) = (Lane::Fresh, FREE);
+    let claim = |owner, lease, over| {
+        let sink = sink.clone();
+        Claim { sink, lane, order, limit: 9, owner, lease, over, sweep: false }
+    };
+    let short = store.claim(&claim(lost, Duration::ZERO, Over::Ended)).await.unwrap();
+    let long = store.claim(&claim(lost, MINUTE, Over::Ended)).await.unwrap();
+    assert_eq!((names(&short), names(&long)), (vec!["a"], vec!["a"]));
+    assert!(store.claim(&claim(heir, MINUTE, Over::EndedOrDead)).await.unwrap().is_empty());
+    store.retire(lost).await.unwrap();
+    assert!(store.claim(&claim(heir, MINUTE, Over::Ended)).await.unwrap().is_empty());
+    let taken = store.claim(&claim(heir, MINUTE, Over::EndedOrDead)).await.unwrap();
+    assert_eq!((names(&taken), taken[0].claim_no), (vec!["a"], 3));
+    let late = Acknowledgement {
+        event_id: long[0].event_id,
+        claim_no: long[0].claim_no,
+        verdict: Verdict::Sent { status: 200 },
+    };
+    assert!(store.acknowledge(&sink, FREE, &[late]).await.unwrap().is_empty());
+    assert!(in_order(&store, &sink, Lane::Fresh, FREE).await.is_empty(), "it gave up nothing");
 }
 
 async fn concurrent_claims_never_share_an_event(store: Tested) {

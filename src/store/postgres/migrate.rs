@@ -56,6 +56,11 @@ const MIGRATIONS: &[Migration] = &[
         name: "batches",
         sql: include_str!("../../../migrations/postgres/0007_batches.sql"),
     },
+    Migration {
+        version: 9,
+        name: "order",
+        sql: include_str!("../../../migrations/postgres/0009_order.sql"),
+    },
 ];
 
 /// The version that this program knows.

@@ -12,10 +12,11 @@ use tokio_postgres::types::Type;
 use uuid::Uuid;
 
 use super::door::{Connection, Door, Param, Params, Task};
+use super::order::{self, AcknowledgingInOrder};
 use super::rows::{self, duration, get, unsigned};
 use super::seconds;
 use crate::store::batch::RunError;
-use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Over, Verdict};
+use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Order, Over, Verdict};
 
 const NAME_SINKS: &str = "-- name_sinks
 WITH gone AS (
@@ -28,27 +29,61 @@ pub(super) async fn name_sinks(door: &Door, names: &[String]) -> Result<(), Erro
 }
 
 // The planner may have met the queue when it was empty, and would then read all of it for each claim.
-const BEGIN_CLAIM: &str = "-- begin_claim
+pub(super) const BEGIN_CLAIM: &str = "-- begin_claim
 BEGIN ISOLATION LEVEL READ COMMITTED;
 SET LOCAL enable_seqscan = off;
 SET LOCAL enable_bitmapscan = off";
 
 /// How far back the quick look goes.
-const FLOOR: Duration = Duration::from_secs(10);
+pub(super) const FLOOR: Duration = Duration::from_secs(10);
 
-// MATERIALIZED: the limited look must not be run again for each row. The clock stands in a sub-select because only
-// a value that is fixed for the statement can bound an index scan. The owner of a running claim is looked up by its
-// primary key, and only for claims that run: a scalar sub-select is never made into a join or a hash over all owners.
-const CLAIM: &str = "-- claim
+/// Whether the process of this id lives. Looked up by its primary key: a scalar sub-select is never made into a join or a
+/// hash over all owners.
+macro_rules! owner_lives {
+    ($owner:literal) => {
+        concat!(
+            "(coalesce((SELECT o.lease_until FROM oncegate_owners o WHERE o.owner = ",
+            $owner,
+            "), '-infinity') > clock_timestamp())"
+        )
+    };
+}
+pub(super) use owner_lives;
+
+/// What may be claimed: of a sink and lane, due for no longer than the floor, and free. The clock stands in a sub-select
+/// because only a value that is fixed for the statement can bound an index scan. Owners are asked about only for claims
+/// that run.
+macro_rules! claimable {
+    ($sink:literal, $lane:literal, $floor:literal, $judges:literal) => {
+        concat!(
+            "sink = ",
+            $sink,
+            " AND lane = ",
+            $lane,
+            "
+      AND next_attempt_at <= (SELECT clock_timestamp())
+      AND next_attempt_at >= (SELECT clock_timestamp() - make_interval(secs => ",
+            $floor,
+            "))
+      AND (lease_until <= clock_timestamp()
+        OR (",
+            $judges,
+            " AND claimed_by IS NOT NULL AND NOT ",
+            $crate::store::postgres::outbox::owner_lives!("claimed_by"),
+            "))"
+        )
+    };
+}
+pub(super) use claimable;
+
+// MATERIALIZED: the limited look must not be run again for each row.
+const CLAIM: &str = concat!(
+    "-- claim
 WITH c AS MATERIALIZED (
     SELECT event_id FROM outbox_queue
-    WHERE sink = $1 AND lane = $2
-      AND next_attempt_at <= (SELECT clock_timestamp())
-      AND next_attempt_at >= (SELECT clock_timestamp() - make_interval(secs => $5))
-      AND (lease_until <= clock_timestamp()
-        OR ($7 AND claimed_by IS NOT NULL
-          AND coalesce((SELECT o.lease_until FROM oncegate_owners o WHERE o.owner = claimed_by),
-                       '-infinity') <= clock_timestamp()))
+    WHERE ",
+    claimable!("$1", "$2", "$5", "$7"),
+    "
     ORDER BY next_attempt_at, event_id LIMIT $3 FOR UPDATE OF outbox_queue SKIP LOCKED),
 u AS (
     UPDATE outbox_queue q
@@ -60,10 +95,14 @@ SELECT u.event_id, u.claim_no, u.attempts,
        extract(epoch FROM clock_timestamp() - u.created_at)::float8 AS age,
        m.event_type, m.tenant_id, m.operation, m.idempotency_key, m.payload
 FROM u JOIN outbox_messages m ON m.id = u.event_id
-ORDER BY u.created_at, m.record_id, m.seq, u.event_id";
+ORDER BY u.created_at, m.record_id, m.seq, u.event_id"
+);
 
 pub(super) async fn claim(door: &Door, claim: &Claim) -> Result<Vec<Claimed>, Error> {
-    door.run(&Claiming(claim)).await?.iter().map(claimed).collect()
+    match claim.order {
+        Order::None => door.run(&Claiming(claim)).await?.iter().map(claimed).collect(),
+        Order::Key(on_dead) => order::claim(door, claim, on_dead).await,
+    }
 }
 
 struct Claiming<'a>(&'a Claim);
@@ -73,7 +112,7 @@ impl Task for Claiming<'_> {
     type Done = Vec<Row>;
 
     async fn run(&self, connection: &mut Connection) -> Result<Vec<Row>, RunError> {
-        let Claim { sink, lane: which, limit, owner, lease, over, sweep } = self.0;
+        let Claim { sink, lane: which, order: _, limit, owner, lease, over, sweep } = self.0;
         let floor = if *sweep { Duration::MAX } else { FLOOR };
         let params: Params<'_> = &[
             (sink, Type::TEXT),
@@ -91,14 +130,14 @@ impl Task for Claiming<'_> {
     }
 }
 
-fn lane(lane: Lane) -> i16 {
+pub(super) fn lane(lane: Lane) -> i16 {
     match lane {
         Lane::Fresh => 0,
         Lane::Retry => 1,
     }
 }
 
-fn claimed(row: &Row) -> Result<Claimed, Error> {
+pub(super) fn claimed(row: &Row) -> Result<Claimed, Error> {
     Ok(Claimed {
         event_id: get(row, "event_id")?,
         claim_no: get(row, "claim_no")?,
@@ -114,7 +153,7 @@ fn claimed(row: &Row) -> Result<Claimed, Error> {
 
 // A lease of '-infinity': the claim of this number has got its verdict already. So a verdict that is said twice, as
 // after a lost answer, counts once.
-const FINISH: &str = "-- finish
+pub(super) const FINISH: &str = "-- finish
 WITH x AS MATERIALIZED (
     SELECT * FROM unnest($2::uuid[], $3::int[], $4::text[], $5::int[], $6::text[])
       AS x(event_id, claim_no, outcome, status, error)
@@ -124,7 +163,7 @@ gone AS (
     WHERE q.event_id = x.event_id AND q.sink = $1 AND q.claim_no = x.claim_no
       AND q.lease_until <> '-infinity'
     RETURNING q.event_id, q.sink, q.claim_no, q.attempts + 1 AS attempts,
-              x.outcome, x.status, x.error),
+              x.outcome, x.status, x.error, q.ordering_key),
 kept AS (
     INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts, last_status, last_error,
                              finished_at)
@@ -134,10 +173,10 @@ kept AS (
     SET outcome = excluded.outcome, claim_no = excluded.claim_no, attempts = excluded.attempts,
         last_status = excluded.last_status, last_error = excluded.last_error,
         finished_at = excluded.finished_at)
-SELECT event_id FROM gone";
+SELECT event_id, ordering_key FROM gone";
 
 // No delay: given back unsent, no attempt used.
-const FREE: &str = "-- free
+pub(super) const FREE: &str = "-- free
 WITH x AS MATERIALIZED (
     SELECT * FROM unnest($2::uuid[], $3::int[], $4::float8[], $5::int[], $6::text[])
       AS x(event_id, claim_no, delay, status, error)
@@ -153,11 +192,11 @@ SET lease_until = '-infinity',
 FROM x
 WHERE q.event_id = x.event_id AND q.sink = $1 AND q.claim_no = x.claim_no
   AND q.lease_until <> '-infinity'
-RETURNING q.event_id";
+RETURNING q.event_id, q.ordering_key";
 
 /// Parallel arrays of verdicts that end a delivery, and of those that free it again.
 #[derive(Default)]
-struct Columns {
+pub(super) struct Columns {
     ids: Vec<Uuid>,
     claims: Vec<i32>,
     outcomes: Vec<&'static str>,
@@ -182,6 +221,27 @@ impl Columns {
         self.statuses.push(status.map(i32::from));
         self.errors.push(error.map(clean));
     }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.ids.is_empty()
+    }
+
+    /// As [`FINISH`] or [`FREE`] takes them.
+    pub(super) fn params<'a>(&'a self, sql: &str, sink: &'a &str) -> [Param<'a>; 6] {
+        let third: Param<'_> = if sql == FINISH {
+            (&self.outcomes, Type::TEXT_ARRAY)
+        } else {
+            (&self.delays, Type::FLOAT8_ARRAY)
+        };
+        [
+            (sink, Type::TEXT),
+            (&self.ids, Type::UUID_ARRAY),
+            (&self.claims, Type::INT4_ARRAY),
+            third,
+            (&self.statuses, Type::INT4_ARRAY),
+            (&self.errors, Type::TEXT_ARRAY),
+        ]
+    }
 }
 
 /// An error's text as the column takes it: without NUL, at most 1 KiB.
@@ -196,6 +256,7 @@ fn clean(text: &str) -> String {
 pub(super) async fn acknowledge(
     door: &Door,
     sink: &str,
+    order: Order,
     verdicts: &[Acknowledgement],
 ) -> Result<Vec<Uuid>, Error> {
     let mut finished = Columns::default();
@@ -212,29 +273,20 @@ pub(super) async fn acknowledge(
             Verdict::GivenBack => freed.add(verdict, "", None, None, None),
         }
     }
+    if let Order::Key(on_dead) = order {
+        let (finished, freed) = (&finished, &freed);
+        return door.run(&AcknowledgingInOrder { sink, on_dead, verdicts, finished, freed }).await;
+    }
     let mut found = settle(door, FINISH, sink, &finished).await?;
     found.extend(settle(door, FREE, sink, &freed).await?);
     Ok(found)
 }
 
 async fn settle(door: &Door, sql: &str, sink: &str, columns: &Columns) -> Result<Vec<Uuid>, Error> {
-    if columns.ids.is_empty() {
+    if columns.is_empty() {
         return Ok(Vec::new());
     }
-    let third: Param<'_> = if sql == FINISH {
-        (&columns.outcomes, Type::TEXT_ARRAY)
-    } else {
-        (&columns.delays, Type::FLOAT8_ARRAY)
-    };
-    let params: Params<'_> = &[
-        (&sink, Type::TEXT),
-        (&columns.ids, Type::UUID_ARRAY),
-        (&columns.claims, Type::INT4_ARRAY),
-        third,
-        (&columns.statuses, Type::INT4_ARRAY),
-        (&columns.errors, Type::TEXT_ARRAY),
-    ];
-    let rows = door.write(sql, params).await?;
+    let rows = door.write(sql, &columns.params(sql, &sink)).await?;
     rows.iter().map(|row| get(row, "event_id")).collect()
 }
 

@@ -11,8 +11,11 @@ use bytes::Bytes;
 use rusqlite::params;
 use uuid::Uuid;
 
-use super::super::{Acknowledgement, Claim, Claimed, Lane, Operator, Over, Redeliver, Verdict};
+use super::super::{
+    Acknowledgement, Claim, Claimed, Lane, Operator, Order, Over, Redeliver, Verdict,
+};
 use super::operator::{Action, audit};
+use super::order::{self, Look};
 use super::row::{self, left, micros};
 use super::thread::Tx;
 use crate::record::event::Event;
@@ -62,9 +65,32 @@ pub(super) fn write(
 }
 
 /// The claim of one row: event, claim number, attempts.
-type Taken = (Uuid, i32, u32);
+pub(super) type Taken = (Uuid, i32, u32);
 
-pub(super) fn claim(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<Vec<Claimed>> {
+/// Claims what is due. Whether there is reason to claim again at once: all that was looked at has to wait for others.
+pub(super) fn claim(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<(Vec<Claimed>, bool)> {
+    let Look { taken, again } = match claim.order {
+        Order::None => Look { taken: take(tx, claim)?, again: false },
+        Order::Key(on_dead) => order::take(tx, claim, on_dead)?,
+    };
+    let mut claimed = Vec::with_capacity(taken.len());
+    for one in taken {
+        claimed.extend(message(tx, one)?);
+    }
+    // Oldest first, and the events of one record in their order.
+    claimed.sort_by_key(|(order, _)| *order);
+    Ok((claimed.into_iter().map(|(_, claimed)| claimed).collect(), again))
+}
+
+/// The value of the column.
+pub(super) fn lane(lane: Lane) -> i64 {
+    match lane {
+        Lane::Fresh => 0,
+        Lane::Retry => 1,
+    }
+}
+
+fn take(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<Vec<Taken>> {
     const SQL: &str = "UPDATE outbox_queue
         SET lease_until = ?1, claim_no = claim_no + 1, claimed_by = ?6
         WHERE sink = ?2 AND event_id IN (SELECT event_id FROM outbox_queue q
@@ -74,23 +100,11 @@ pub(super) fn claim(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<Vec<Claimed>
               WHERE o.owner = q.claimed_by AND o.lease_until > ?4)))
           ORDER BY next_attempt_at, event_id LIMIT ?5)
         RETURNING event_id, claim_no, attempts";
-    let lane = match claim.lane {
-        Lane::Fresh => 0,
-        Lane::Retry => 1,
-    };
     let until = tx.now + micros(claim.lease);
     let judges = claim.over == Over::EndedOrDead;
     let owner = claim.owner.to_string();
-    let params = params![until, claim.sink, lane, tx.now, claim.limit, owner, judges];
-    let taken: Vec<Taken> =
-        tx.rows(SQL, params, |row| Ok((row::uuid(row, 0)?, row.get(1)?, row.get(2)?)))?;
-    let mut claimed = Vec::with_capacity(taken.len());
-    for one in taken {
-        claimed.extend(message(tx, one)?);
-    }
-    // Oldest first, and the events of one record in their order.
-    claimed.sort_by_key(|(order, _)| *order);
-    Ok(claimed.into_iter().map(|(_, claimed)| claimed).collect())
+    let params = params![until, claim.sink, lane(claim.lane), tx.now, claim.limit, owner, judges];
+    tx.rows(SQL, params, |row| Ok((row::uuid(row, 0)?, row.get(1)?, row.get(2)?)))
 }
 
 fn message(tx: &Tx<'_>, taken: Taken) -> rusqlite::Result<Option<((i64, u32), Claimed)>> {
@@ -117,12 +131,22 @@ fn message(tx: &Tx<'_>, taken: Taken) -> rusqlite::Result<Option<((i64, u32), Cl
 pub(super) fn acknowledge(
     tx: &Tx<'_>,
     sink: &str,
+    order: Order,
     verdicts: &[Acknowledgement],
 ) -> rusqlite::Result<Vec<Uuid>> {
     let mut current = Vec::with_capacity(verdicts.len());
     for verdict in verdicts {
-        if acknowledge_one(tx, sink, verdict)? {
-            current.push(verdict.event_id);
+        let id = verdict.event_id;
+        let ordered = match order {
+            Order::None => None,
+            Order::Key(on_dead) => order::key_of(tx, sink, id)?.map(|key| (key, on_dead)),
+        };
+        if !acknowledge_one(tx, sink, verdict)? {
+            continue;
+        }
+        current.push(id);
+        if let Some((key, on_dead)) = ordered {
+            order::pass_on(tx, sink, id, &key, order::blocks(verdict, on_dead))?;
         }
     }
     Ok(current)

@@ -215,7 +215,12 @@ impl Store for Fake {
         tokio::time::sleep(slow).await;
         Ok(claimed)
     }
-    async fn acknowledge(&self, _: &str, verdicts: &[Acknowledgement]) -> Result<Vec<Uuid>, Error> {
+    async fn acknowledge(
+        &self,
+        _: &str,
+        _: Order,
+        verdicts: &[Acknowledgement],
+    ) -> Result<Vec<Uuid>, Error> {
         self.reachable()?;
         let refuses = self.refuses.lock().unwrap().clone();
         for verdict in verdicts {

@@ -16,8 +16,9 @@ use oncegate::record::{
 };
 use oncegate::store::{
     Acknowledgement, Acted, Asking, AuditRow, Beat, Changed, Claim, Claimed, Completion, Due,
-    Error, EventFilter, EventRow, EventStatus, Gauges, LateOutcome, Objection, Operator, Proposal,
-    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
+    Error, EventFilter, EventRow, EventStatus, Gauges, LateOutcome, Objection, Operator, Order,
+    Proposal, RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Unresolved,
+    Untold,
 };
 use uuid::Uuid;
 
@@ -112,6 +113,7 @@ pub(crate) fn event(number: u128, record: &RecordRow, sink: &str, status: EventS
         last_error: (status == EventStatus::Dead).then(|| "500 from the sink".to_owned()),
         created_at: at(u64::try_from(number).unwrap()),
         sent_at: (status == EventStatus::Sent).then(|| at(90)),
+        blocks: false,
     }
 }
 
@@ -328,7 +330,12 @@ impl Store for Shelf {
     async fn claim(&self, _: &Claim) -> Result<Vec<Claimed>, Error> {
         Err(unavailable())
     }
-    async fn acknowledge(&self, _: &str, _: &[Acknowledgement]) -> Result<Vec<Uuid>, Error> {
+    async fn acknowledge(
+        &self,
+        _: &str,
+        _: Order,
+        _: &[Acknowledgement],
+    ) -> Result<Vec<Uuid>, Error> {
         Err(unavailable())
     }
     async fn next_due(&self, _: &str) -> Result<Option<Duration>, Error> {
