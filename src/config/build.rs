@@ -85,6 +85,7 @@ impl Builder<'_> {
             relay: relay::Settings { sinks, poll: self.poll(&file.outbox) },
             sweep: sweep::Settings {
                 outbox_retention: or(&file.outbox.retention, 7 * DAY),
+                sinks: names.clone(),
                 unknown_events: or(&file.outbox.unknown_events, false).then_some(names),
                 every: or(&file.store.sweep_every, 10 * SECOND),
                 batch: or(&file.store.sweep_batch, 500),
@@ -431,10 +432,6 @@ impl Builder<'_> {
             let place = raw.place.field("backoff");
             self.notes.mistake(&place, "base must be longer than nothing and not longer than max");
         }
-        if let Some(placed) = &raw.pause_after {
-            let text = "has no effect yet: a failing sink is tried again by backoff, not paused";
-            self.notes.warning(&placed.place, text);
-        }
         let (allow_private, allow_http) =
             (or(&raw.allow_private, false), or(&raw.allow_http, false));
         let url = self.required(raw.url.as_ref(), &raw.place, "url");
@@ -454,6 +451,8 @@ impl Builder<'_> {
             backoff_max: max,
             attempts_max: or(&raw.max_attempts, 20),
             age_max: or(&raw.max_age, 3 * DAY),
+            refusals_max: or(&raw.max_refusals, 5),
+            pause_after: or(&raw.pause_after, 10),
             allow_private,
             allow_http,
         };

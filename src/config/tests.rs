@@ -670,7 +670,7 @@ fn the_contract_s_example_loads() {
         config.routes.by_operation("orders.create").unwrap().policy.request_body_max,
         1 << 20
     );
-    assert_eq!(warnings.len(), 1, "pause_after only: {warnings:?}");
+    assert!(warnings.is_empty(), "{warnings:?}");
     // The values of the contract are the defaults: leaving them out changes nothing.
     let kept = [
         "url",

@@ -81,6 +81,10 @@ pub struct Settings {
     pub attempts_max: u32,
     /// ... and it is at least this old.
     pub age_max: Duration,
+    /// An event that the sink refused this often (400, 413, 415, 422) is dead.
+    pub refusals_max: u32,
+    /// So many failures in a row pause the sink.
+    pub pause_after: u32,
     /// Whether private, local and reserved addresses may be dialled.
     pub allow_private: bool,
     /// Whether plain `http` may be used for public addresses.
@@ -214,6 +218,12 @@ impl Sink {
         self.settings.concurrency
     }
 
+    /// So many failures in a row pause it.
+    #[must_use]
+    pub fn pause_after(&self) -> u32 {
+        self.settings.pause_after
+    }
+
     /// How patient the relay is with it.
     #[must_use]
     pub fn patience(&self) -> Patience {
@@ -222,6 +232,7 @@ impl Sink {
             max: self.settings.backoff_max,
             attempts_max: self.settings.attempts_max,
             age_max: self.settings.age_max,
+            refusals_max: self.settings.refusals_max,
         }
     }
 
@@ -366,6 +377,8 @@ mod tests {
             backoff_max: Duration::from_secs(60),
             attempts_max: 3,
             age_max: Duration::from_secs(60),
+            refusals_max: 5,
+            pause_after: 10,
             allow_private: false,
             allow_http: true,
         }

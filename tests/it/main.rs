@@ -45,6 +45,7 @@ mod observe;
 mod outage;
 mod outcomes;
 mod overload;
+mod pause;
 mod pgbouncer;
 mod postgres;
 mod proxy;

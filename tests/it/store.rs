@@ -17,8 +17,9 @@ use oncegate::record::{
 };
 use oncegate::store::{
     Acknowledgement, Asker, Asking, Beat, Changed, Claim, Claimed, Completion, EventFilter,
-    EventStatus, Lane, LateEnd, LateOutcome, Objection, Operator, Over, Proposal, RecordFilter,
-    Redeliver, Reserved, Settled, Store, Takeover, Untold, Verdict,
+    EventStatus, Lane, LateEnd, LateOutcome, Objection, Operator, Over, PauseReason, Proposal,
+    RecordFilter, Redeliver, Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover,
+    Trouble, Untold, Verdict,
 };
 use uuid::Uuid;
 
@@ -81,6 +82,10 @@ on_every_store![
     a_stale_acknowledgement_changes_nothing,
     verdicts_move_events_as_they_say,
     redelivery_goes_on_from_the_claim_number,
+    a_sink_is_paused_once_and_resumed_by_its_probe,
+    one_probes_a_sink_at_a_time_and_a_late_probe_changes_nothing,
+    a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed,
+    what_is_given_back_keeps_its_attempts_and_says_what_it_met,
     the_next_due_event_is_known,
     answers_come_back_byte_for_byte,
     operators_resolve_only_what_nobody_works_on,
@@ -88,7 +93,7 @@ on_every_store![
     a_database_is_known_by_its_id,
 ];
 
-type Tested = Arc<dyn Store>;
+pub(crate) type Tested = Arc<dyn Store>;
 
 const MINUTE: Duration = Duration::from_secs(60);
 const SOON: Duration = Duration::from_secs(10);
@@ -200,7 +205,7 @@ fn sink() -> String {
 }
 
 /// Writes one event for each name, all to `sink`; the record's fence and scope.
-async fn announced(store: &Tested, sink: &str, names: &[&str]) -> (Scope, Fence) {
+pub(crate) async fn announced(store: &Tested, sink: &str, names: &[&str]) -> (Scope, Fence) {
     let scope = scope();
     let (fence, _) = held(store, &scope).await;
     let events = names.iter().map(|name| event(fence, name, &[sink])).collect();
@@ -1133,6 +1138,178 @@ async fn redelivery_goes_on_from_the_claim_number(store: Tested) {
     let events: Vec<_> = audit.iter().filter_map(|row| row.event).collect();
     assert_eq!(events, [of("dead").event_id, of("sent").event_id], "one row for each delivery");
     assert!(audit.iter().all(|row| row.action == "event.redeliver" && row.who == "olga"));
+}
+
+/// How a sink stands; `None`: it was never paused.
+async fn stand(store: &Tested, sink: &str, over: Over) -> Option<SinkState> {
+    store.sinks(over).await.unwrap().into_iter().find(|state| state.sink == sink)
+}
+
+async fn reason(store: &Tested, sink: &str) -> Option<PauseReason> {
+    stand(store, sink, Over::Ended).await.and_then(|state| state.pause).map(|pause| pause.reason)
+}
+
+fn failing(again: Duration) -> Trouble {
+    Trouble::Failing { again }
+}
+
+fn pausing(trouble: Trouble) -> SinkTurn {
+    SinkTurn::Pause { trouble, error: "500: h\0äß".into(), failed_probes: 0 }
+}
+
+fn probing(owner: OwnerId) -> SinkTurn {
+    SinkTurn::Probe { owner, lease: MINUTE, over: Over::EndedOrDead }
+}
+
+async fn turned(store: &Tested, sink: &str, no: i64, turn: &SinkTurn) -> bool {
+    store.turn_sink(sink, no, turn).await.unwrap() == Changed::Yes
+}
+
+async fn a_sink_is_paused_once_and_resumed_by_its_probe(store: Tested) {
+    let sink = &sink();
+    let me = owner(&store).await;
+    assert_eq!(stand(&store, sink, Over::Ended).await, None);
+    for turn in [probing(me), SinkTurn::Resume, SinkTurn::ProbeIdle { again: MINUTE }] {
+        assert!(!turned(&store, sink, 0, &turn).await, "it is open: {turn:?}");
+    }
+    assert!(!turned(&store, sink, 1, &pausing(failing(MINUTE))).await, "nobody has seen a 1");
+
+    // Many replicas have seen enough at the same time.
+    let pauses = (0..4).map(|_| {
+        let (store, sink) = (Arc::clone(&store), sink.clone());
+        tokio::spawn(async move { turned(&store, &sink, 0, &pausing(failing(SOON))).await })
+    });
+    let mut paused = 0;
+    for pause in pauses.collect::<Vec<_>>() {
+        paused += usize::from(pause.await.unwrap());
+    }
+    assert_eq!(paused, 1);
+    let state = stand(&store, sink, Over::Ended).await.unwrap();
+    let pause = state.pause.unwrap();
+    assert_eq!((state.no, pause.reason, pause.failed_probes), (1, PauseReason::Failing, 0));
+    let error = state.last_error.unwrap();
+    assert!(error.starts_with("500: h") && error.ends_with("äß"), "{error}");
+    assert!(pause.probe_in.is_some_and(|wait| wait <= SOON && wait > SOON / 2), "{pause:?}");
+    assert!(!turned(&store, sink, 1, &probing(me)).await, "it is not time");
+    assert!(!turned(&store, sink, 1, &SinkTurn::Resume).await, "nobody has probed it");
+
+    let other = &self::sink();
+    assert!(turned(&store, other, 0, &pausing(failing(Duration::ZERO))).await);
+    assert!(turned(&store, other, 1, &probing(me)).await);
+    assert!(!turned(&store, other, 1, &SinkTurn::Resume).await, "the number before the probe");
+    assert!(turned(&store, other, 2, &SinkTurn::Resume).await);
+    let state = stand(&store, other, Over::Ended).await.unwrap();
+    assert_eq!((state.no, state.pause), (3, None));
+    assert!(!turned(&store, other, 0, &pausing(failing(MINUTE))).await, "a late failure");
+    assert!(turned(&store, other, 3, &pausing(failing(MINUTE))).await);
+    assert_eq!(
+        reason(&store, sink).await,
+        Some(PauseReason::Failing),
+        "the first one stays as it is"
+    );
+}
+
+async fn one_probes_a_sink_at_a_time_and_a_late_probe_changes_nothing(store: Tested) {
+    let sink = &sink();
+    let (first, second) = (owner(&store).await, owner(&store).await);
+    assert!(turned(&store, sink, 0, &pausing(failing(Duration::ZERO))).await);
+    assert!(turned(&store, sink, 1, &probing(first)).await);
+    let waits = |state: &SinkState| state.pause.as_ref().unwrap().probe_in.unwrap();
+    let state = stand(&store, sink, Over::EndedOrDead).await.unwrap();
+    assert!(waits(&state) > MINUTE / 2, "until the probe's end: {state:?}");
+    assert!(!turned(&store, sink, 2, &probing(second)).await, "the first one probes");
+
+    let error = "503".to_owned();
+    let failed = SinkTurn::ProbeFailed { trouble: failing(Duration::ZERO), error };
+    assert!(turned(&store, sink, 2, &failed).await);
+    assert!(!turned(&store, sink, 2, &SinkTurn::Resume).await, "it has ended");
+    let state = stand(&store, sink, Over::Ended).await.unwrap();
+    let pause = state.pause.as_ref().unwrap();
+    assert_eq!((state.no, pause.failed_probes), (3, 1));
+    assert_eq!(state.last_error.as_deref(), Some("503"));
+
+    // A prober that dies: its probe is free once its lease has ended, for those who may judge.
+    assert!(turned(&store, sink, 3, &probing(second)).await);
+    store.retire(second).await.unwrap();
+    let patient = SinkTurn::Probe { owner: first, lease: MINUTE, over: Over::Ended };
+    assert!(!turned(&store, sink, 4, &patient).await, "who may not judge waits");
+    let state = stand(&store, sink, Over::EndedOrDead).await.unwrap();
+    assert_eq!(waits(&state), Duration::ZERO);
+    assert!(turned(&store, sink, 4, &probing(first)).await);
+    assert!(!turned(&store, sink, 4, &SinkTurn::Resume).await, "the dead one's answer is late");
+    assert!(turned(&store, sink, 5, &SinkTurn::ProbeIdle { again: MINUTE }).await);
+    let state = stand(&store, sink, Over::Ended).await.unwrap();
+    assert_eq!(state.pause.as_ref().unwrap().failed_probes, 1, "nothing was sent");
+    assert_eq!(state.last_error.as_deref(), Some("503"));
+    assert!(waits(&state) > MINUTE / 2);
+}
+
+async fn a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed(store: Tested) {
+    let (sink, gone) = (&sink(), &self::sink());
+    let (me, by) = (owner(&store).await, somebody());
+    assert!(turned(&store, gone, 0, &pausing(Trouble::Gone)).await);
+    assert!(!turned(&store, gone, 1, &probing(me)).await);
+    let order = async |sink: &str, order| store.operate_sink(sink, order, &by).await.unwrap();
+    assert_eq!(order(sink, SinkOrder::Resume).await, Changed::No, "it is open");
+    // In the middle of a probe, which then changes nothing.
+    assert!(turned(&store, sink, 0, &pausing(failing(Duration::ZERO))).await);
+    assert!(turned(&store, sink, 1, &probing(me)).await);
+    assert_eq!(order(sink, SinkOrder::Pause).await, Changed::Yes);
+    assert_eq!(order(sink, SinkOrder::Pause).await, Changed::No, "it is paused by hand");
+    let failed = SinkTurn::ProbeFailed { trouble: failing(Duration::ZERO), error: "x".into() };
+    for turn in [SinkTurn::Resume, failed, probing(me), pausing(failing(Duration::ZERO))] {
+        for no in [2, 3] {
+            assert!(!turned(&store, sink, no, &turn).await, "{turn:?}");
+        }
+    }
+    for (sink, why, note) in
+        [(sink, PauseReason::Operator, Some("asked the bank")), (gone, PauseReason::Gone, None)]
+    {
+        let pause = stand(&store, sink, Over::Ended).await.unwrap().pause.unwrap();
+        assert_eq!((pause.reason, pause.probe_in, pause.note.as_deref()), (why, None, note));
+        assert_eq!(order(sink, SinkOrder::Resume).await, Changed::Yes);
+        assert_eq!(reason(&store, sink).await, None);
+    }
+    let no = stand(&store, sink, Over::Ended).await.unwrap().no;
+    assert!(turned(&store, sink, no, &pausing(Trouble::Busy { again: MINUTE })).await);
+    assert_eq!(reason(&store, sink).await, Some(PauseReason::Busy));
+}
+
+async fn what_is_given_back_keeps_its_attempts_and_says_what_it_met(store: Tested) {
+    let sink = sink();
+    let (_, fence) = announced(&store, &sink, &["a", "b"]).await;
+    let back = |delay| Verdict::Returned { delay, status: Some(429), error: "later".into() };
+    let first = claim(&store, &sink, Lane::Fresh, 1, MINUTE).await.remove(0);
+    assert!(verdict(&store, &sink, &first, back(Duration::ZERO)).await);
+    assert_eq!(events(&store, fence).await, [(EventStatus::Pending, 0); 2]);
+    assert_eq!(store.last_failure(&sink).await.unwrap().as_deref(), Some("later"));
+    let again = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert_eq!((again.event_id, again.attempts, again.refusals), (first.event_id, 0, 0));
+    // A refusal is an attempt, and is counted beside it.
+    let refused = Verdict::Refused { delay: Duration::ZERO, status: 422, error: "no".into() };
+    assert!(verdict(&store, &sink, &again, refused).await);
+    let again = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert_eq!((again.attempts, again.refusals), (1, 1));
+    assert!(verdict(&store, &sink, &again, back(Duration::ZERO)).await);
+
+    // What goes back goes behind what is due: another one comes first.
+    let other = claim(&store, &sink, Lane::Fresh, 1, MINUTE).await.remove(0);
+    assert!(verdict(&store, &sink, &other, back(Duration::ZERO)).await);
+    let next = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert_eq!((next.event_id, next.refusals), (first.event_id, 1));
+    assert!(verdict(&store, &sink, &next, back(Duration::ZERO)).await);
+    assert_eq!(claim(&store, &sink, Lane::Retry, 1, MINUTE).await[0].event_id, other.event_id);
+    let next = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert!(verdict(&store, &sink, &next, back(MINUTE)).await);
+    assert!(claim(&store, &sink, Lane::Retry, 9, MINUTE).await.is_empty(), "not due yet");
+    // Redelivered, it begins anew.
+    let row = Redeliver::One { id: next.event_id, sink: Some(sink.clone()) };
+    assert_eq!(store.redeliver(&row, &somebody()).await.unwrap(), 1);
+    let next = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert!(verdict(&store, &sink, &next, dead()).await);
+    assert_eq!(store.redeliver(&row, &somebody()).await.unwrap(), 1);
+    let anew = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert_eq!((anew.attempts, anew.refusals), (0, 0));
 }
 
 async fn the_next_due_event_is_known(store: Tested) {

@@ -56,6 +56,11 @@ const MIGRATIONS: &[Migration] = &[
         name: "batches",
         sql: include_str!("../../../migrations/postgres/0007_batches.sql"),
     },
+    Migration {
+        version: 8,
+        name: "sinks",
+        sql: include_str!("../../../migrations/postgres/0008_sinks.sql"),
+    },
 ];
 
 /// The version that this program knows.
