@@ -319,8 +319,8 @@ pub struct Claimed {
 pub enum Verdict {
     /// The sink took it.
     Sent {
-        /// The sink's status.
-        status: u16,
+        /// The sink's status, where it has such.
+        status: Option<u16>,
     },
     /// It failed and is tried again.
     Retry {
@@ -335,8 +335,8 @@ pub enum Verdict {
     Refused {
         /// After this long.
         delay: Duration,
-        /// The sink's status.
-        status: u16,
+        /// The sink's status, where there was one.
+        status: Option<u16>,
         /// What it said.
         error: String,
     },

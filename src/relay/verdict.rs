@@ -76,7 +76,14 @@ pub enum Evidence {
         /// The beginning of its body, cleaned.
         text: String,
     },
-    /// No status came: whether the sink took the event cannot be known.
+    /// The target took it, in a language that has no statuses.
+    Taken,
+    /// The target will not take this event, however often it is sent; in a language that has no statuses.
+    Refused {
+        /// What it said.
+        what: String,
+    },
+    /// No answer came: whether the sink took the event cannot be known.
     Failed {
         /// What went wrong, and in which phase.
         what: String,
@@ -94,27 +101,27 @@ pub fn verdict(
 ) -> Verdict {
     let status = match evidence {
         Evidence::Answered { status, .. } if status.is_success() => {
-            return Verdict::Sent { status: status.as_u16() };
+            return Verdict::Sent { status: Some(status.as_u16()) };
         }
-        Evidence::Answered { status, .. } => Some(*status),
-        Evidence::Failed { .. } => None,
+        Evidence::Taken => return Verdict::Sent { status: None },
+        Evidence::Answered { status, .. } => Some(status.as_u16()),
+        Evidence::Refused { .. } | Evidence::Failed { .. } => None,
     };
-    let (number, error) = (status.map(|status| status.as_u16()), error(evidence));
-    let refused = status.filter(|status| refuses(*status));
+    let (refused, error) = (refuses(evidence), error(evidence));
     let used_up =
         past.attempts.saturating_add(1) >= patience.attempts_max && past.age >= patience.age_max;
-    let hopeless = refused.is_some() && past.refusals.saturating_add(1) >= patience.refusals_max;
+    let hopeless = refused && past.refusals.saturating_add(1) >= patience.refusals_max;
     if used_up || hopeless {
-        return Verdict::Dead { status: number, error };
+        return Verdict::Dead { status, error };
     }
     let delay = match asked(retry_after) {
         Some(hint) => told(hint, patience, share),
         None => pause(past.attempts, patience, share),
     };
-    match refused {
-        Some(status) => Verdict::Refused { delay, status: status.as_u16(), error },
-        None => Verdict::Retry { delay, status: number, error },
+    if refused {
+        return Verdict::Refused { delay, status, error };
     }
+    Verdict::Retry { delay, status, error }
 }
 
 /// What the answer tells of the sink.
@@ -125,11 +132,14 @@ pub fn tells(
     retry_after: Option<Duration>,
     share: f64,
 ) -> Tells {
-    let Evidence::Answered { status, .. } = evidence else { return Tells::Failing };
-    if status.is_success() || refuses(*status) {
-        return Tells::Well;
-    }
-    match (*status, asked(retry_after)) {
+    let status = match evidence {
+        _ if refuses(evidence) => return Tells::Well,
+        Evidence::Taken => return Tells::Well,
+        Evidence::Answered { status, .. } if status.is_success() => return Tells::Well,
+        Evidence::Answered { status, .. } => *status,
+        Evidence::Refused { .. } | Evidence::Failed { .. } => return Tells::Failing,
+    };
+    match (status, asked(retry_after)) {
         (StatusCode::GONE, _) => Tells::Stop(Trouble::Gone),
         (StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE, Some(hint)) => {
             Tells::Stop(Trouble::Busy { again: told(hint, patience, share) })
@@ -143,7 +153,7 @@ pub fn tells(
 pub fn returned(evidence: &Evidence) -> Verdict {
     let status = match evidence {
         Evidence::Answered { status, .. } => Some(status.as_u16()),
-        Evidence::Failed { .. } => None,
+        Evidence::Taken | Evidence::Refused { .. } | Evidence::Failed { .. } => None,
     };
     Verdict::Returned { delay: Duration::ZERO, status, error: error(evidence) }
 }
@@ -153,19 +163,24 @@ pub fn returned(evidence: &Evidence) -> Verdict {
 pub fn error(evidence: &Evidence) -> String {
     match evidence {
         Evidence::Answered { status, text } => complaint(*status, text),
-        Evidence::Failed { what } => clean(what),
+        Evidence::Taken => String::new(),
+        Evidence::Refused { what } | Evidence::Failed { what } => clean(what),
     }
 }
 
-/// Statuses by which a sink judges the event, not itself.
-fn refuses(status: StatusCode) -> bool {
-    matches!(
-        status,
-        StatusCode::BAD_REQUEST
-            | StatusCode::PAYLOAD_TOO_LARGE
-            | StatusCode::UNSUPPORTED_MEDIA_TYPE
-            | StatusCode::UNPROCESSABLE_ENTITY
-    )
+/// Whether the sink judges the event, not itself.
+fn refuses(evidence: &Evidence) -> bool {
+    match evidence {
+        Evidence::Refused { .. } => true,
+        Evidence::Answered { status, .. } => matches!(
+            *status,
+            StatusCode::BAD_REQUEST
+                | StatusCode::PAYLOAD_TOO_LARGE
+                | StatusCode::UNSUPPORTED_MEDIA_TYPE
+                | StatusCode::UNPROCESSABLE_ENTITY
+        ),
+        Evidence::Taken | Evidence::Failed { .. } => false,
+    }
 }
 
 /// Zero and past dates ask for nothing.
@@ -263,7 +278,7 @@ mod tests {
     fn every_2xx_delivers_and_nothing_else_does() {
         for status in 100..=999 {
             let verdict = verdict(&answered(status), NEW, &PATIENCE, None, 0.5);
-            let sent = verdict == Verdict::Sent { status };
+            let sent = verdict == Verdict::Sent { status: Some(status) };
             assert_eq!(sent, (200..300).contains(&status), "{status}");
         }
     }
@@ -335,6 +350,13 @@ mod tests {
         }
         let silent = Evidence::Failed { what: "time-out".into() };
         assert_eq!(tells(&silent, &PATIENCE, None, 0.5), Tells::Failing);
+        // Of targets that know no statuses.
+        let refused = Evidence::Refused { what: "too large".into() };
+        for well in [&Evidence::Taken, &refused] {
+            assert_eq!(tells(well, &PATIENCE, None, 0.5), Tells::Well);
+        }
+        let judged = verdict(&refused, NEW, &PATIENCE, None, 0.5);
+        assert!(matches!(judged, Verdict::Refused { status: None, .. }), "{judged:?}");
         let gone = tells(&answered(410), &PATIENCE, Some(HOUR), 0.5);
         assert_eq!(gone, Tells::Stop(Trouble::Gone));
     }

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
 use oncegate::record::{Lease, LeaseView, OwnerId};
+use oncegate::relay::sink::{Target, http};
 use oncegate::relay::{self, Claimant, Settings, sink};
 use oncegate::store::{EventStatus, Lane, Store, Verdict};
 use oncegate::telemetry::Metrics;
@@ -23,8 +24,6 @@ pub(crate) const MS: Duration = Duration::from_millis(1);
 pub(crate) fn settings(sink: &Sink) -> sink::Settings {
     sink::Settings {
         name: "main".into(),
-        url: sink.url().parse().unwrap(),
-        secrets: vec![SECRET.into()],
         timeout: Duration::from_secs(5),
         concurrency: 4,
         backoff_base: 100 * MS,
@@ -33,6 +32,14 @@ pub(crate) fn settings(sink: &Sink) -> sink::Settings {
         age_max: Duration::from_secs(3600),
         refusals_max: 5,
         pause_after: 1_000_000,
+        target: Target::Http(webhook(sink)),
+    }
+}
+
+fn webhook(sink: &Sink) -> http::Settings {
+    http::Settings {
+        url: sink.url().parse().unwrap(),
+        secrets: vec![SECRET.into()],
         allow_private: true,
         allow_http: false,
     }
@@ -342,9 +349,9 @@ async fn f37_a_name_that_resolves_to_loopback_gets_no_packet() {
     let sink = Sink::start(|_, _| OK).await;
     let fake = Arc::new(Fake::default());
     let id = fake.add("{}");
-    let mut closed = settings(&sink);
-    (closed.allow_private, closed.allow_http) = (false, true);
-    closed.url = format!("http://localhost:{}/", sink.port).parse().unwrap();
+    let url = format!("http://localhost:{}/", sink.port).parse().unwrap();
+    let closed = http::Settings { url, allow_private: false, allow_http: true, ..webhook(&sink) };
+    let closed = sink::Settings { target: Target::Http(closed), ..settings(&sink) };
     let running = Running::start(&fake, vec![closed]);
     eventually("a failure", LONG, || fake.row(id).attempts > 0).await;
     running.stop().await;

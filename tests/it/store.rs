@@ -244,7 +244,7 @@ async fn claims_of_an_owner_without_a_lease_are_free_at_once(store: Tested) {
     let taken = claim_as(&store, "s", second, Over::EndedOrDead).await;
     assert_eq!(taken.iter().map(|claimed| claimed.claim_no).collect::<Vec<_>>(), [2, 2]);
     assert!(claim_as(&store, "s", third, Over::EndedOrDead).await.is_empty(), "the second lives");
-    let sent = || Verdict::Sent { status: 200 };
+    let sent = || Verdict::Sent { status: Some(200) };
     assert!(!verdict(&store, "s", &lost[0], sent()).await, "the dead one's verdict is late");
     assert!(verdict(&store, "s", &taken[0], sent()).await);
     // An owner that the store has never heard of, or has forgotten, has no lease either.
@@ -941,7 +941,9 @@ async fn sweeps_leave_everything_that_is_not_over(store: Tested) {
     for claimed in claim(&store, &sink, Lane::Fresh, 9, MINUTE).await {
         match claimed.kind.as_str() {
             "sent" => {
-                assert!(verdict(&store, &sink, &claimed, Verdict::Sent { status: 200 }).await);
+                assert!(
+                    verdict(&store, &sink, &claimed, Verdict::Sent { status: Some(200) }).await
+                );
             }
             "dead" => assert!(verdict(&store, &sink, &claimed, dead()).await),
             _ => {}
@@ -968,14 +970,14 @@ async fn a_late_delivery_stays_visible_for_its_whole_retention(store: Tested) {
     assert!(is_done(complete(&store, completion(&scope, fence, events)).await));
     let retention = Duration::from_millis(300);
     let claimed = claim(&store, &quick, Lane::Fresh, 1, MINUTE).await;
-    assert!(verdict(&store, &quick, &claimed[0], Verdict::Sent { status: 200 }).await);
+    assert!(verdict(&store, &quick, &claimed[0], Verdict::Sent { status: Some(200) }).await);
     let sent = Instant::now();
     happens("the first is past its retention", SOON, || async { sent.elapsed() > retention }).await;
     store.sweep_events(retention, 10_000).await.unwrap();
     assert_eq!(self::events(&store, fence).await.len(), 2, "the other one is owed");
     let claimed = claim(&store, &slow, Lane::Fresh, 1, MINUTE).await;
     let ending = Instant::now();
-    assert!(verdict(&store, &slow, &claimed[0], Verdict::Sent { status: 200 }).await);
+    assert!(verdict(&store, &slow, &claimed[0], Verdict::Sent { status: Some(200) }).await);
     store.sweep_events(retention, 10_000).await.unwrap();
     let left = self::events(&store, fence).await.len();
     // On a machine that stood still meanwhile, it may rightly be gone.
@@ -994,13 +996,13 @@ async fn an_event_that_is_dead_towards_one_sink_is_kept_whole(store: Tested) {
     let events = vec![event(fence, "made", &[&taken, &refused])];
     assert!(is_done(complete(&store, completion(&scope, fence, events)).await));
     let claimed = claim(&store, &taken, Lane::Fresh, 1, MINUTE).await;
-    assert!(verdict(&store, &taken, &claimed[0], Verdict::Sent { status: 200 }).await);
+    assert!(verdict(&store, &taken, &claimed[0], Verdict::Sent { status: Some(200) }).await);
     let claimed = claim(&store, &refused, Lane::Fresh, 1, MINUTE).await;
     assert!(verdict(&store, &refused, &claimed[0], dead()).await);
     // Another event that ended later shows that the sweep got this far.
     let (_, later) = announced(&store, &probe, &["probe"]).await;
     let claimed = claim(&store, &probe, Lane::Fresh, 1, MINUTE).await;
-    assert!(verdict(&store, &probe, &claimed[0], Verdict::Sent { status: 200 }).await);
+    assert!(verdict(&store, &probe, &claimed[0], Verdict::Sent { status: Some(200) }).await);
     happens("the later event goes", SOON, || async {
         store.sweep_events(Duration::ZERO, 10_000).await.unwrap();
         self::events(&store, later).await.is_empty()
@@ -1063,13 +1065,13 @@ async fn a_stale_acknowledgement_changes_nothing(store: Tested) {
     let stale = claim(&store, &sink, Lane::Fresh, 1, Duration::ZERO).await.remove(0);
     let current = claim(&store, &sink, Lane::Fresh, 1, MINUTE).await.remove(0);
     let retry = Verdict::Retry { delay: Duration::ZERO, status: None, error: "x".into() };
-    for late in [Verdict::Sent { status: 200 }, retry, dead(), Verdict::GivenBack] {
+    for late in [Verdict::Sent { status: Some(200) }, retry, dead(), Verdict::GivenBack] {
         assert!(!verdict(&store, &sink, &stale, late).await);
     }
     assert!(!verdict(&store, "another sink", &current, dead()).await);
     assert_eq!(events(&store, fence).await, [(EventStatus::Pending, 0)]);
     assert!(claim(&store, &sink, Lane::Fresh, 1, MINUTE).await.is_empty(), "still leased");
-    assert!(verdict(&store, &sink, &current, Verdict::Sent { status: 200 }).await);
+    assert!(verdict(&store, &sink, &current, Verdict::Sent { status: Some(200) }).await);
     assert_eq!(events(&store, fence).await, [(EventStatus::Sent, 1)]);
     assert!(!verdict(&store, &sink, &current, dead()).await, "it has ended");
 }
@@ -1112,7 +1114,7 @@ async fn redelivery_goes_on_from_the_claim_number(store: Tested) {
     let claimed = claim(&store, &sink, Lane::Fresh, 9, MINUTE).await;
     let of = |kind: &str| claimed.iter().find(|claimed| claimed.kind == kind).unwrap();
     assert!(verdict(&store, &sink, of("dead"), dead()).await);
-    assert!(verdict(&store, &sink, of("sent"), Verdict::Sent { status: 204 }).await);
+    assert!(verdict(&store, &sink, of("sent"), Verdict::Sent { status: Some(204) }).await);
     let by = somebody();
     let leased = Redeliver::One { id: of("leased").event_id, sink: None };
     assert_eq!(store.redeliver(&leased, &by).await.unwrap(), 0, "it is on its way");
@@ -1132,7 +1134,7 @@ async fn redelivery_goes_on_from_the_claim_number(store: Tested) {
         assert_eq!(claimed.attempts, 0);
         assert!(claimed.claim_no > before.claim_no + 1, "the number goes on");
         assert!(!verdict(&store, &sink, before, dead()).await, "an old worker changes nothing");
-        assert!(verdict(&store, &sink, claimed, Verdict::Sent { status: 200 }).await);
+        assert!(verdict(&store, &sink, claimed, Verdict::Sent { status: Some(200) }).await);
     }
     let audit = store.audit_of(fence.id).await.unwrap();
     let events: Vec<_> = audit.iter().filter_map(|row| row.event).collect();
@@ -1286,7 +1288,7 @@ async fn what_is_given_back_keeps_its_attempts_and_says_what_it_met(store: Teste
     let again = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
     assert_eq!((again.event_id, again.attempts, again.refusals), (first.event_id, 0, 0));
     // A refusal is an attempt, and is counted beside it.
-    let refused = Verdict::Refused { delay: Duration::ZERO, status: 422, error: "no".into() };
+    let refused = Verdict::Refused { delay: Duration::ZERO, status: Some(422), error: "no".into() };
     assert!(verdict(&store, &sink, &again, refused).await);
     let again = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
     assert_eq!((again.attempts, again.refusals), (1, 1));
@@ -1325,7 +1327,7 @@ async fn the_next_due_event_is_known(store: Tested) {
     let retry = Verdict::Retry { delay, status: None, error: "x".into() };
     assert!(verdict(&store, &sink, &claimed[0], retry).await);
     assert!(within(store.next_due(&sink).await.unwrap(), delay), "a retry");
-    assert!(verdict(&store, &sink, &claimed[1], Verdict::Sent { status: 200 }).await);
+    assert!(verdict(&store, &sink, &claimed[1], Verdict::Sent { status: Some(200) }).await);
     assert!(within(store.next_due(&sink).await.unwrap(), delay));
 }
 

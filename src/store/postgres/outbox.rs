@@ -221,13 +221,13 @@ pub(super) async fn acknowledge(
     let mut freed = Columns::default();
     for verdict in verdicts {
         match &verdict.verdict {
-            Verdict::Sent { status } => finished.end(verdict, "sent", Some(*status), None),
+            Verdict::Sent { status } => finished.end(verdict, "sent", *status, None),
             Verdict::Dead { status, error } => finished.end(verdict, "dead", *status, Some(error)),
             Verdict::Retry { delay, status, error } => {
                 freed.add(verdict, Some(*delay), *status, Some(error), (1, 0));
             }
             Verdict::Refused { delay, status, error } => {
-                freed.add(verdict, Some(*delay), Some(*status), Some(error), (1, 1));
+                freed.add(verdict, Some(*delay), *status, Some(error), (1, 1));
             }
             Verdict::Returned { delay, status, error } => {
                 freed.add(verdict, Some(*delay), *status, Some(error), (0, 0));

@@ -137,7 +137,7 @@ fn acknowledge_one(tx: &Tx<'_>, sink: &str, ack: &Acknowledgement) -> rusqlite::
         WHERE event_id = ?1 AND sink = ?2 AND claim_no = ?3";
     let id = ack.event_id.to_string();
     let rows = match &ack.verdict {
-        Verdict::Sent { status } => end(tx, sink, ack, "sent", Some(*status), None)?,
+        Verdict::Sent { status } => end(tx, sink, ack, "sent", *status, None)?,
         Verdict::Dead { status, error } => end(tx, sink, ack, "dead", *status, Some(error))?,
         Verdict::Retry { delay, status, error } => {
             let next = tx.now + micros(*delay);
