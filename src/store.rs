@@ -15,6 +15,7 @@ pub mod faulty;
 mod late;
 pub mod postgres;
 pub mod sealed;
+mod sinks;
 pub mod sqlite;
 
 use std::sync::Arc;
@@ -25,6 +26,7 @@ use bytes::Bytes;
 use uuid::Uuid;
 
 pub use self::late::{LateEnd, LateOutcome};
+pub use self::sinks::{Pause, PauseReason, SinkOrder, SinkState, SinkTurn, Trouble};
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
 use crate::record::{
@@ -318,6 +320,8 @@ pub struct Claimed {
     pub claim_no: i32,
     /// Attempts that finished and failed.
     pub attempts: u32,
+    /// How many of them the sink answered by refusing this very event.
+    pub refusals: u32,
     /// How long ago the event was written, by the database's clock.
     pub age: Duration,
     /// The event's type.
@@ -337,8 +341,8 @@ pub struct Claimed {
 pub enum Verdict {
     /// The sink took it.
     Sent {
-        /// The sink's status.
-        status: u16,
+        /// The sink's status, where it has such.
+        status: Option<u16>,
     },
     /// It failed and is tried again.
     Retry {
@@ -347,6 +351,24 @@ pub enum Verdict {
         /// The sink's status, where there was one.
         status: Option<u16>,
         /// What went wrong, at most 1 KiB of text without NUL.
+        error: String,
+    },
+    /// The sink refused this very event, and it is tried again: a failed attempt that is counted as a refusal, too.
+    Refused {
+        /// After this long.
+        delay: Duration,
+        /// The sink's status, where there was one.
+        status: Option<u16>,
+        /// What it said.
+        error: String,
+    },
+    /// It failed through no fault of its own: no attempt used, but it is known what was met. It goes behind all that is due.
+    Returned {
+        /// Due after this long.
+        delay: Duration,
+        /// The sink's status, where there was one.
+        status: Option<u16>,
+        /// What went wrong.
         error: String,
     },
     /// It failed for good: kept, listed, redelivered on request.
@@ -572,7 +594,7 @@ pub struct AuditRow {
     pub at: SystemTime,
     /// Who.
     pub who: String,
-    /// What was done: `record.release`, `record.complete`, `event.redeliver`, `late_outcome`.
+    /// What was done: `record.release`, `record.complete`, `event.redeliver`, `sink.pause`, `sink.resume`, `late_outcome`.
     pub action: String,
     /// To which record.
     pub record: Option<RecordId>,
@@ -675,6 +697,13 @@ pub trait Store: Send + Sync + 'static {
     /// How long until the next event of this sink that is not claimable now could be (a retry's time or a claim's end); `None`: nothing waits.
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error>;
 
+    /// How the sinks stand that were ever paused. `over` says which probes count as ended.
+    async fn sinks(&self, over: Over) -> Result<Vec<SinkState>, Error>;
+
+    /// Makes a sink's state the next one, under the next number. `Changed::No`: it is not at this number any more, the turn does
+    /// not lead on from there, or (of a probe) its time has not come.
+    async fn turn_sink(&self, sink: &str, no: i64, turn: &SinkTurn) -> Result<Changed, Error>;
+
     /// Records that became unknown, or are no longer, of which that has not been told yet; up to `limit`.
     async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Doubt>, Error>;
 
@@ -719,6 +748,17 @@ pub trait Store: Send + Sync + 'static {
 
     /// Makes events due again, through the retry lane, under their id and with growing claim numbers. Audited. How many.
     async fn redeliver(&self, which: &Redeliver, by: &Operator) -> Result<u64, Error>;
+
+    /// Pauses or resumes a sink by hand, whatever a relay is about to make of it. Audited. `Changed::No`: it stands so already.
+    async fn operate_sink(
+        &self,
+        sink: &str,
+        order: SinkOrder,
+        by: &Operator,
+    ) -> Result<Changed, Error>;
+
+    /// What went wrong with a sink's deliveries, of those that are still owed: the error of the one that was tried last.
+    async fn last_failure(&self, sink: &str) -> Result<Option<String>, Error>;
 
     /// What was done to a record by hand, and its late outcomes, oldest first.
     async fn audit_of(&self, record: RecordId) -> Result<Vec<AuditRow>, Error>;

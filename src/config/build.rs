@@ -11,9 +11,10 @@ mod jwt;
 mod lookup;
 mod replay_auth;
 mod routes;
+mod sinks;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -31,12 +32,11 @@ use crate::gateway::{self, OnUnavailable, accept, spill, upstream};
 use crate::record::event::{Spec, Templates};
 use crate::record::outcome::{Code, Lists};
 use crate::record::{Operation, Tenant};
-use crate::relay::{self, sink};
+use crate::relay;
 use crate::route::{Mode, OnUnknown, Pattern, Policy, ReplayAuth, Route, Routes};
 use crate::scope::{self, Derive, Source};
 use crate::store::postgres;
 use crate::store::sealed::Keys;
-use crate::store::{OnDead, Order};
 use crate::sweep;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -86,6 +86,7 @@ impl Builder<'_> {
             relay: relay::Settings { sinks, poll: self.poll(&file.outbox) },
             sweep: sweep::Settings {
                 outbox_retention: or(&file.outbox.retention, 7 * DAY),
+                sinks: names.clone(),
                 unknown_events: or(&file.outbox.unknown_events, false).then_some(names),
                 every: or(&file.store.sweep_every, 10 * SECOND),
                 batch: or(&file.store.sweep_batch, 500),
@@ -413,89 +414,6 @@ impl Builder<'_> {
         DigestKeyFile::Made(path)
     }
 
-    fn sinks(&self, raws: &[file::Sink]) -> Vec<sink::Settings> {
-        let mut names = BTreeSet::new();
-        for raw in raws {
-            if let Some(name) = &raw.name
-                && !names.insert(&name.value)
-            {
-                self.notes.mistake(&name.place, format!("{:?} names two sinks", name.value));
-            }
-        }
-        raws.iter().filter_map(|raw| self.sink(raw)).collect()
-    }
-
-    fn sink(&self, raw: &file::Sink) -> Option<sink::Settings> {
-        self.above_zero(&raw.timeout);
-        let (base, max) = (or(&raw.backoff_base, SECOND), or(&raw.backoff_max, HOUR));
-        if base > max || base.is_zero() {
-            let place = raw.place.field("backoff");
-            self.notes.mistake(&place, "base must be longer than nothing and not longer than max");
-        }
-        if let Some(placed) = &raw.pause_after {
-            let text = "has no effect yet: a failing sink is tried again by backoff, not paused";
-            self.notes.warning(&placed.place, text);
-        }
-        let (allow_private, allow_http) =
-            (or(&raw.allow_private, false), or(&raw.allow_http, false));
-        let url = self.required(raw.url.as_ref(), &raw.place, "url");
-        let url = url.and_then(|url| {
-            self.checked(url, |text| read_sink_url(text, allow_private, allow_http))
-        });
-        let secrets = self.secrets(raw);
-        let name = self.required(raw.name.as_ref(), &raw.place, "name");
-        let name = name.and_then(|name| self.checked(name, read_name));
-        let settings = sink::Settings {
-            name: name?,
-            url: url?,
-            secrets,
-            timeout: or(&raw.timeout, 15 * SECOND),
-            concurrency: count(&raw.concurrency, 16),
-            backoff_base: base,
-            backoff_max: max,
-            attempts_max: or(&raw.max_attempts, 20),
-            age_max: or(&raw.max_age, 3 * DAY),
-            allow_private,
-            allow_http,
-            order: self.order(raw),
-        };
-        // The part's own check has the last word.
-        if let Err(wrong) = settings.check()
-            && !self.notes.has_mistake_under(&raw.place)
-        {
-            self.notes.mistake(&raw.place, wrong);
-        }
-        Some(settings)
-    }
-
-    fn order(&self, raw: &file::Sink) -> Order {
-        let ordering = |text: &str| match text {
-            "none" => Ok(false),
-            "key" => Ok(true),
-            _ => Err("must be \"none\" or \"key\" (events with the same ordering_key one after \
-                      the other)"
-                .to_owned()),
-        };
-        let on_dead = |text: &str| match text {
-            "free" => Ok(OnDead::Free),
-            "block" => Ok(OnDead::Block),
-            _ => Err("must be \"free\" or \"block\" (what is behind a dead event in its \
-                      ordering key waits until that one is redelivered or discarded)"
-                .to_owned()),
-        };
-        let by_key = raw.ordering.as_ref().and_then(|placed| self.checked(placed, ordering));
-        let dead = raw.on_dead.as_ref().and_then(|placed| self.checked(placed, on_dead));
-        match (by_key, &raw.on_dead) {
-            (Some(true), _) => Order::Key(dead.unwrap_or_default()),
-            (None | Some(false), Some(placed)) => {
-                let wrong = "has no effect without ordering = \"key\": add that, or leave it out";
-                self.notes.mistake(&placed.place, wrong);
-                Order::None
-            }
-            (None | Some(false), None) => Order::None,
-        }
-    }
-
     fn required<'f, T>(
         &self,
         field: Option<&'f Placed<T>>,
@@ -507,37 +425,6 @@ impl Builder<'_> {
             self.notes.missing(&section.field(name));
         }
         field
-    }
-
-    /// The sink's secrets, from where they are named: one a line, blank lines and `#` comments left out.
-    fn secrets(&self, raw: &file::Sink) -> Vec<String> {
-        let named: Vec<_> =
-            [&raw.secret, &raw.secret_file, &raw.secret_env].into_iter().flatten().collect();
-        let [one] = named.as_slice() else {
-            let wrong = "needs exactly one of secret_file, secret_env and secret: deliveries are signed with it";
-            self.notes.mistake(&raw.place, wrong);
-            return Vec::new();
-        };
-        let text = if raw.secret_file.is_some() {
-            self.secret_text(one)
-        } else if raw.secret_env.is_some() {
-            let value = self.variables.get(&one.value).cloned();
-            if value.is_none() {
-                self.notes.mistake(&one.place, format!("the variable {} is not set", one.value));
-            }
-            value
-        } else {
-            Some(one.value.clone())
-        };
-        let Some(text) = text else { return Vec::new() };
-        let lines = text.lines().map(str::trim).filter(|l| !l.is_empty() && !l.starts_with('#'));
-        let secrets: Vec<String> = lines.map(str::to_owned).collect();
-        if secrets.is_empty() || !secrets.iter().all(|secret| is_secret(secret)) {
-            let wrong = "each line must be `whsec_` and the base64 of 24 to 64 random bytes: \
-                         `echo whsec_$(head -c 32 /dev/urandom | base64)`";
-            self.notes.mistake(&one.place, wrong);
-        }
-        secrets
     }
 
     fn poll(&self, raw: &file::Outbox) -> Duration {
@@ -631,57 +518,6 @@ fn read_store_url(text: &str, raw: &file::Store) -> Result<StoreKind, String> {
     }
     // The text may hold a password: it is not repeated.
     Err("must begin with \"sqlite:\" and a path, or with \"postgres://\"".to_owned())
-}
-
-fn read_sink_url(text: &str, allow_private: bool, allow_http: bool) -> Result<Uri, String> {
-    let wrong = || "not a URL; write \"https://host/path\"".to_owned();
-    let url: Uri = text.parse().map_err(|_| wrong())?;
-    let host = url.host().filter(|host| !host.is_empty()).ok_or_else(wrong)?;
-    match url.scheme_str() {
-        Some("https") => {}
-        Some("http") if allow_http || allow_private => {}
-        Some("http") => {
-            return Err("plain http shows events to everybody on the way; use https, or set \
-                        allow_http = true (allow_private = true for a private address)"
-                .to_owned());
-        }
-        _ => return Err(wrong()),
-    }
-    let address = host.trim_matches(['[', ']']).parse::<IpAddr>();
-    if !allow_private && address.is_ok_and(is_private) {
-        return Err(
-            "is a private address; set allow_private = true if deliveries may go there".to_owned()
-        );
-    }
-    Ok(url)
-}
-
-fn is_private(address: IpAddr) -> bool {
-    match address.to_canonical() {
-        IpAddr::V4(v4) => {
-            v4.is_private() || v4.is_loopback() || v4.is_link_local() || v4.is_unspecified()
-        }
-        IpAddr::V6(v6) => {
-            let link_local = v6.segments().first().is_some_and(|first| first & 0xffc0 == 0xfe80);
-            v6.is_loopback() || v6.is_unique_local() || link_local || v6.is_unspecified()
-        }
-    }
-}
-
-fn read_name(text: &str) -> Result<String, String> {
-    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-    if !text.is_empty() && text.len() <= 64 && text.chars().all(plain) {
-        return Ok(text.to_owned());
-    }
-    Err("must be 1 to 64 letters, digits, '-', '_' or '.'".to_owned())
-}
-
-fn is_secret(text: &str) -> bool {
-    use base64::Engine as _;
-    let decoded = text
-        .strip_prefix("whsec_")
-        .and_then(|encoded| base64::engine::general_purpose::STANDARD.decode(encoded).ok());
-    decoded.is_some_and(|bytes| (24..=64).contains(&bytes.len()))
 }
 
 fn read_header(text: &str) -> Result<HeaderName, String> {

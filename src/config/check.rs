@@ -7,7 +7,7 @@ use http::Method;
 use crate::config::{Config, StoreKind, Warning};
 use crate::gateway::OnUnavailable;
 use crate::gateway::tokens::KeySource;
-use crate::relay::sink;
+use crate::relay::sink::{self, Target};
 use crate::route::{Mode, OnUnknown, ReplayAuth, Route};
 use crate::scope::Source;
 use crate::store::Order;
@@ -162,7 +162,8 @@ fn about_order(config: &Config, sink: &sink::Settings, warn: &mut impl FnMut(&st
 }
 
 fn about_sink(sink: &sink::Settings, warn: &mut impl FnMut(&str, String)) {
-    if sink.url.scheme_str() == Some("http") && sink.allow_http {
+    let Target::Http(target) = &sink.target;
+    if target.url.scheme_str() == Some("http") && target.allow_http {
         let text = format!("{}: events travel unencrypted", sink.name);
         warn("sink.allow_http", text);
     }

@@ -391,6 +391,8 @@ pub struct Sink {
     pub max_attempts: Maybe<u32>,
     /// Age before an event may be dead.
     pub max_age: Maybe<Duration>,
+    /// Refusals of an event before it is dead.
+    pub max_refusals: Maybe<u32>,
     /// Whether private addresses are allowed.
     pub allow_private: Maybe<bool>,
     /// Whether plain http is allowed.
@@ -703,6 +705,7 @@ fn sink(mut s: Section<'_>) -> Sink {
         backoff_max,
         max_attempts: s.number("max_attempts", 1..=1_000_000),
         max_age: s.duration("max_age"),
+        max_refusals: s.number("max_refusals", 1..=1_000_000),
         allow_private: s.flag("allow_private"),
         allow_http: s.flag("allow_http"),
         pause_after: s.number("pause_after", 1..=1_000_000),
@@ -710,7 +713,7 @@ fn sink(mut s: Section<'_>) -> Sink {
         on_dead: s.text("on_dead"),
     };
     s.only("format", "standard-webhooks", &["cloudevents", "cloudevents-structured"]);
-    s.not_yet(&["events", "max_refusals"]);
+    s.not_yet(&["events"]);
     s.finish();
     read
 }

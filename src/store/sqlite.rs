@@ -21,6 +21,7 @@ mod questions;
 mod records;
 mod row;
 mod show;
+mod sinks;
 mod thread;
 
 use std::path::Path;
@@ -38,8 +39,9 @@ use self::thread::{Role, Tx, Worker, checkpoints, connect};
 use super::batch::{Batcher, RunError, Turns, Work};
 use super::{
     Acknowledgement, Acted, Asking, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion,
-    Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Order, Proposal,
-    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
+    Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Order, Over,
+    Proposal, RecordFilter, RecordRow, Redeliver, Reserved, Settled, SinkOrder, SinkState,
+    SinkTurn, Store, Takeover, Unresolved, Untold,
 };
 use crate::fault::{self, Point};
 use crate::record::event::Event;
@@ -48,11 +50,12 @@ use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 use crate::telemetry;
 
 /// Each migration brings the schema from the version before it to its own.
-const MIGRATIONS: [(u32, &str); 5] = [
+const MIGRATIONS: [(u32, &str); 6] = [
     (1, include_str!("../../migrations/sqlite/0001_records.sql")),
     (2, include_str!("../../migrations/sqlite/0002_unknown.sql")),
     (3, include_str!("../../migrations/sqlite/0003_claim_owner.sql")),
     (4, include_str!("../../migrations/sqlite/0004_retention.sql")),
+    (5, include_str!("../../migrations/sqlite/0005_sinks.sql")),
     (6, include_str!("../../migrations/sqlite/0006_order.sql")),
 ];
 
@@ -364,6 +367,30 @@ impl Store for Sqlite {
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
         let sink = sink.to_owned();
         self.reader.read(move |tx| outbox::next_due(tx, &sink)).await
+    }
+
+    async fn sinks(&self, over: Over) -> Result<Vec<SinkState>, Error> {
+        self.reader.read(move |tx| sinks::states(tx, over)).await
+    }
+
+    async fn turn_sink(&self, sink: &str, no: i64, turn: &SinkTurn) -> Result<Changed, Error> {
+        let (sink, turn) = (sink.to_owned(), turn.clone());
+        self.pen.write(move |tx| sinks::turn(tx, &sink, no, &turn)).await
+    }
+
+    async fn operate_sink(
+        &self,
+        sink: &str,
+        order: SinkOrder,
+        by: &Operator,
+    ) -> Result<Changed, Error> {
+        let (sink, by) = (sink.to_owned(), by.clone());
+        self.pen.write(move |tx| sinks::operate(tx, &sink, order, &by)).await
+    }
+
+    async fn last_failure(&self, sink: &str) -> Result<Option<String>, Error> {
+        let sink = sink.to_owned();
+        self.lists.read(move |tx| sinks::last_failure(tx, &sink)).await
     }
 
     async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Doubt>, Error> {

@@ -118,7 +118,7 @@ async fn f14_f47_a_claim_takes_what_it_asks_for_and_reads_little_whatever_statis
         let sent = |claimed: oncegate::store::Claimed| Acknowledgement {
             event_id: claimed.event_id,
             claim_no: claimed.claim_no,
-            verdict: Verdict::Sent { status: 200 },
+            verdict: Verdict::Sent { status: Some(200) },
         };
         let verdicts: Vec<_> = claimed.into_iter().map(sent).collect();
         let written = store.acknowledge("main", order, &verdicts).await.unwrap();
@@ -222,7 +222,7 @@ async fn f27_what_is_written_while_a_verdict_looks_for_the_next_is_not_put_off()
     let verdict = Acknowledgement {
         event_id: first.event_id,
         claim_no: first.claim_no,
-        verdict: Verdict::Sent { status: 200 },
+        verdict: Verdict::Sent { status: Some(200) },
     };
     let slow = Arc::clone(&store);
     let task = tokio::spawn(async move { slow.acknowledge("main", order, &[verdict]).await });
@@ -306,6 +306,7 @@ fn sweeper(store: &Arc<dyn Store>, retention: Duration, stop: &CancellationToken
     let settings = sweep::Settings {
         outbox_retention: retention,
         unknown_events: None,
+        sinks: Vec::new(),
         every: 50 * MS,
         batch: 500,
     };

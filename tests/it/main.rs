@@ -47,6 +47,7 @@ mod order;
 mod outage;
 mod outcomes;
 mod overload;
+mod pause;
 mod pgbouncer;
 mod postgres;
 mod proxy;

@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 use crate::support::eventually;
 use crate::support::process::eventually as happens;
 use crate::support::rig::{Place, Which, on_both_stores};
-use crate::support::sink::{Act, OK, SECRET, Seen, Sink};
+use crate::support::sink::{Act, OK, Seen, Sink};
 
 on_both_stores! {
     f25_nothing_overtakes_an_event_that_is_tried_again_and_other_keys_go_on,
@@ -83,18 +83,11 @@ pub(crate) async fn write(place: &Place, which: Which, numbers: std::ops::Range<
 
 pub(crate) fn settings(sink: &Sink, order: Order) -> sink::Settings {
     sink::Settings {
-        name: "main".into(),
-        url: sink.url().parse().unwrap(),
-        secrets: vec![SECRET.into()],
         timeout: Duration::from_secs(15),
         concurrency: 16,
         backoff_base: 200 * MS,
-        backoff_max: 400 * MS,
-        attempts_max: 20,
-        age_max: Duration::from_secs(3600),
-        allow_private: true,
-        allow_http: false,
         order,
+        ..crate::relay::settings(sink)
     }
 }
 

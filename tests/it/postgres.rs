@@ -344,7 +344,7 @@ async fn an_event_is_claimed_failed_retried_buried_and_redelivered_under_growing
     assert_eq!((fourth[0].claim_no, fourth[0].attempts), (5, 0));
     let this = Redeliver::One { id: one.event_id, sink: None };
     assert_eq!(store.redeliver(&this, &by()).await.unwrap(), 0, "it is being delivered");
-    let sent = say(5, Verdict::Sent { status: 204 });
+    let sent = say(5, Verdict::Sent { status: Some(204) });
     assert_eq!(store.acknowledge("main", Order::None, &sent).await.unwrap().len(), 1);
     let events = store
         .list_events(&EventFilter { record: Some(p.id), limit: 5, ..Default::default() })
@@ -357,7 +357,7 @@ async fn an_event_is_claimed_failed_retried_buried_and_redelivered_under_growing
     assert_eq!(store.sweep_events(Duration::ZERO, 10).await.unwrap(), 0, "owed again");
     let last = store.claim(&again).await.unwrap()[0].claim_no;
     store
-        .acknowledge("main", Order::None, &say(last, Verdict::Sent { status: 200 }))
+        .acknowledge("main", Order::None, &say(last, Verdict::Sent { status: Some(200) }))
         .await
         .unwrap();
     assert_eq!(store.sweep_events(DAY, 10).await.unwrap(), 0);
@@ -571,7 +571,7 @@ async fn plans_use_the_indexes_of_a_table_that_was_never_analysed() {
     let sent = |claimed: &oncegate::store::Claimed| Acknowledgement {
         event_id: claimed.event_id,
         claim_no: claimed.claim_no,
-        verdict: Verdict::Sent { status: 200 },
+        verdict: Verdict::Sent { status: Some(200) },
     };
     let verdicts: Vec<_> = taken.iter().map(sent).collect();
     assert_eq!(store.acknowledge("main", Order::None, &verdicts).await.unwrap().len(), 16);

@@ -17,8 +17,9 @@ use oncegate::record::{
 };
 use oncegate::store::{
     Acknowledgement, Asker, Asking, Beat, Changed, Claim, Claimed, Completion, EventFilter,
-    EventStatus, Lane, LateEnd, LateOutcome, Objection, OnDead, Operator, Order, Over, Proposal,
-    RecordFilter, Redeliver, Reserved, Settled, Store, Takeover, Untold, Verdict,
+    EventStatus, Lane, LateEnd, LateOutcome, Objection, OnDead, Operator, Order, Over, PauseReason,
+    Proposal, RecordFilter, Redeliver, Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store,
+    Takeover, Trouble, Untold, Verdict,
 };
 use uuid::Uuid;
 
@@ -84,6 +85,10 @@ on_every_store![
     a_stale_acknowledgement_changes_nothing,
     verdicts_move_events_as_they_say,
     redelivery_goes_on_from_the_claim_number,
+    a_sink_is_paused_once_and_resumed_by_its_probe,
+    one_probes_a_sink_at_a_time_and_a_late_probe_changes_nothing,
+    a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed,
+    what_is_given_back_keeps_its_attempts_and_says_what_it_met,
     the_next_due_event_is_known,
     answers_come_back_byte_for_byte,
     operators_resolve_only_what_nobody_works_on,
@@ -91,7 +96,7 @@ on_every_store![
     a_database_is_known_by_its_id,
 ];
 
-type Tested = Arc<dyn Store>;
+pub(crate) type Tested = Arc<dyn Store>;
 
 const MINUTE: Duration = Duration::from_secs(60);
 const SOON: Duration = Duration::from_secs(10);
@@ -203,7 +208,7 @@ fn sink() -> String {
 }
 
 /// Writes one event for each name, all to `sink`; the record's fence and scope.
-async fn announced(store: &Tested, sink: &str, names: &[&str]) -> (Scope, Fence) {
+pub(crate) async fn announced(store: &Tested, sink: &str, names: &[&str]) -> (Scope, Fence) {
     let scope = scope();
     let (fence, _) = held(store, &scope).await;
     let events = names.iter().map(|name| event(fence, name, &[sink])).collect();
@@ -252,7 +257,7 @@ async fn claims_of_an_owner_without_a_lease_are_free_at_once(store: Tested) {
     let taken = claim_as(&store, "s", second, Over::EndedOrDead).await;
     assert_eq!(taken.iter().map(|claimed| claimed.claim_no).collect::<Vec<_>>(), [2, 2]);
     assert!(claim_as(&store, "s", third, Over::EndedOrDead).await.is_empty(), "the second lives");
-    let sent = || Verdict::Sent { status: 200 };
+    let sent = || Verdict::Sent { status: Some(200) };
     assert!(!verdict(&store, "s", &lost[0], sent()).await, "the dead one's verdict is late");
     assert!(verdict(&store, "s", &taken[0], sent()).await);
     // An owner that the store has never heard of, or has forgotten, has no lease either.
@@ -949,7 +954,9 @@ async fn sweeps_leave_everything_that_is_not_over(store: Tested) {
     for claimed in claim(&store, &sink, Lane::Fresh, 9, MINUTE).await {
         match claimed.kind.as_str() {
             "sent" => {
-                assert!(verdict(&store, &sink, &claimed, Verdict::Sent { status: 200 }).await);
+                assert!(
+                    verdict(&store, &sink, &claimed, Verdict::Sent { status: Some(200) }).await
+                );
             }
             "dead" => assert!(verdict(&store, &sink, &claimed, dead()).await),
             _ => {}
@@ -976,14 +983,14 @@ async fn a_late_delivery_stays_visible_for_its_whole_retention(store: Tested) {
     assert!(is_done(complete(&store, completion(&scope, fence, events)).await));
     let retention = Duration::from_millis(300);
     let claimed = claim(&store, &quick, Lane::Fresh, 1, MINUTE).await;
-    assert!(verdict(&store, &quick, &claimed[0], Verdict::Sent { status: 200 }).await);
+    assert!(verdict(&store, &quick, &claimed[0], Verdict::Sent { status: Some(200) }).await);
     let sent = Instant::now();
     happens("the first is past its retention", SOON, || async { sent.elapsed() > retention }).await;
     store.sweep_events(retention, 10_000).await.unwrap();
     assert_eq!(self::events(&store, fence).await.len(), 2, "the other one is owed");
     let claimed = claim(&store, &slow, Lane::Fresh, 1, MINUTE).await;
     let ending = Instant::now();
-    assert!(verdict(&store, &slow, &claimed[0], Verdict::Sent { status: 200 }).await);
+    assert!(verdict(&store, &slow, &claimed[0], Verdict::Sent { status: Some(200) }).await);
     store.sweep_events(retention, 10_000).await.unwrap();
     let left = self::events(&store, fence).await.len();
     // On a machine that stood still meanwhile, it may rightly be gone.
@@ -1002,13 +1009,13 @@ async fn an_event_that_is_dead_towards_one_sink_is_kept_whole(store: Tested) {
     let events = vec![event(fence, "made", &[&taken, &refused])];
     assert!(is_done(complete(&store, completion(&scope, fence, events)).await));
     let claimed = claim(&store, &taken, Lane::Fresh, 1, MINUTE).await;
-    assert!(verdict(&store, &taken, &claimed[0], Verdict::Sent { status: 200 }).await);
+    assert!(verdict(&store, &taken, &claimed[0], Verdict::Sent { status: Some(200) }).await);
     let claimed = claim(&store, &refused, Lane::Fresh, 1, MINUTE).await;
     assert!(verdict(&store, &refused, &claimed[0], dead()).await);
     // Another event that ended later shows that the sweep got this far.
     let (_, later) = announced(&store, &probe, &["probe"]).await;
     let claimed = claim(&store, &probe, Lane::Fresh, 1, MINUTE).await;
-    assert!(verdict(&store, &probe, &claimed[0], Verdict::Sent { status: 200 }).await);
+    assert!(verdict(&store, &probe, &claimed[0], Verdict::Sent { status: Some(200) }).await);
     happens("the later event goes", SOON, || async {
         store.sweep_events(Duration::ZERO, 10_000).await.unwrap();
         self::events(&store, later).await.is_empty()
@@ -1077,7 +1084,7 @@ async fn of_one_ordering_key_one_event_is_claimed_and_its_verdict_wakes_the_next
         [("a", Some("k")), ("b", Some("k")), ("c", Some("k")), ("x", Some("l")), ("y", None)];
     announced_in_order(&store, &sink, &events).await;
     let claim = |lane| in_order(&store, &sink, lane, FREE);
-    let sent = || Verdict::Sent { status: 200 };
+    let sent = || Verdict::Sent { status: Some(200) };
     let again = |delay| Verdict::Retry { delay, status: None, error: "x".into() };
     let first = claim(Lane::Fresh).await;
     assert_eq!(names(&first), ["a", "x", "y"]);
@@ -1131,7 +1138,7 @@ async fn a_dead_event_blocks_its_ordering_key_where_that_is_asked_for(store: Tes
     assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
     let again = in_order(&store, &sink, Lane::Retry, BLOCK).await;
     assert_eq!(names(&again), ["a"]);
-    say(&store, &sink, BLOCK, &again[0], Verdict::Sent { status: 200 }).await;
+    say(&store, &sink, BLOCK, &again[0], Verdict::Sent { status: Some(200) }).await;
     let next = in_order(&store, &sink, Lane::Fresh, BLOCK).await;
     assert_eq!(names(&next), ["b"], "the other key still waits");
     // By an operator's request the follower is looked at anew; where dead ones free their key, nothing holds it.
@@ -1164,7 +1171,7 @@ async fn the_turn_of_a_claim_that_is_over_goes_to_the_same_event(store: Tested) 
     let late = Acknowledgement {
         event_id: long[0].event_id,
         claim_no: long[0].claim_no,
-        verdict: Verdict::Sent { status: 200 },
+        verdict: Verdict::Sent { status: Some(200) },
     };
     assert!(store.acknowledge(&sink, FREE, &[late]).await.unwrap().is_empty());
     assert!(in_order(&store, &sink, Lane::Fresh, FREE).await.is_empty(), "it gave up nothing");
@@ -1205,13 +1212,13 @@ async fn a_stale_acknowledgement_changes_nothing(store: Tested) {
     let stale = claim(&store, &sink, Lane::Fresh, 1, Duration::ZERO).await.remove(0);
     let current = claim(&store, &sink, Lane::Fresh, 1, MINUTE).await.remove(0);
     let retry = Verdict::Retry { delay: Duration::ZERO, status: None, error: "x".into() };
-    for late in [Verdict::Sent { status: 200 }, retry, dead(), Verdict::GivenBack] {
+    for late in [Verdict::Sent { status: Some(200) }, retry, dead(), Verdict::GivenBack] {
         assert!(!verdict(&store, &sink, &stale, late).await);
     }
     assert!(!verdict(&store, "another sink", &current, dead()).await);
     assert_eq!(events(&store, fence).await, [(EventStatus::Pending, 0)]);
     assert!(claim(&store, &sink, Lane::Fresh, 1, MINUTE).await.is_empty(), "still leased");
-    assert!(verdict(&store, &sink, &current, Verdict::Sent { status: 200 }).await);
+    assert!(verdict(&store, &sink, &current, Verdict::Sent { status: Some(200) }).await);
     assert_eq!(events(&store, fence).await, [(EventStatus::Sent, 1)]);
     assert!(!verdict(&store, &sink, &current, dead()).await, "it has ended");
 }
@@ -1254,7 +1261,7 @@ async fn redelivery_goes_on_from_the_claim_number(store: Tested) {
     let claimed = claim(&store, &sink, Lane::Fresh, 9, MINUTE).await;
     let of = |kind: &str| claimed.iter().find(|claimed| claimed.kind == kind).unwrap();
     assert!(verdict(&store, &sink, of("dead"), dead()).await);
-    assert!(verdict(&store, &sink, of("sent"), Verdict::Sent { status: 204 }).await);
+    assert!(verdict(&store, &sink, of("sent"), Verdict::Sent { status: Some(204) }).await);
     let by = somebody();
     let leased = Redeliver::One { id: of("leased").event_id, sink: None };
     assert_eq!(store.redeliver(&leased, &by).await.unwrap(), 0, "it is on its way");
@@ -1274,12 +1281,184 @@ async fn redelivery_goes_on_from_the_claim_number(store: Tested) {
         assert_eq!(claimed.attempts, 0);
         assert!(claimed.claim_no > before.claim_no + 1, "the number goes on");
         assert!(!verdict(&store, &sink, before, dead()).await, "an old worker changes nothing");
-        assert!(verdict(&store, &sink, claimed, Verdict::Sent { status: 200 }).await);
+        assert!(verdict(&store, &sink, claimed, Verdict::Sent { status: Some(200) }).await);
     }
     let audit = store.audit_of(fence.id).await.unwrap();
     let events: Vec<_> = audit.iter().filter_map(|row| row.event).collect();
     assert_eq!(events, [of("dead").event_id, of("sent").event_id], "one row for each delivery");
     assert!(audit.iter().all(|row| row.action == "event.redeliver" && row.who == "olga"));
+}
+
+/// How a sink stands; `None`: it was never paused.
+async fn stand(store: &Tested, sink: &str, over: Over) -> Option<SinkState> {
+    store.sinks(over).await.unwrap().into_iter().find(|state| state.sink == sink)
+}
+
+async fn reason(store: &Tested, sink: &str) -> Option<PauseReason> {
+    stand(store, sink, Over::Ended).await.and_then(|state| state.pause).map(|pause| pause.reason)
+}
+
+fn failing(again: Duration) -> Trouble {
+    Trouble::Failing { again }
+}
+
+fn pausing(trouble: Trouble) -> SinkTurn {
+    SinkTurn::Pause { trouble, error: "500: h\0äß".into(), failed_probes: 0 }
+}
+
+fn probing(owner: OwnerId) -> SinkTurn {
+    SinkTurn::Probe { owner, lease: MINUTE, over: Over::EndedOrDead }
+}
+
+async fn turned(store: &Tested, sink: &str, no: i64, turn: &SinkTurn) -> bool {
+    store.turn_sink(sink, no, turn).await.unwrap() == Changed::Yes
+}
+
+async fn a_sink_is_paused_once_and_resumed_by_its_probe(store: Tested) {
+    let sink = &sink();
+    let me = owner(&store).await;
+    assert_eq!(stand(&store, sink, Over::Ended).await, None);
+    for turn in [probing(me), SinkTurn::Resume, SinkTurn::ProbeIdle { again: MINUTE }] {
+        assert!(!turned(&store, sink, 0, &turn).await, "it is open: {turn:?}");
+    }
+    assert!(!turned(&store, sink, 1, &pausing(failing(MINUTE))).await, "nobody has seen a 1");
+
+    // Many replicas have seen enough at the same time.
+    let pauses = (0..4).map(|_| {
+        let (store, sink) = (Arc::clone(&store), sink.clone());
+        tokio::spawn(async move { turned(&store, &sink, 0, &pausing(failing(SOON))).await })
+    });
+    let mut paused = 0;
+    for pause in pauses.collect::<Vec<_>>() {
+        paused += usize::from(pause.await.unwrap());
+    }
+    assert_eq!(paused, 1);
+    let state = stand(&store, sink, Over::Ended).await.unwrap();
+    let pause = state.pause.unwrap();
+    assert_eq!((state.no, pause.reason, pause.failed_probes), (1, PauseReason::Failing, 0));
+    let error = state.last_error.unwrap();
+    assert!(error.starts_with("500: h") && error.ends_with("äß"), "{error}");
+    assert!(pause.probe_in.is_some_and(|wait| wait <= SOON && wait > SOON / 2), "{pause:?}");
+    assert!(!turned(&store, sink, 1, &probing(me)).await, "it is not time");
+    assert!(!turned(&store, sink, 1, &SinkTurn::Resume).await, "nobody has probed it");
+
+    let other = &self::sink();
+    assert!(turned(&store, other, 0, &pausing(failing(Duration::ZERO))).await);
+    assert!(turned(&store, other, 1, &probing(me)).await);
+    assert!(!turned(&store, other, 1, &SinkTurn::Resume).await, "the number before the probe");
+    assert!(turned(&store, other, 2, &SinkTurn::Resume).await);
+    let state = stand(&store, other, Over::Ended).await.unwrap();
+    assert_eq!((state.no, state.pause), (3, None));
+    assert!(!turned(&store, other, 0, &pausing(failing(MINUTE))).await, "a late failure");
+    assert!(turned(&store, other, 3, &pausing(failing(MINUTE))).await);
+    assert_eq!(
+        reason(&store, sink).await,
+        Some(PauseReason::Failing),
+        "the first one stays as it is"
+    );
+}
+
+async fn one_probes_a_sink_at_a_time_and_a_late_probe_changes_nothing(store: Tested) {
+    let sink = &sink();
+    let (first, second) = (owner(&store).await, owner(&store).await);
+    assert!(turned(&store, sink, 0, &pausing(failing(Duration::ZERO))).await);
+    assert!(turned(&store, sink, 1, &probing(first)).await);
+    let waits = |state: &SinkState| state.pause.as_ref().unwrap().probe_in.unwrap();
+    let state = stand(&store, sink, Over::EndedOrDead).await.unwrap();
+    assert!(waits(&state) > MINUTE / 2, "until the probe's end: {state:?}");
+    assert!(!turned(&store, sink, 2, &probing(second)).await, "the first one probes");
+
+    let error = "503".to_owned();
+    let failed = SinkTurn::ProbeFailed { trouble: failing(Duration::ZERO), error };
+    assert!(turned(&store, sink, 2, &failed).await);
+    assert!(!turned(&store, sink, 2, &SinkTurn::Resume).await, "it has ended");
+    let state = stand(&store, sink, Over::Ended).await.unwrap();
+    let pause = state.pause.as_ref().unwrap();
+    assert_eq!((state.no, pause.failed_probes), (3, 1));
+    assert_eq!(state.last_error.as_deref(), Some("503"));
+
+    // A prober that dies: its probe is free once its lease has ended, for those who may judge.
+    assert!(turned(&store, sink, 3, &probing(second)).await);
+    store.retire(second).await.unwrap();
+    let patient = SinkTurn::Probe { owner: first, lease: MINUTE, over: Over::Ended };
+    assert!(!turned(&store, sink, 4, &patient).await, "who may not judge waits");
+    let state = stand(&store, sink, Over::EndedOrDead).await.unwrap();
+    assert_eq!(waits(&state), Duration::ZERO);
+    assert!(turned(&store, sink, 4, &probing(first)).await);
+    assert!(!turned(&store, sink, 4, &SinkTurn::Resume).await, "the dead one's answer is late");
+    assert!(turned(&store, sink, 5, &SinkTurn::ProbeIdle { again: MINUTE }).await);
+    let state = stand(&store, sink, Over::Ended).await.unwrap();
+    assert_eq!(state.pause.as_ref().unwrap().failed_probes, 1, "nothing was sent");
+    assert_eq!(state.last_error.as_deref(), Some("503"));
+    assert!(waits(&state) > MINUTE / 2);
+}
+
+async fn a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed(store: Tested) {
+    let (sink, gone) = (&sink(), &self::sink());
+    let (me, by) = (owner(&store).await, somebody());
+    assert!(turned(&store, gone, 0, &pausing(Trouble::Gone)).await);
+    assert!(!turned(&store, gone, 1, &probing(me)).await);
+    let order = async |sink: &str, order| store.operate_sink(sink, order, &by).await.unwrap();
+    assert_eq!(order(sink, SinkOrder::Resume).await, Changed::No, "it is open");
+    // In the middle of a probe, which then changes nothing.
+    assert!(turned(&store, sink, 0, &pausing(failing(Duration::ZERO))).await);
+    assert!(turned(&store, sink, 1, &probing(me)).await);
+    assert_eq!(order(sink, SinkOrder::Pause).await, Changed::Yes);
+    assert_eq!(order(sink, SinkOrder::Pause).await, Changed::No, "it is paused by hand");
+    let failed = SinkTurn::ProbeFailed { trouble: failing(Duration::ZERO), error: "x".into() };
+    for turn in [SinkTurn::Resume, failed, probing(me), pausing(failing(Duration::ZERO))] {
+        for no in [2, 3] {
+            assert!(!turned(&store, sink, no, &turn).await, "{turn:?}");
+        }
+    }
+    for (sink, why, note) in
+        [(sink, PauseReason::Operator, Some("asked the bank")), (gone, PauseReason::Gone, None)]
+    {
+        let pause = stand(&store, sink, Over::Ended).await.unwrap().pause.unwrap();
+        assert_eq!((pause.reason, pause.probe_in, pause.note.as_deref()), (why, None, note));
+        assert_eq!(order(sink, SinkOrder::Resume).await, Changed::Yes);
+        assert_eq!(reason(&store, sink).await, None);
+    }
+    let no = stand(&store, sink, Over::Ended).await.unwrap().no;
+    assert!(turned(&store, sink, no, &pausing(Trouble::Busy { again: MINUTE })).await);
+    assert_eq!(reason(&store, sink).await, Some(PauseReason::Busy));
+}
+
+async fn what_is_given_back_keeps_its_attempts_and_says_what_it_met(store: Tested) {
+    let sink = sink();
+    let (_, fence) = announced(&store, &sink, &["a", "b"]).await;
+    let back = |delay| Verdict::Returned { delay, status: Some(429), error: "later".into() };
+    let first = claim(&store, &sink, Lane::Fresh, 1, MINUTE).await.remove(0);
+    assert!(verdict(&store, &sink, &first, back(Duration::ZERO)).await);
+    assert_eq!(events(&store, fence).await, [(EventStatus::Pending, 0); 2]);
+    assert_eq!(store.last_failure(&sink).await.unwrap().as_deref(), Some("later"));
+    let again = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert_eq!((again.event_id, again.attempts, again.refusals), (first.event_id, 0, 0));
+    // A refusal is an attempt, and is counted beside it.
+    let refused = Verdict::Refused { delay: Duration::ZERO, status: Some(422), error: "no".into() };
+    assert!(verdict(&store, &sink, &again, refused).await);
+    let again = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert_eq!((again.attempts, again.refusals), (1, 1));
+    assert!(verdict(&store, &sink, &again, back(Duration::ZERO)).await);
+
+    // What goes back goes behind what is due: another one comes first.
+    let other = claim(&store, &sink, Lane::Fresh, 1, MINUTE).await.remove(0);
+    assert!(verdict(&store, &sink, &other, back(Duration::ZERO)).await);
+    let next = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert_eq!((next.event_id, next.refusals), (first.event_id, 1));
+    assert!(verdict(&store, &sink, &next, back(Duration::ZERO)).await);
+    assert_eq!(claim(&store, &sink, Lane::Retry, 1, MINUTE).await[0].event_id, other.event_id);
+    let next = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert!(verdict(&store, &sink, &next, back(MINUTE)).await);
+    assert!(claim(&store, &sink, Lane::Retry, 9, MINUTE).await.is_empty(), "not due yet");
+    // Redelivered, it begins anew.
+    let row = Redeliver::One { id: next.event_id, sink: Some(sink.clone()) };
+    assert_eq!(store.redeliver(&row, &somebody()).await.unwrap(), 1);
+    let next = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert!(verdict(&store, &sink, &next, dead()).await);
+    assert_eq!(store.redeliver(&row, &somebody()).await.unwrap(), 1);
+    let anew = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert_eq!((anew.attempts, anew.refusals), (0, 0));
 }
 
 async fn the_next_due_event_is_known(store: Tested) {
@@ -1295,7 +1474,7 @@ async fn the_next_due_event_is_known(store: Tested) {
     let retry = Verdict::Retry { delay, status: None, error: "x".into() };
     assert!(verdict(&store, &sink, &claimed[0], retry).await);
     assert!(within(store.next_due(&sink).await.unwrap(), delay), "a retry");
-    assert!(verdict(&store, &sink, &claimed[1], Verdict::Sent { status: 200 }).await);
+    assert!(verdict(&store, &sink, &claimed[1], Verdict::Sent { status: Some(200) }).await);
     assert!(within(store.next_due(&sink).await.unwrap(), delay));
 }
 

@@ -25,6 +25,7 @@ struct Running {
 
 fn start(fake: &Arc<Fake>, contact: Contact) -> Running {
     let settings = Settings {
+        sinks: vec!["main".into()],
         outbox_retention: Duration::from_secs(3600),
         unknown_events: None,
         every: Duration::from_secs(30),

@@ -11,7 +11,8 @@ use rustls::pki_types::SubjectPublicKeyInfoDer;
 use rustls::pki_types::pem::PemObject as _;
 
 use super::replay_auth::read_server;
-use super::{Builder, Duration, Maybe, Placed, Route, Routes, SECOND, file, is_private, or};
+use super::sinks::is_private;
+use super::{Builder, Duration, Maybe, Placed, Route, Routes, SECOND, file, or};
 use crate::gateway::tokens::{KeySource, Remote, Settings};
 use crate::gateway::upstream;
 use crate::scope::Source;

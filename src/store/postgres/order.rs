@@ -97,7 +97,7 @@ u AS (
     SET lease_until = clock_timestamp() + make_interval(secs => $5), claim_no = q.claim_no + 1,
         claimed_by = $6
     FROM mine WHERE q.event_id = mine.event_id AND q.sink = $1
-    RETURNING q.event_id, q.claim_no, q.attempts, q.created_at),
+    RETURNING q.event_id, q.claim_no, q.attempts, q.refusals, q.created_at),
 put_off AS (
     UPDATE outbox_queue q
     SET next_attempt_at = clock_timestamp() + make_interval(secs => $9 * (0.5 + random() / 2))
@@ -107,7 +107,7 @@ put_off AS (
       AND (NOT w.first OR w.event_id IN (SELECT event_id FROM chosen))
       AND w.event_id NOT IN (SELECT event_id FROM mine)
     RETURNING q.event_id)
-SELECT p.put_off, u.event_id, u.claim_no, u.attempts,
+SELECT p.put_off, u.event_id, u.claim_no, u.attempts, u.refusals,
        extract(epoch FROM clock_timestamp() - u.created_at)::float8 AS age,
        m.event_type, m.tenant_id, m.operation, m.idempotency_key, m.payload
 FROM (SELECT count(*) AS put_off FROM put_off) p

@@ -90,8 +90,8 @@ u AS (
     SET lease_until = clock_timestamp() + make_interval(secs => $4), claim_no = q.claim_no + 1,
         claimed_by = $6
     FROM c WHERE q.event_id = c.event_id AND q.sink = $1
-    RETURNING q.event_id, q.claim_no, q.attempts, q.created_at)
-SELECT u.event_id, u.claim_no, u.attempts,
+    RETURNING q.event_id, q.claim_no, q.attempts, q.refusals, q.created_at)
+SELECT u.event_id, u.claim_no, u.attempts, u.refusals,
        extract(epoch FROM clock_timestamp() - u.created_at)::float8 AS age,
        m.event_type, m.tenant_id, m.operation, m.idempotency_key, m.payload
 FROM u JOIN outbox_messages m ON m.id = u.event_id
@@ -142,6 +142,7 @@ pub(super) fn claimed(row: &Row) -> Result<Claimed, Error> {
         event_id: get(row, "event_id")?,
         claim_no: get(row, "claim_no")?,
         attempts: unsigned(get(row, "attempts")?),
+        refusals: unsigned(get(row, "refusals")?),
         age: duration(get(row, "age")?),
         kind: get(row, "event_type")?,
         tenant: get(row, "tenant_id")?,
@@ -175,16 +176,18 @@ kept AS (
         finished_at = excluded.finished_at)
 SELECT event_id, ordering_key FROM gone";
 
-// No delay: given back unsent, no attempt used.
+// No delay: given back unsent, as if nothing had been. Attempts and refusals: 1 where this was one, else 0.
 pub(super) const FREE: &str = "-- free
 WITH x AS MATERIALIZED (
-    SELECT * FROM unnest($2::uuid[], $3::int[], $4::float8[], $5::int[], $6::text[])
-      AS x(event_id, claim_no, delay, status, error)
+    SELECT * FROM unnest($2::uuid[], $3::int[], $4::float8[], $5::int[], $6::text[], $7::int[],
+                         $8::int[])
+      AS x(event_id, claim_no, delay, status, error, attempts, refusals)
     ORDER BY x.event_id)
 UPDATE outbox_queue q
 SET lease_until = '-infinity',
     lane = CASE WHEN x.delay IS NULL THEN q.lane ELSE 1 END,
-    attempts = CASE WHEN x.delay IS NULL THEN q.attempts ELSE q.attempts + 1 END,
+    attempts = q.attempts + x.attempts,
+    refusals = q.refusals + x.refusals,
     next_attempt_at = CASE WHEN x.delay IS NULL THEN q.next_attempt_at
                            ELSE clock_timestamp() + make_interval(secs => x.delay) END,
     last_status = CASE WHEN x.delay IS NULL THEN q.last_status ELSE x.status END,
@@ -203,23 +206,39 @@ pub(super) struct Columns {
     delays: Vec<Option<f64>>,
     statuses: Vec<Option<i32>>,
     errors: Vec<Option<String>>,
+    attempts: Vec<i32>,
+    refusals: Vec<i32>,
 }
 
 impl Columns {
-    fn add(
+    /// A delivery that ended.
+    fn end(
         &mut self,
         verdict: &Acknowledgement,
         outcome: &'static str,
-        delay: Option<Duration>,
         status: Option<u16>,
         error: Option<&str>,
     ) {
+        self.outcomes.push(outcome);
+        self.add(verdict, None, status, error, (1, 0));
+    }
+
+    /// A delivery that is owed on; with how many attempts and refusals it was.
+    fn add(
+        &mut self,
+        verdict: &Acknowledgement,
+        delay: Option<Duration>,
+        status: Option<u16>,
+        error: Option<&str>,
+        (attempts, refusals): (i32, i32),
+    ) {
         self.ids.push(verdict.event_id);
         self.claims.push(verdict.claim_no);
-        self.outcomes.push(outcome);
         self.delays.push(delay.map(seconds));
         self.statuses.push(status.map(i32::from));
         self.errors.push(error.map(clean));
+        self.attempts.push(attempts);
+        self.refusals.push(refusals);
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -227,25 +246,31 @@ impl Columns {
     }
 
     /// As [`FINISH`] or [`FREE`] takes them.
-    pub(super) fn params<'a>(&'a self, sql: &str, sink: &'a &str) -> [Param<'a>; 6] {
-        let third: Param<'_> = if sql == FINISH {
+    pub(super) fn params<'a>(&'a self, sql: &str, sink: &'a &str) -> Vec<Param<'a>> {
+        let finishes = sql == FINISH;
+        let third: Param<'_> = if finishes {
             (&self.outcomes, Type::TEXT_ARRAY)
         } else {
             (&self.delays, Type::FLOAT8_ARRAY)
         };
-        [
+        let mut params: Vec<Param<'_>> = vec![
             (sink, Type::TEXT),
             (&self.ids, Type::UUID_ARRAY),
             (&self.claims, Type::INT4_ARRAY),
             third,
             (&self.statuses, Type::INT4_ARRAY),
             (&self.errors, Type::TEXT_ARRAY),
-        ]
+        ];
+        if !finishes {
+            params.push((&self.attempts, Type::INT4_ARRAY));
+            params.push((&self.refusals, Type::INT4_ARRAY));
+        }
+        params
     }
 }
 
 /// An error's text as the column takes it: without NUL, at most 1 KiB.
-fn clean(text: &str) -> String {
+pub(super) fn clean(text: &str) -> String {
     let mut clean: String = text.chars().filter(|c| *c != '\0').take(1024).collect();
     while clean.len() > 1024 {
         clean.pop();
@@ -263,14 +288,18 @@ pub(super) async fn acknowledge(
     let mut freed = Columns::default();
     for verdict in verdicts {
         match &verdict.verdict {
-            Verdict::Sent { status } => finished.add(verdict, "sent", None, Some(*status), None),
-            Verdict::Dead { status, error } => {
-                finished.add(verdict, "dead", None, *status, Some(error));
-            }
+            Verdict::Sent { status } => finished.end(verdict, "sent", *status, None),
+            Verdict::Dead { status, error } => finished.end(verdict, "dead", *status, Some(error)),
             Verdict::Retry { delay, status, error } => {
-                freed.add(verdict, "", Some(*delay), *status, Some(error));
+                freed.add(verdict, Some(*delay), *status, Some(error), (1, 0));
             }
-            Verdict::GivenBack => freed.add(verdict, "", None, None, None),
+            Verdict::Refused { delay, status, error } => {
+                freed.add(verdict, Some(*delay), *status, Some(error), (1, 1));
+            }
+            Verdict::Returned { delay, status, error } => {
+                freed.add(verdict, Some(*delay), *status, Some(error), (0, 0));
+            }
+            Verdict::GivenBack => freed.add(verdict, None, None, None, (0, 0)),
         }
     }
     if let Order::Key(on_dead) = order {

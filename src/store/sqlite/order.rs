@@ -5,8 +5,8 @@ use rusqlite::params;
 use uuid::Uuid;
 
 use super::super::{Acknowledgement, Claim, OnDead, Over, Verdict};
-use super::outbox::{Taken, lane};
-use super::row::{self, micros};
+use super::outbox::{Taken, lane, taken};
+use super::row::micros;
 use super::thread::Tx;
 
 /// How many rows are looked at in one transaction; for longer nobody else writes.
@@ -35,23 +35,23 @@ pub(super) fn take(tx: &Tx<'_>, claim: &Claim, on_dead: OnDead) -> rusqlite::Res
             Ok((row.get(0)?, row.get(1)?))
         })?;
     let full = due.len() >= window as usize;
-    let (mut taken, mut put_off) = (Vec::new(), false);
+    let (mut claimed, mut put_off) = (Vec::new(), false);
     for (id, key) in due {
         let free = match &key {
             None => true,
             Some(key) => {
                 is_first(tx, &claim.sink, key, &id)?
-                    && (taken.len() >= limit || take_turn(tx, claim, on_dead, key, &id)?)
+                    && (claimed.len() >= limit || take_turn(tx, claim, on_dead, key, &id)?)
             }
         };
         if !free {
             put_off_one(tx, &claim.sink, &id)?;
             put_off = true;
-        } else if taken.len() < limit {
-            taken.extend(mark(tx, claim, &id)?);
+        } else if claimed.len() < limit {
+            claimed.extend(mark(tx, claim, &id)?);
         }
     }
-    Ok(Look { taken, again: full && put_off })
+    Ok(Look { taken: claimed, again: full && put_off })
 }
 
 /// Whether nothing of the key stands before this event, in either lane.
@@ -98,11 +98,10 @@ fn put_off_one(tx: &Tx<'_>, sink: &str, id: &str) -> rusqlite::Result<()> {
 fn mark(tx: &Tx<'_>, claim: &Claim, id: &str) -> rusqlite::Result<Option<Taken>> {
     const SQL: &str = "UPDATE outbox_queue
         SET lease_until = ?3, claim_no = claim_no + 1, claimed_by = ?4
-        WHERE event_id = ?1 AND sink = ?2 RETURNING event_id, claim_no, attempts";
+        WHERE event_id = ?1 AND sink = ?2 RETURNING event_id, claim_no, attempts, refusals";
     let until = tx.now + micros(claim.lease);
     let params = params![id, claim.sink, until, claim.owner.to_string()];
-    let rows = tx.rows(SQL, params, |row| Ok((row::uuid(row, 0)?, row.get(1)?, row.get(2)?)))?;
-    Ok(rows.into_iter().next())
+    Ok(tx.rows(SQL, params, taken)?.into_iter().next())
 }
 
 /// An event's ordering key towards a sink, while it is owed.

@@ -64,8 +64,13 @@ pub(super) fn write(
     Ok(())
 }
 
-/// The claim of one row: event, claim number, attempts.
-pub(super) type Taken = (Uuid, i32, u32);
+/// The claim of one row: event, claim number, attempts, refusals.
+pub(super) type Taken = (Uuid, i32, u32, u32);
+
+/// From a row of these four.
+pub(super) fn taken(row: &rusqlite::Row<'_>) -> rusqlite::Result<Taken> {
+    Ok((row::uuid(row, 0)?, row.get(1)?, row.get(2)?, row.get(3)?))
+}
 
 /// Claims what is due. Whether there is reason to claim again at once: all that was looked at has to wait for others.
 pub(super) fn claim(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<(Vec<Claimed>, bool)> {
@@ -99,24 +104,25 @@ fn take(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<Vec<Taken>> {
               SELECT 1 FROM oncegate_owners o
               WHERE o.owner = q.claimed_by AND o.lease_until > ?4)))
           ORDER BY next_attempt_at, event_id LIMIT ?5)
-        RETURNING event_id, claim_no, attempts";
+        RETURNING event_id, claim_no, attempts, refusals";
     let until = tx.now + micros(claim.lease);
     let judges = claim.over == Over::EndedOrDead;
     let owner = claim.owner.to_string();
     let params = params![until, claim.sink, lane(claim.lane), tx.now, claim.limit, owner, judges];
-    tx.rows(SQL, params, |row| Ok((row::uuid(row, 0)?, row.get(1)?, row.get(2)?)))
+    tx.rows(SQL, params, taken)
 }
 
 fn message(tx: &Tx<'_>, taken: Taken) -> rusqlite::Result<Option<((i64, u32), Claimed)>> {
     const SQL: &str = "SELECT event_type, tenant_id, operation, idempotency_key, payload,
           created_at, seq FROM outbox_messages WHERE id = ?1";
-    let (event_id, claim_no, attempts) = taken;
+    let (event_id, claim_no, attempts, refusals) = taken;
     tx.first(SQL, [event_id.to_string()], |row| {
         let created_at: i64 = row.get(5)?;
         let claimed = Claimed {
             event_id,
             claim_no,
             attempts,
+            refusals,
             age: left(tx.now, created_at),
             kind: row.get(0)?,
             tenant: row.get(1)?,
@@ -153,18 +159,26 @@ pub(super) fn acknowledge(
 }
 
 fn acknowledge_one(tx: &Tx<'_>, sink: &str, ack: &Acknowledgement) -> rusqlite::Result<bool> {
-    const RETRY: &str = "UPDATE outbox_queue SET attempts = attempts + 1, lane = 1,
-          lease_until = 0, next_attempt_at = ?4, last_status = ?5, last_error = ?6
+    const OWED: &str = "UPDATE outbox_queue SET attempts = attempts + ?7, refusals = refusals + ?8,
+          lane = 1, lease_until = 0, next_attempt_at = ?4, last_status = ?5, last_error = ?6
         WHERE event_id = ?1 AND sink = ?2 AND claim_no = ?3";
     const BACK: &str = "UPDATE outbox_queue SET lease_until = 0
         WHERE event_id = ?1 AND sink = ?2 AND claim_no = ?3";
     let id = ack.event_id.to_string();
     let rows = match &ack.verdict {
-        Verdict::Sent { status } => end(tx, sink, ack, "sent", Some(*status), None)?,
+        Verdict::Sent { status } => end(tx, sink, ack, "sent", *status, None)?,
         Verdict::Dead { status, error } => end(tx, sink, ack, "dead", *status, Some(error))?,
         Verdict::Retry { delay, status, error } => {
             let next = tx.now + micros(*delay);
-            tx.execute(RETRY, params![id, sink, ack.claim_no, next, status, error])?
+            tx.execute(OWED, params![id, sink, ack.claim_no, next, status, error, 1, 0])?
+        }
+        Verdict::Refused { delay, status, error } => {
+            let next = tx.now + micros(*delay);
+            tx.execute(OWED, params![id, sink, ack.claim_no, next, status, error, 1, 1])?
+        }
+        Verdict::Returned { delay, status, error } => {
+            let next = tx.now + micros(*delay);
+            tx.execute(OWED, params![id, sink, ack.claim_no, next, status, error, 0, 0])?
         }
         Verdict::GivenBack => tx.execute(BACK, params![id, sink, ack.claim_no])?,
     };
