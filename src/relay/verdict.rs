@@ -132,8 +132,10 @@ pub fn tells(
     retry_after: Option<Duration>,
     share: f64,
 ) -> Tells {
+    if refuses(evidence) {
+        return Tells::Well;
+    }
     let status = match evidence {
-        _ if refuses(evidence) => return Tells::Well,
         Evidence::Taken => return Tells::Well,
         Evidence::Answered { status, .. } if status.is_success() => return Tells::Well,
         Evidence::Answered { status, .. } => *status,
