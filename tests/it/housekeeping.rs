@@ -133,6 +133,7 @@ async fn f14_f47_a_claim_takes_what_it_asks_for_and_reads_little_whatever_statis
         ("claim_window", 256 * 12),
         ("claim_in_order", 256 * 30),
         ("wake", 64 * 30),
+        ("finish", 64 * 30),
     ] {
         let touched = pages(&log, database, statement);
         assert!(!touched.is_empty(), "no plan of {statement}");

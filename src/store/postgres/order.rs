@@ -22,7 +22,7 @@ use uuid::Uuid;
 
 use super::door::{Connection, Door, Params, Task, Transaction};
 use super::outbox::{
-    BEGIN_CLAIM, Columns, FINISH, FLOOR, FREE, claimable, claimed, lane, owner_lives,
+    BEGIN_CLAIM, Columns, FINISH, FLOOR, FREE, claimable, claimed, lane, owner_lives, row_of,
 };
 use super::rows::get;
 use super::seconds;
@@ -59,7 +59,7 @@ WHERE t.sink = $1 AND t.ordering_key = ANY ($2::text[]) FOR UPDATE SKIP LOCKED";
 const CLAIM_IN_ORDER: &str = concat!(
     "-- claim_in_order
 WITH w AS MATERIALIZED (
-    SELECT q.event_id, q.ordering_key, q.next_attempt_at,
+    SELECT q.place, q.event_id, q.ordering_key, q.next_attempt_at,
            q.ordering_key IS NULL OR q.event_id = (
                SELECT f.event_id FROM outbox_queue f
                WHERE f.sink = $1 AND f.ordering_key = q.ordering_key
@@ -68,7 +68,10 @@ WITH w AS MATERIALIZED (
            EXISTS (SELECT FROM outbox_turns t
                    WHERE t.sink = $1 AND t.ordering_key = q.ordering_key) AS turn
     FROM unnest($2::uuid[]) AS x(event_id)
-    JOIN outbox_queue q ON q.event_id = x.event_id AND q.sink = $1),
+    CROSS JOIN ",
+    row_of!("x", "$1"),
+    "
+    WHERE q.event_id = x.event_id AND q.sink = $1),
 chosen AS MATERIALIZED (
     SELECT * FROM w WHERE first ORDER BY next_attempt_at, event_id LIMIT $4),
 taken AS (
@@ -90,19 +93,19 @@ taken AS (
                WHERE d.event_id = t.event_id AND d.sink = t.sink AND d.outcome = 'dead')))
     RETURNING t.event_id),
 mine AS (
-    SELECT event_id FROM taken
-    UNION ALL SELECT event_id FROM chosen WHERE ordering_key IS NULL),
+    SELECT place, event_id FROM chosen
+    WHERE ordering_key IS NULL OR event_id IN (SELECT event_id FROM taken)),
 u AS (
     UPDATE outbox_queue q
     SET lease_until = clock_timestamp() + make_interval(secs => $5), claim_no = q.claim_no + 1,
         claimed_by = $6
-    FROM mine WHERE q.event_id = mine.event_id AND q.sink = $1
+    FROM mine WHERE q.ctid = mine.place
     RETURNING q.event_id, q.claim_no, q.attempts, q.refusals, q.created_at),
 put_off AS (
     UPDATE outbox_queue q
     SET next_attempt_at = clock_timestamp() + make_interval(secs => $9 * (0.5 + random() / 2))
     FROM w
-    WHERE q.event_id = w.event_id AND q.sink = $1 AND w.ordering_key IS NOT NULL
+    WHERE q.ctid = w.place AND w.ordering_key IS NOT NULL
       AND (w.locked OR NOT w.turn)
       AND (NOT w.first OR w.event_id IN (SELECT event_id FROM chosen))
       AND w.event_id NOT IN (SELECT event_id FROM mine)
@@ -232,14 +235,14 @@ WHERE t.sink = $1 AND t.ordering_key = held.ordering_key AND NOT held.blocks";
 const WAKE: &str = "-- wake
 WITH k AS MATERIALIZED (SELECT DISTINCT k.ordering_key FROM unnest($2::text[]) AS k(ordering_key)),
 next AS MATERIALIZED (
-    SELECT f.event_id FROM k CROSS JOIN LATERAL (
-        SELECT q.event_id FROM outbox_queue q
+    SELECT f.place FROM k CROSS JOIN LATERAL (
+        SELECT q.ctid AS place, q.event_id FROM outbox_queue q
         WHERE q.sink = $1 AND q.ordering_key = k.ordering_key
         ORDER BY q.created_at, q.seq, q.event_id LIMIT 1) AS f
     WHERE f.event_id <> ALL ($3::uuid[])
     ORDER BY f.event_id)
 UPDATE outbox_queue q SET next_attempt_at = clock_timestamp() FROM next
-WHERE q.event_id = next.event_id AND q.sink = $1";
+WHERE q.ctid = next.place";
 
 /// An event that is no longer in flight, or no longer owed.
 #[derive(Default)]

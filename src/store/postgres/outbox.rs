@@ -76,11 +76,31 @@ macro_rules! claimable {
 }
 pub(super) use claimable;
 
+/// The queue's row of an event towards a sink, or the one after it: to be compared again. Its order is that of one index
+/// only. Where the planner believes the queue to be empty, all indexes are equally good to it, and by another one each event
+/// may cost a look at all rows of the sink.
+macro_rules! row_of {
+    ($of:literal, $sink:literal) => {
+        concat!(
+            "LATERAL (
+    SELECT r.ctid AS place, r.* FROM outbox_queue r
+    WHERE (r.event_id, r.sink) >= (",
+            $of,
+            ".event_id, ",
+            $sink,
+            ")
+    ORDER BY r.event_id, r.sink LIMIT 1) AS q"
+        )
+    };
+}
+pub(super) use row_of;
+
+// A row whose newer version was locked is not at its place for this statement: the next look takes it.
 // MATERIALIZED: the limited look must not be run again for each row.
 const CLAIM: &str = concat!(
     "-- claim
 WITH c AS MATERIALIZED (
-    SELECT event_id FROM outbox_queue
+    SELECT ctid AS place FROM outbox_queue
     WHERE ",
     claimable!("$1", "$2", "$5", "$7"),
     "
@@ -89,7 +109,7 @@ u AS (
     UPDATE outbox_queue q
     SET lease_until = clock_timestamp() + make_interval(secs => $4), claim_no = q.claim_no + 1,
         claimed_by = $6
-    FROM c WHERE q.event_id = c.event_id AND q.sink = $1
+    FROM c WHERE q.ctid = c.place
     RETURNING q.event_id, q.claim_no, q.attempts, q.refusals, q.created_at)
 SELECT u.event_id, u.claim_no, u.attempts, u.refusals,
        extract(epoch FROM clock_timestamp() - u.created_at)::float8 AS age,
@@ -154,15 +174,20 @@ pub(super) fn claimed(row: &Row) -> Result<Claimed, Error> {
 
 // A lease of '-infinity': the claim of this number has got its verdict already. So a verdict that is said twice, as
 // after a lost answer, counts once.
-pub(super) const FINISH: &str = "-- finish
+pub(super) const FINISH: &str = concat!(
+    "-- finish
 WITH x AS MATERIALIZED (
     SELECT * FROM unnest($2::uuid[], $3::int[], $4::text[], $5::int[], $6::text[])
       AS x(event_id, claim_no, outcome, status, error)
     ORDER BY x.event_id),
+found AS (
+    SELECT x.*, q.place FROM x CROSS JOIN ",
+    row_of!("x", "$1"),
+    "
+    WHERE q.event_id = x.event_id AND q.sink = $1),
 gone AS (
-    DELETE FROM outbox_queue q USING x
-    WHERE q.event_id = x.event_id AND q.sink = $1 AND q.claim_no = x.claim_no
-      AND q.lease_until <> '-infinity'
+    DELETE FROM outbox_queue q USING found x
+    WHERE q.ctid = x.place AND q.claim_no = x.claim_no AND q.lease_until <> '-infinity'
     RETURNING q.event_id, q.sink, q.claim_no, q.attempts + 1 AS attempts,
               x.outcome, x.status, x.error, q.ordering_key),
 kept AS (
@@ -174,15 +199,22 @@ kept AS (
     SET outcome = excluded.outcome, claim_no = excluded.claim_no, attempts = excluded.attempts,
         last_status = excluded.last_status, last_error = excluded.last_error,
         finished_at = excluded.finished_at)
-SELECT event_id, ordering_key FROM gone";
+SELECT event_id, ordering_key FROM gone"
+);
 
 // No delay: given back unsent, as if nothing had been. Attempts and refusals: 1 where this was one, else 0.
-pub(super) const FREE: &str = "-- free
+pub(super) const FREE: &str = concat!(
+    "-- free
 WITH x AS MATERIALIZED (
     SELECT * FROM unnest($2::uuid[], $3::int[], $4::float8[], $5::int[], $6::text[], $7::int[],
                          $8::int[])
       AS x(event_id, claim_no, delay, status, error, attempts, refusals)
-    ORDER BY x.event_id)
+    ORDER BY x.event_id),
+found AS (
+    SELECT x.*, q.place FROM x CROSS JOIN ",
+    row_of!("x", "$1"),
+    "
+    WHERE q.event_id = x.event_id AND q.sink = $1)
 UPDATE outbox_queue q
 SET lease_until = '-infinity',
     lane = CASE WHEN x.delay IS NULL THEN q.lane ELSE 1 END,
@@ -192,10 +224,10 @@ SET lease_until = '-infinity',
                            ELSE clock_timestamp() + make_interval(secs => x.delay) END,
     last_status = CASE WHEN x.delay IS NULL THEN q.last_status ELSE x.status END,
     last_error = CASE WHEN x.delay IS NULL THEN q.last_error ELSE x.error END
-FROM x
-WHERE q.event_id = x.event_id AND q.sink = $1 AND q.claim_no = x.claim_no
-  AND q.lease_until <> '-infinity'
-RETURNING q.event_id, q.ordering_key";
+FROM found x
+WHERE q.ctid = x.place AND q.claim_no = x.claim_no AND q.lease_until <> '-infinity'
+RETURNING q.event_id, q.ordering_key"
+);
 
 /// Parallel arrays of verdicts that end a delivery, and of those that free it again.
 #[derive(Default)]
