@@ -226,6 +226,7 @@ impl Sealed {
     /// The events whose payload opens. The others are given back with the reason: a key that is missing here uses up no
     /// attempt of theirs.
     async fn open_claimed(&self, claim: &Claim, claimed: Vec<Claimed>) -> Vec<Claimed> {
+        let sink = &claim.sink;
         let mut opened = Vec::with_capacity(claimed.len());
         let mut back = Vec::new();
         for mut event in claimed {
@@ -236,35 +237,30 @@ impl Sealed {
                 }
                 Err(why) => {
                     let error = format!("not sent, the payload does not open here: {why}");
+                    self.tell(sink, event.event_id, &error);
                     let verdict = Verdict::Returned { delay: UNOPENED_PAUSE, status: None, error };
                     let (event_id, claim_no) = (event.event_id, event.claim_no);
                     back.push(Acknowledgement { event_id, claim_no, verdict });
                 }
             }
         }
-        if let Some(first) = back.first() {
-            let Claim { sink, order, .. } = claim;
-            self.tell(sink, first);
-            // Where that fails their claims run out, and they are looked at again then.
-            if let Err(error) = self.store.acknowledge(sink, *order, &back).await {
-                tracing::warn!(sink, %error, "events that cannot be opened stay claimed for a while");
-            }
+        if back.is_empty() {
+            return opened;
+        }
+        // Where that fails their claims run out, and they are looked at again then.
+        if let Err(error) = self.store.acknowledge(sink, claim.order, &back).await {
+            tracing::warn!(sink, %error, "events that cannot be opened stay claimed for a while");
         }
         opened
     }
 
     /// Once for many: each event has its reason beside it.
-    fn tell(&self, sink: &str, unopened: &Acknowledgement) {
+    fn tell(&self, sink: &str, event: Uuid, error: &str) {
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
         if told.is_some_and(|at| at.elapsed() < UNOPENED_PAUSE) {
             return;
         }
         *told = Some(Instant::now());
-        let event = unopened.event_id;
-        let (Verdict::Returned { error, .. } | Verdict::Dead { error, .. }) = &unopened.verdict
-        else {
-            return;
-        };
         tracing::error!(sink, %event, error, "events wait for a key");
     }
 
