@@ -52,7 +52,7 @@ enum Command {
     /// Look at records, and resolve them
     #[command(subcommand_required = true)]
     Records(RecordsArgs),
-    /// Look at events, and redeliver them
+    /// Look at events, redeliver them, or give them up
     #[command(subcommand_required = true)]
     Events(EventsArgs),
 }

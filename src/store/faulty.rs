@@ -10,9 +10,9 @@ use async_trait::async_trait;
 use uuid::Uuid;
 
 use super::{
-    Acknowledgement, Acted, Asking, AuditRow, Beat, Changed, Claim, Claimed, Completion, Due,
-    Error, EventFilter, EventRow, Gauges, LateOutcome, Operator, Proposal, RecordFilter, RecordRow,
-    Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
+    Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
+    Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateOutcome, Operator,
+    Proposal, RecordFilter, RecordRow, Reserved, Settled, Store, Takeover, Unresolved, Untold,
 };
 use crate::fault::{self, Injected, Point, Verb};
 use crate::record::event::Event;
@@ -76,7 +76,10 @@ verbs! {
     list_events(filter: &EventFilter) -> Vec<EventRow>;
     operator_release(fence: Fence, completed: bool, by: &Operator) -> Acted, OperatorRelease;
     operator_complete(completion: &Completion, by: &Operator) -> Acted, OperatorComplete;
-    redeliver(which: &Redeliver, by: &Operator) -> u64, Redeliver;
+    redeliver(which: &Chosen, by: &Operator) -> u64, Redeliver;
+    discard(which: &Chosen, by: &Operator) -> u64, Discard;
+    count_dead(which: &DeadFilter) -> u64;
+    attempts_of(event: Uuid) -> Vec<AttemptRow>;
     audit_of(record: RecordId) -> Vec<AuditRow>;
     acted_on(window: Duration) -> Vec<RecordId>;
     database_id() -> Uuid;

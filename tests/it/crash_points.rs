@@ -339,6 +339,7 @@ enum What {
     Release,
     Complete,
     Redeliver,
+    Discard,
 }
 
 const fn order_of(what: What, fault: &'static str, done: bool) -> Order {
@@ -359,6 +360,11 @@ const COMMANDS: &[Order] = &[
     order_of(What::Redeliver, "after-redeliver=kill", true),
     order_of(What::Redeliver, "before-redeliver=error", false),
     order_of(What::Redeliver, "after-redeliver=error", true),
+    order_of(What::Discard, "before-discard=kill", false),
+    order_of(What::Discard, "audited=kill", false),
+    order_of(What::Discard, "after-discard=kill", true),
+    order_of(What::Discard, "before-discard=error", false),
+    order_of(What::Discard, "after-discard=error", true),
 ];
 
 /// On Postgres these are one statement.
@@ -897,10 +903,13 @@ fn sending_or_not(to: std::net::SocketAddr) -> tokio::task::JoinHandle<Option<An
 
 /// Gives one command to its end.
 async fn give(which: Which, given: Order) {
-    let way = if given.what == What::Redeliver { Way::Relayed } else { Way::Lost };
-    let world = World::new(which, way).await;
-    let id = if given.what == What::Redeliver {
+    let on_event = matches!(given.what, What::Redeliver | What::Discard);
+    let world = World::new(which, if on_event { Way::Relayed } else { Way::Lost }).await;
+    let id = if on_event {
         world.one_order().await;
+        if given.what == What::Discard {
+            world.place.rows("update outbox_done set outcome = 'dead'").await;
+        }
         world.place.rows("select id from outbox_events").await[0][0].clone().expect("an id")
     } else {
         let mut gateway = world.start(Sweeps::Once, "");
@@ -916,6 +925,7 @@ async fn give(which: Which, given: Order) {
             (&["records", "complete", &id, "--status", "201", "--body", body], "record.complete")
         }
         What::Redeliver => (&["events", "redeliver", &id], "event.redeliver"),
+        What::Discard => (&["events", "discard", &id], "event.discard"),
     };
     let config = world.config(Sweeps::Once);
     let args = [args, &["--config", config.to_str().expect("a path of text")]].concat();
@@ -925,7 +935,7 @@ async fn give(which: Which, given: Order) {
         assert_eq!(status.signal(), Some(9), "{errors}");
     } else {
         assert_eq!(status.code(), Some(1), "what may not be done is not called done: {errors}");
-        let look = if given.what == What::Redeliver { "events show" } else { "records show" };
+        let look = if on_event { "events show" } else { "records show" };
         let says = if given.done {
             format!("nobody knows whether that was done: look with `oncegate {look} {id}`")
         } else {
@@ -940,6 +950,13 @@ async fn give(which: Which, given: Order) {
         What::Complete if given.done => End::Completed,
         What::Release | What::Complete => End::Unknown,
         What::Redeliver => End::Delivered(1 + usize::from(given.done)),
+        What::Discard => {
+            let gone = "select count(*) from outbox_done where outcome = 'discarded'";
+            assert_eq!(world.place.count(gone).await, i64::from(given.done));
+            // It was delivered once, as the judge expects of it.
+            world.place.rows("update outbox_done set outcome = 'sent'").await;
+            End::Delivered(1)
+        }
     };
     let gateway = world.start(Sweeps::Often, "");
     world.orders.answer_created();

@@ -31,6 +31,7 @@ mod codings;
 mod commands;
 mod crash;
 mod crash_points;
+mod dead;
 mod doubt;
 mod explain;
 mod files;

@@ -56,6 +56,11 @@ const MIGRATIONS: &[Migration] = &[
         name: "batches",
         sql: include_str!("../../../migrations/postgres/0007_batches.sql"),
     },
+    Migration {
+        version: 10,
+        name: "attempts",
+        sql: include_str!("../../../migrations/postgres/0010_attempts.sql"),
+    },
 ];
 
 /// The version that this program knows.

@@ -112,9 +112,28 @@ fn claimed(row: &Row) -> Result<Claimed, Error> {
     })
 }
 
+/// Keeps the failed attempts of a common table: in the ring of their event and sink, over the oldest.
+macro_rules! note_attempts {
+    ($from:literal) => {
+        concat!(
+            ",
+noted AS (
+    INSERT INTO outbox_attempts (event_id, sink, slot, claim_no, attempt, at, status, error)
+    SELECT event_id, sink, claim_no % 50, claim_no, attempts, clock_timestamp(), status, error
+    FROM ",
+            $from,
+            " ORDER BY event_id
+    ON CONFLICT (event_id, sink, slot) DO UPDATE
+    SET claim_no = excluded.claim_no, attempt = excluded.attempt, at = excluded.at,
+        status = excluded.status, error = excluded.error)"
+        )
+    };
+}
+
 // A lease of '-infinity': the claim of this number has got its verdict already. So a verdict that is said twice, as
 // after a lost answer, counts once.
-const FINISH: &str = "-- finish
+const FINISH: &str = concat!(
+    "-- finish
 WITH x AS MATERIALIZED (
     SELECT * FROM unnest($2::uuid[], $3::int[], $4::text[], $5::int[], $6::text[])
       AS x(event_id, claim_no, outcome, status, error)
@@ -133,27 +152,36 @@ kept AS (
     ON CONFLICT (event_id, sink) DO UPDATE
     SET outcome = excluded.outcome, claim_no = excluded.claim_no, attempts = excluded.attempts,
         last_status = excluded.last_status, last_error = excluded.last_error,
-        finished_at = excluded.finished_at)
-SELECT event_id FROM gone";
+        finished_at = excluded.finished_at)",
+    note_attempts!("gone WHERE outcome = 'dead'"),
+    "
+SELECT event_id FROM gone"
+);
 
 // No delay: given back unsent, no attempt used.
-const FREE: &str = "-- free
+const FREE: &str = concat!(
+    "-- free
 WITH x AS MATERIALIZED (
     SELECT * FROM unnest($2::uuid[], $3::int[], $4::float8[], $5::int[], $6::text[])
       AS x(event_id, claim_no, delay, status, error)
-    ORDER BY x.event_id)
-UPDATE outbox_queue q
-SET lease_until = '-infinity',
-    lane = CASE WHEN x.delay IS NULL THEN q.lane ELSE 1 END,
-    attempts = CASE WHEN x.delay IS NULL THEN q.attempts ELSE q.attempts + 1 END,
-    next_attempt_at = CASE WHEN x.delay IS NULL THEN q.next_attempt_at
-                           ELSE clock_timestamp() + make_interval(secs => x.delay) END,
-    last_status = CASE WHEN x.delay IS NULL THEN q.last_status ELSE x.status END,
-    last_error = CASE WHEN x.delay IS NULL THEN q.last_error ELSE x.error END
-FROM x
-WHERE q.event_id = x.event_id AND q.sink = $1 AND q.claim_no = x.claim_no
-  AND q.lease_until <> '-infinity'
-RETURNING q.event_id";
+    ORDER BY x.event_id),
+freed AS (
+    UPDATE outbox_queue q
+    SET lease_until = '-infinity',
+        lane = CASE WHEN x.delay IS NULL THEN q.lane ELSE 1 END,
+        attempts = CASE WHEN x.delay IS NULL THEN q.attempts ELSE q.attempts + 1 END,
+        next_attempt_at = CASE WHEN x.delay IS NULL THEN q.next_attempt_at
+                               ELSE clock_timestamp() + make_interval(secs => x.delay) END,
+        last_status = CASE WHEN x.delay IS NULL THEN q.last_status ELSE x.status END,
+        last_error = CASE WHEN x.delay IS NULL THEN q.last_error ELSE x.error END
+    FROM x
+    WHERE q.event_id = x.event_id AND q.sink = $1 AND q.claim_no = x.claim_no
+      AND q.lease_until <> '-infinity'
+    RETURNING q.event_id, q.sink, q.claim_no, q.attempts, x.delay, x.status, x.error)",
+    note_attempts!("freed WHERE delay IS NOT NULL"),
+    "
+SELECT event_id FROM freed"
+);
 
 /// Parallel arrays of verdicts that end a delivery, and of those that free it again.
 #[derive(Default)]
@@ -314,7 +342,8 @@ WITH gone AS (
     old_enough!("m.id"),
     "
     RETURNING m.id),
-done AS (DELETE FROM outbox_done d USING gone WHERE d.event_id = gone.id)
+done AS (DELETE FROM outbox_done d USING gone WHERE d.event_id = gone.id),
+tried AS (DELETE FROM outbox_attempts a USING gone WHERE a.event_id = gone.id)
 SELECT count(*) AS count FROM gone"
 );
 
