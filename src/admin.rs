@@ -83,8 +83,8 @@ pub struct State {
     pub version: &'static str,
     /// The operations that the configuration names.
     pub operations: Arc<[String]>,
-    /// Who says what is made of a request.
-    pub explain: Arc<dyn Explain>,
+    /// Who says what is made of a request; `None` in a process that takes none.
+    pub explain: Option<Arc<dyn Explain>>,
 }
 
 /// Where the process stands between its start and its end. All clones see one value.
@@ -399,7 +399,7 @@ async fn explain_request(
         .await
         .unwrap_or_else(|_| Err("it did not come in time".to_owned()))
         .map_err(Problem::Question)?;
-    let by = state.explain.as_ref();
+    let Some(by) = state.explain.as_deref() else { return Err(Problem::NoSuchPage) };
     let answer = async {
         match explain::answer(by, Some(state.store.as_ref()), asked).await {
             Ok(answer) => Ok(Some(answer)),

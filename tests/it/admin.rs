@@ -63,7 +63,7 @@ impl Admin {
             token: token.map(|token| Token::new(token).unwrap()),
             version: "1.2.3",
             operations: Arc::from(["orders.create".to_owned()]),
-            explain: Arc::new(Nobody),
+            explain: Some(Arc::new(Nobody)),
         };
         let stop = CancellationToken::new();
         let task = tokio::spawn(serve(listener, router(state), stop.clone()));

@@ -51,6 +51,7 @@ mod postgres;
 mod proxy;
 mod recipes;
 mod relay;
+mod relays;
 mod replay_auth;
 mod replicas;
 mod reports_a;
