@@ -343,7 +343,7 @@ async fn events_are_acted_on_as_by_the_commands() {
         |n: u128, what: &str| format!("/api/v1/events/{}/{what}", Uuid::from_u128(0xe000 + n));
     let dead = |what: &str| format!("/api/v1/events/{what}");
 
-    let shown = admin.get(one(2, "").trim_end_matches("/")).await.json();
+    let shown = admin.get(one(2, "").trim_end_matches('/')).await.json();
     assert_eq!(shown["events"][0]["age_seconds"], 3 * 86_400 + 4 * 3600 + 17);
     assert_eq!(shown["attempts"][0]["error"], "500 from the sink");
     let counted = admin.post(&dead("discard"), r#"{"status":"dead","dry_run":true}"#).await;

@@ -2,7 +2,7 @@
 //! cut off from the database, and given events that nobody should have written.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
@@ -30,7 +30,7 @@ fn config(place: &Place, sink: &Sink, more: &str) -> PathBuf {
     process::config(place.folder.path(), &toml)
 }
 
-fn migrated(config: &PathBuf) {
+fn migrated(config: &Path) {
     let (code, out, errors) =
         process::run(&["migrate", "--config", config.to_str().expect("a path of text")]);
     assert_eq!(code, 0, "{out}{errors}");
