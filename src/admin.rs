@@ -1,4 +1,4 @@
-//! The operators' listener: probes, metrics, and records and events as JSON. It only reads, also where it is sent a question.
+//! The operators' listener: probes, metrics, records, events and sinks as JSON, and what is done to events and sinks by hand.
 //!
 //! - It is a listener of its own: nothing here is reachable on the port that callers use.
 //! - `/healthz` says that the process runs, `/readyz` that it may be sent requests. Both are open to everybody and say
@@ -9,13 +9,14 @@
 //! - A query parameter that is not known is refused by name, since a filter that is ignored shows the wrong records.
 //! - Keys, tenants and bodies are shown, escaped, and never logged.
 //!
-//! Actions on records and events are commands for now. Were they added here as POST routes, they would stand behind
-//! the same `guard`. It also refuses a foreign `Origin`, since a browser sends questions for other pages without their reading the
-//! answer.
+//! Actions on events and sinks are POST routes behind the same `guard` (see `act`); those on records are commands. It also refuses a
+//! foreign `Origin`, since a browser sends questions for other pages without their reading the answer.
 //! When the process dies here, nothing is lost: no state is kept.
 
+pub mod act;
 pub mod explain;
 pub(crate) mod query;
+pub mod sinks;
 pub mod view;
 
 use std::fmt;
@@ -46,10 +47,12 @@ use uuid::Uuid;
 
 use crate::explain::Explain;
 use crate::record::RecordId;
-use crate::store::{self, EventFilter, Store};
+use crate::store::{self, SinkOrder, Store};
 use crate::telemetry::Metrics;
+use act::Action;
 use query::Query;
-use view::{EventPage, EventView, Life, RecordPage, RecordView};
+use sinks::SinkPage;
+use view::{EventLife, EventPage, EventView, Life, RecordPage, RecordView};
 
 /// How long `/readyz` waits for the store.
 const PING_TIMEOUT: Duration = Duration::from_secs(1);
@@ -63,8 +66,9 @@ const STOP_GRACE: Duration = Duration::from_secs(5);
 const CONNECTIONS_MAX: usize = 512;
 /// How long a question about a request may be, in bytes.
 const QUESTION_MAX: usize = 8 << 20;
-/// How many rows of one event (one a sink) are shown.
-const EVENT_ROWS_MAX: u32 = 500;
+
+/// Who acts here, in the audit table: whoever has the token.
+pub const OPERATOR: &str = "admin listener";
 
 /// What the admin listener shows, and to whom.
 #[derive(Clone)]
@@ -81,8 +85,10 @@ pub struct State {
     pub version: &'static str,
     /// The operations that the configuration names.
     pub operations: Arc<[String]>,
-    /// Who says what is made of a request.
-    pub explain: Arc<dyn Explain>,
+    /// The sinks that the configuration names.
+    pub sinks: Arc<[String]>,
+    /// Who says what is made of a request; `None` in a process that takes none.
+    pub explain: Option<Arc<dyn Explain>>,
 }
 
 /// Where the process stands between its start and its end. All clones see one value.
@@ -156,6 +162,13 @@ pub fn router(state: State) -> Router {
         .route("/api/v1/records/{id}", get(show_record))
         .route("/api/v1/events", get(list_events))
         .route("/api/v1/events/{id}", get(show_event))
+        .route("/api/v1/events/{id}/redeliver", post(redeliver_one))
+        .route("/api/v1/events/{id}/discard", post(discard_one))
+        .route("/api/v1/events/redeliver", post(redeliver_dead))
+        .route("/api/v1/events/discard", post(discard_dead))
+        .route("/api/v1/sinks", get(list_sinks))
+        .route("/api/v1/sinks/{name}/pause", post(pause_sink))
+        .route("/api/v1/sinks/{name}/resume", post(resume_sink))
         .route("/api/v1/explain", post(explain_request))
         .fallback(|| async { Problem::NoSuchPage })
         .layer(middleware::from_fn_with_state(state.clone(), guard));
@@ -339,15 +352,66 @@ async fn show_event(
     axum::extract::State(state): axum::extract::State<State>,
     id: Result<Path<String>, PathRejection>,
     RawQuery(query): RawQuery,
-) -> Result<Json<EventPage>, Problem> {
+) -> Result<Json<EventLife>, Problem> {
     Query::parse(query.as_deref(), &[]).map_err(Problem::Query)?;
-    let filter =
-        EventFilter { id: Some(id_of(id)?), limit: EVENT_ROWS_MAX, ..EventFilter::default() };
-    let rows = in_time(state.store.list_events(&filter)).await?;
-    if rows.is_empty() {
-        return Err(Problem::NotFound);
-    }
-    Ok(Json(EventPage { events: rows.iter().map(EventView::whole).collect(), next: None }))
+    let life = in_time(view::event_life(state.store.as_ref(), id_of(id)?)).await?;
+    life.map(Json).ok_or(Problem::NotFound)
+}
+
+async fn redeliver_one(
+    axum::extract::State(state): axum::extract::State<State>,
+    id: Result<Path<String>, PathRejection>,
+    request: Request,
+) -> Result<Json, Problem> {
+    act::one(Action::Redeliver, state, id, request).await
+}
+
+async fn discard_one(
+    axum::extract::State(state): axum::extract::State<State>,
+    id: Result<Path<String>, PathRejection>,
+    request: Request,
+) -> Result<Json, Problem> {
+    act::one(Action::Discard, state, id, request).await
+}
+
+async fn redeliver_dead(
+    axum::extract::State(state): axum::extract::State<State>,
+    request: Request,
+) -> Result<Json, Problem> {
+    act::dead(Action::Redeliver, state, request).await
+}
+
+async fn discard_dead(
+    axum::extract::State(state): axum::extract::State<State>,
+    request: Request,
+) -> Result<Json, Problem> {
+    act::dead(Action::Discard, state, request).await
+}
+
+async fn list_sinks(
+    axum::extract::State(state): axum::extract::State<State>,
+    RawQuery(query): RawQuery,
+) -> Result<Json<SinkPage>, Problem> {
+    Query::parse(query.as_deref(), &[]).map_err(Problem::Query)?;
+    in_time(sinks::list(state.store.as_ref(), &state.sinks)).await.map(Json)
+}
+
+async fn pause_sink(
+    axum::extract::State(state): axum::extract::State<State>,
+    name: Result<Path<String>, PathRejection>,
+    RawQuery(query): RawQuery,
+    request: Request,
+) -> Result<Json, Problem> {
+    act::sink(SinkOrder::Pause, state, name, query.as_deref(), request).await
+}
+
+async fn resume_sink(
+    axum::extract::State(state): axum::extract::State<State>,
+    name: Result<Path<String>, PathRejection>,
+    RawQuery(query): RawQuery,
+    request: Request,
+) -> Result<Json, Problem> {
+    act::sink(SinkOrder::Resume, state, name, query.as_deref(), request).await
 }
 
 async fn explain_request(
@@ -368,7 +432,7 @@ async fn explain_request(
         .await
         .unwrap_or_else(|_| Err("it did not come in time".to_owned()))
         .map_err(Problem::Question)?;
-    let by = state.explain.as_ref();
+    let Some(by) = state.explain.as_deref() else { return Err(Problem::NoSuchPage) };
     let answer = async {
         match explain::answer(by, Some(state.store.as_ref()), asked).await {
             Ok(answer) => Ok(Some(answer)),
@@ -431,8 +495,13 @@ enum Problem {
     ForeignHost,
     Query(Vec<String>),
     Question(String),
+    Action(Vec<String>),
+    Refused { name: &'static str, detail: String },
+    InDoubt,
     Id,
     NotFound,
+    NoSink,
+    Already,
     NoSuchPage,
     MethodNotAllowed,
     StoreUnavailable,
@@ -460,7 +529,18 @@ impl Problem {
             Self::Question(_) => (
                 StatusCode::BAD_REQUEST,
                 "question-invalid",
-                "Send a JSON object that names a request; `errors` says what is wrong.",
+                "Send a JSON object of the fields that are asked for; `errors` says what is wrong.",
+            ),
+            Self::Action(_) => (
+                StatusCode::BAD_REQUEST,
+                "action-invalid",
+                "Send a JSON object that says what is to be done; `errors` says what is wrong.",
+            ),
+            Self::Refused { name, .. } => (StatusCode::CONFLICT, name, ""),
+            Self::InDoubt => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                "in-doubt",
+                "Nobody knows whether that was done, or all of it: look before you ask for it again.",
             ),
             Self::Id => (StatusCode::BAD_REQUEST, "id-invalid", "An id is a UUID."),
             Self::NotFound => (
@@ -468,13 +548,23 @@ impl Problem {
                 "not-found",
                 "Nothing has this id: it never existed, or its retention is over.",
             ),
+            Self::NoSink => (
+                StatusCode::NOT_FOUND,
+                "no-such-sink",
+                "No sink has this name: not in the configuration, and nothing is owed to one.",
+            ),
+            Self::Already => (
+                StatusCode::CONFLICT,
+                "already-so",
+                "The sink stands so already: nothing was changed.",
+            ),
             Self::NoSuchPage => {
                 (StatusCode::NOT_FOUND, "no-such-page", "The admin listener has no such page.")
             }
             Self::MethodNotAllowed => (
                 StatusCode::METHOD_NOT_ALLOWED,
                 "method-not-allowed",
-                "The admin listener is read-only: actions are commands of `oncegate`.",
+                "This page is read, or acted on, in another way: see docs/operations.md.",
             ),
             Self::StoreUnavailable => (
                 StatusCode::SERVICE_UNAVAILABLE,
@@ -493,13 +583,14 @@ impl Problem {
 impl IntoResponse for Problem {
     fn into_response(self) -> Response {
         let (status, name, detail) = self.entry();
+        let detail = if let Self::Refused { detail, .. } = &self { detail } else { detail };
         let mut body = json!({
             "type": format!("urn:oncegate:problem:{name}"),
             "title": name.replace('-', " "),
             "status": status.as_u16(),
             "detail": detail,
         });
-        let errors = if let Self::Query(errors) = &self {
+        let errors = if let Self::Query(errors) | Self::Action(errors) = &self {
             json!(errors)
         } else if let Self::Question(error) = &self {
             json!([error])

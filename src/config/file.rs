@@ -391,6 +391,8 @@ pub struct Sink {
     pub max_attempts: Maybe<u32>,
     /// Age before an event may be dead.
     pub max_age: Maybe<Duration>,
+    /// Refusals of an event before it is dead.
+    pub max_refusals: Maybe<u32>,
     /// Whether private addresses are allowed.
     pub allow_private: Maybe<bool>,
     /// Whether plain http is allowed.
@@ -411,6 +413,10 @@ pub struct Sink {
     pub client_cert_file: Maybe<String>,
     /// Its key.
     pub client_key_file: Maybe<String>,
+    /// In which order events are delivered.
+    pub ordering: Maybe<String>,
+    /// What becomes of the events behind a dead one.
+    pub on_dead: Maybe<String>,
 }
 
 /// `[outbox]`
@@ -424,6 +430,8 @@ pub struct Outbox {
     pub unknown_events: Maybe<bool>,
     /// How often the relay looks when nobody wakes it.
     pub poll: Maybe<Duration>,
+    /// Whether `serve` delivers.
+    pub relay: Maybe<bool>,
 }
 
 /// `[log]`
@@ -713,6 +721,7 @@ fn sink(mut s: Section<'_>) -> Sink {
         backoff_max,
         max_attempts: s.number("max_attempts", 1..=1_000_000),
         max_age: s.duration("max_age"),
+        max_refusals: s.number("max_refusals", 1..=1_000_000),
         allow_private: s.flag("allow_private"),
         allow_http: s.flag("allow_http"),
         pause_after: s.number("pause_after", 1..=1_000_000),
@@ -723,10 +732,11 @@ fn sink(mut s: Section<'_>) -> Sink {
         ca_file: s.text("ca_file"),
         client_cert_file: s.text("client_cert_file"),
         client_key_file: s.text("client_key_file"),
+        ordering: s.text("ordering"),
+        on_dead: s.text("on_dead"),
     };
     s.only("format", "standard-webhooks", &["cloudevents", "cloudevents-structured"]);
-    s.only("ordering", "none", &["key"]);
-    s.not_yet(&["events", "max_refusals"]);
+    s.not_yet(&["events"]);
     s.finish();
     read
 }
@@ -737,6 +747,7 @@ fn outbox(mut s: Section<'_>) -> Outbox {
         max_payload: s.size("max_payload"),
         unknown_events: s.flag("unknown_events"),
         poll: s.duration("poll"),
+        relay: s.flag("relay"),
     };
     s.finish();
     read

@@ -40,6 +40,10 @@ const CASES: &[(&str, &str)] = &[
         "og.toml:8: route[1].fingerprint.ignore[1]: ignore: \"$[\" is no JSONPath: at position 1, parser error",
     ),
     (
+        "[[sink]]\nname = \"a\"\nurl = \"https://a.test\"\nsecret_file = \"sink.secret\"\nmax_refusals = 0",
+        "og.toml:6: sink[0].max_refusals: must be a whole number from 1 to 1000000",
+    ),
+    (
         "policy.fingerprint = { only = [\"$.a\", \"\"] }",
         "og.toml:2: policy.fingerprint.only[1]: only: an entry is empty",
     ),
@@ -391,6 +395,18 @@ const CASES: &[(&str, &str)] = &[
         "og.toml:6: sink[0].ca_file: means something for rediss://b only",
     ),
     (
+        "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret_file = \"sink.secret\"\nordering = \"tenant\"",
+        "og.toml:6: sink[0].ordering: must be \"none\" or \"key\" (events with the same ordering_key one after the other)",
+    ),
+    (
+        "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret_file = \"sink.secret\"\nordering = \"key\"\non_dead = \"skip\"",
+        "og.toml:7: sink[0].on_dead: must be \"free\" or \"block\" (what is behind a dead event in its ordering key waits until that one is redelivered or discarded)",
+    ),
+    (
+        "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret_file = \"sink.secret\"\non_dead = \"block\"",
+        "og.toml:6: sink[0].on_dead: has no effect without ordering = \"key\": add that, or leave it out",
+    ),
+    (
         "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret_file = \"sink.secret\"\nbackoff = { base = \"2h\", max = \"1h\" }",
         "og.toml:2: sink[0].backoff: base must be longer than nothing and not longer than max",
     ),
@@ -557,7 +573,7 @@ fn a_route_overrides_the_policy_field_by_field() {
 }
 
 fn webhook(config: &Config) -> &sink::http::Settings {
-    let sink::Target::Http(webhook) = &config.relay.sinks[0].target;
+    let sink::Target::Http(webhook) = &config.relay.sinks[0].target else { panic!("a webhook") };
     webhook
 }
 
@@ -723,7 +739,7 @@ fn the_contract_s_example_loads() {
         config.routes.by_operation("orders.create").unwrap().policy.request_body_max,
         1 << 20
     );
-    assert_eq!(warnings.len(), 1, "pause_after only: {warnings:?}");
+    assert!(warnings.is_empty(), "{warnings:?}");
     // The values of the contract are the defaults: leaving them out changes nothing.
     let kept = [
         "url",
@@ -1013,6 +1029,21 @@ fn a_look_up_is_taken_from_the_policy_and_settles_after_the_timeout_by_itself() 
 }
 
 #[test]
+fn an_ordered_sink_whose_events_have_no_key_is_warned_of() {
+    let warned = |order: &str, key: &str| {
+        let sink =
+            "[[sink]]\nname = \"a\"\nurl = \"https://e.com/\"\nsecret_file = \"sink.secret\"";
+        let route = "[[route]]\nmethod = \"POST\"\npath = \"/a\"\n[[route.event]]\ntype = \"made\"";
+        let config = good(&with(&format!("{sink}\n{order}\n{route}\n{key}")), &[]);
+        check::warnings(&config).iter().any(|warning| warning.place == "sink.ordering")
+    };
+    let (by_key, key) =
+        ("ordering = \"key\"\non_dead = \"block\"", "ordering_key = \"{{ tenant }}\"");
+    assert!(warned(by_key, ""));
+    assert!(!warned(by_key, key) && !warned("", "") && !warned("ordering = \"none\"", ""));
+}
+
+#[test]
 fn a_look_up_that_may_find_somebody_elses_is_warned_of() {
     const NOTHING: &str = "neither `key` nor anything of `request`";
     const TENANT: &str = "does not name `tenant`";
@@ -1056,4 +1087,18 @@ fn a_look_up_that_may_find_somebody_elses_is_warned_of() {
             assert!(text.contains(part), "{tenant}{asked}: {texts:?}");
         }
     }
+}
+
+#[test]
+fn the_delivery_may_be_left_to_another_process_but_not_of_a_file() {
+    let with = |more: &str| {
+        let text = EXAMPLE.replace("[outbox]\n", &format!("[outbox]\n{more}\n"));
+        load(&text.replace("sqlite:oncegate.db", "postgres://o@127.0.0.1/o"), &[])
+    };
+    assert_eq!(with("").unwrap().0.relayed, Relayed::Here);
+    assert_eq!(with("relay = true").unwrap().0.relayed, Relayed::Here);
+    assert_eq!(with("relay = false").unwrap().0.relayed, Relayed::Apart);
+    let wrong = |text: String| load(&text, &[]).unwrap_err().to_string();
+    let text = wrong(EXAMPLE.replace("[outbox]\n", "[outbox]\nrelay = false\n"));
+    assert!(text.contains("outbox.relay") && text.contains("nobody else can deliver"), "{text}");
 }

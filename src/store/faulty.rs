@@ -10,9 +10,10 @@ use async_trait::async_trait;
 use uuid::Uuid;
 
 use super::{
-    Acknowledgement, Acted, Asking, AuditRow, Beat, Changed, Claim, Claimed, Completion, Due,
-    Error, EventFilter, EventRow, Gauges, LateOutcome, Operator, Proposal, RecordFilter, RecordRow,
-    Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
+    Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
+    Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateOutcome, Operator,
+    Order, Over, Proposal, RecordFilter, RecordRow, Reserved, Settled, SinkOrder, SinkState,
+    SinkTurn, Store, Takeover, Unresolved, Untold,
 };
 use crate::fault::{self, Injected, Point, Verb};
 use crate::record::event::Event;
@@ -64,8 +65,10 @@ verbs! {
     tell(doubt: &Doubt, event: Option<&Event>) -> Changed, Tell;
     note_late_outcome(late: &LateOutcome) -> (), NoteLateOutcome;
     claim(claim: &Claim) -> Vec<Claimed>, Claim;
-    acknowledge(sink: &str, verdicts: &[Acknowledgement]) -> Vec<Uuid>, Acknowledge;
+    acknowledge(sink: &str, order: Order, verdicts: &[Acknowledgement]) -> Vec<Uuid>, Acknowledge;
     next_due(sink: &str) -> Option<Duration>;
+    sinks(over: Over) -> Vec<SinkState>;
+    turn_sink(sink: &str, no: i64, turn: &SinkTurn) -> Changed, TurnSink;
     questions(asking: &[Asking], limit: u32) -> Vec<Due>;
     unresolved(id: RecordId) -> Option<Unresolved>;
     sweep_records(limit: u32) -> u64, SweepRecords;
@@ -76,7 +79,12 @@ verbs! {
     list_events(filter: &EventFilter) -> Vec<EventRow>;
     operator_release(fence: Fence, completed: bool, by: &Operator) -> Acted, OperatorRelease;
     operator_complete(completion: &Completion, by: &Operator) -> Acted, OperatorComplete;
-    redeliver(which: &Redeliver, by: &Operator) -> u64, Redeliver;
+    redeliver(which: &Chosen, by: &Operator) -> u64, Redeliver;
+    discard(which: &Chosen, by: &Operator) -> u64, Discard;
+    count_dead(which: &DeadFilter) -> u64;
+    attempts_of(event: Uuid) -> Vec<AttemptRow>;
+    operate_sink(sink: &str, order: SinkOrder, by: &Operator) -> Changed, OperateSink;
+    last_failure(sink: &str) -> Option<String>;
     audit_of(record: RecordId) -> Vec<AuditRow>;
     acted_on(window: Duration) -> Vec<RecordId>;
     database_id() -> Uuid;

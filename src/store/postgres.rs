@@ -17,14 +17,17 @@
 mod complete;
 mod door;
 mod doubts;
+mod events;
 mod leases;
 mod migrate;
 mod operate;
+mod order;
 mod outbox;
 mod questions;
 mod records;
 mod rows;
 mod show;
+mod sinks;
 mod tls;
 
 use std::fmt;
@@ -38,9 +41,10 @@ use uuid::Uuid;
 
 use super::batch::{Batcher, RunError, Turns};
 use super::{
-    Acknowledgement, Acted, Asking, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion,
-    Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal,
-    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
+    Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Cause, Changed, Chosen, Claim,
+    Claimed, Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateOutcome,
+    OpenError, Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reserved, Settled,
+    SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
 };
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
@@ -270,13 +274,35 @@ impl Store for Postgres {
     async fn acknowledge(
         &self,
         sink: &str,
+        order: Order,
         verdicts: &[Acknowledgement],
     ) -> Result<Vec<Uuid>, Error> {
-        outbox::acknowledge(&self.door, sink, verdicts).await
+        outbox::acknowledge(&self.door, sink, order, verdicts).await
     }
 
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
         outbox::next_due(&self.door, sink).await
+    }
+
+    async fn sinks(&self, over: Over) -> Result<Vec<SinkState>, Error> {
+        sinks::states(&self.door, over).await
+    }
+
+    async fn turn_sink(&self, sink: &str, no: i64, turn: &SinkTurn) -> Result<Changed, Error> {
+        sinks::turn(&self.door, sink, no, turn).await
+    }
+
+    async fn operate_sink(
+        &self,
+        sink: &str,
+        order: SinkOrder,
+        by: &Operator,
+    ) -> Result<Changed, Error> {
+        sinks::operate(&self.door, sink, order, by).await
+    }
+
+    async fn last_failure(&self, sink: &str) -> Result<Option<String>, Error> {
+        sinks::last_failure(&self.door, sink).await
     }
 
     async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Doubt>, Error> {
@@ -331,8 +357,20 @@ impl Store for Postgres {
         operate::complete(&self.door, completion, by).await
     }
 
-    async fn redeliver(&self, which: &Redeliver, by: &Operator) -> Result<u64, Error> {
-        operate::redeliver(&self.door, which, by).await
+    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+        events::act(&self.door, events::Action::Redeliver, which, by).await
+    }
+
+    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+        events::act(&self.door, events::Action::Discard, which, by).await
+    }
+
+    async fn count_dead(&self, which: &DeadFilter) -> Result<u64, Error> {
+        events::count_dead(&self.door, which).await
+    }
+
+    async fn attempts_of(&self, event: Uuid) -> Result<Vec<AttemptRow>, Error> {
+        events::attempts_of(&self.door, event).await
     }
 
     async fn audit_of(&self, record: RecordId) -> Result<Vec<AuditRow>, Error> {

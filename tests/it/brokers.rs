@@ -13,7 +13,7 @@ use futures_util::future::join_all;
 use oncegate::relay::sink::broker::{Login, Tls};
 use oncegate::relay::sink::{self, Delivered, Target, nats, redis};
 use oncegate::relay::verdict::Evidence;
-use oncegate::store::{Claimed, EventStatus, Verdict};
+use oncegate::store::{Claimed, EventStatus, Order, Verdict};
 use serde_json::json;
 use tokio::net::TcpListener;
 use tokio::time::Instant;
@@ -39,6 +39,9 @@ fn settings(target: Target) -> sink::Settings {
         backoff_max: 400 * MS,
         attempts_max: 1000,
         age_max: Duration::from_secs(3600),
+        refusals_max: 5,
+        pause_after: 10,
+        order: Order::None,
         target,
     }
 }
@@ -76,6 +79,7 @@ fn event(payload: &str) -> Claimed {
         event_id: Uuid::new_v4(),
         claim_no: 1,
         attempts: 0,
+        refusals: 0,
         age: Duration::ZERO,
         kind: "order.created".into(),
         tenant: "Zoë & Co.>".into(),
@@ -243,7 +247,9 @@ async fn through_a_crash(
     assert!(fake.count(EventStatus::Sent) < EVENTS, "killed in the middle");
     let failed = || {
         let verdicts = fake.acknowledged.lock().unwrap();
-        verdicts.iter().any(|end| matches!(end.verdict, Verdict::Retry { .. }))
+        verdicts
+            .iter()
+            .any(|end| matches!(end.verdict, Verdict::Retry { .. } | Verdict::Returned { .. }))
     };
     eventually("a failure", async || failed()).await;
     server.start();

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use oncegate::lease::Contact;
 use oncegate::store::Gauges;
-use oncegate::sweep::{self, Settings};
+use oncegate::sweep::{self, Duty, Settings};
 use oncegate::telemetry::Metrics;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -25,10 +25,12 @@ struct Running {
 
 fn start(fake: &Arc<Fake>, contact: Contact) -> Running {
     let settings = Settings {
+        sinks: vec!["main".into()],
         outbox_retention: Duration::from_secs(3600),
         unknown_events: None,
         every: Duration::from_secs(30),
         batch: 100,
+        duty: Duty::All,
     };
     let (stop, metrics) = (CancellationToken::new(), Arc::new(Metrics::default()));
     let run = sweep::run(fake.clone(), settings, contact, Arc::clone(&metrics), stop.clone());
@@ -80,7 +82,7 @@ async fn the_only_process_on_its_database_judges_in_its_first_round() {
 async fn gauges_follow_the_store_also_down_to_nothing() {
     let fake = Arc::new(Fake::default());
     let pending = vec![("main".to_owned(), 7, Duration::from_secs(3))];
-    *fake.gauges.lock().unwrap() = Gauges { pending, dead: vec![], unknown_records: 2 };
+    *fake.gauges.lock().unwrap() = Gauges { pending, unknown_records: 2, ..Gauges::default() };
     let running = start(&fake, Contact::sole(started()));
     let shown = |text: &'static str| {
         let metrics = Arc::clone(&running.metrics);

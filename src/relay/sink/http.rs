@@ -301,6 +301,9 @@ mod tests {
             backoff_max: Duration::from_secs(60),
             attempts_max: 3,
             age_max: Duration::from_secs(60),
+            refusals_max: 5,
+            pause_after: 10,
+            order: crate::store::Order::None,
             target: crate::relay::sink::Target::Http(target.clone()),
         };
         Courier::new(&sink, target).unwrap()

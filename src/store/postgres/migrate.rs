@@ -56,6 +56,21 @@ const MIGRATIONS: &[Migration] = &[
         name: "batches",
         sql: include_str!("../../../migrations/postgres/0007_batches.sql"),
     },
+    Migration {
+        version: 8,
+        name: "sinks",
+        sql: include_str!("../../../migrations/postgres/0008_sinks.sql"),
+    },
+    Migration {
+        version: 9,
+        name: "order",
+        sql: include_str!("../../../migrations/postgres/0009_order.sql"),
+    },
+    Migration {
+        version: 10,
+        name: "attempts",
+        sql: include_str!("../../../migrations/postgres/0010_attempts.sql"),
+    },
 ];
 
 /// The version that this program knows.

@@ -1,5 +1,5 @@
 //! The outbox: events are written with their record's completion, claimed under a lease, acknowledged under a claim
-//! number, and redelivered or swept once they ended.
+//! number, and swept once they ended.
 //!
 //! A message is written once. A row in `outbox_queue` stands exactly while a delivery is owed; a row in
 //! `outbox_done` says how it ended. An event and sink are in one of the two, never in both: each change moves the row
@@ -11,8 +11,8 @@ use bytes::Bytes;
 use rusqlite::params;
 use uuid::Uuid;
 
-use super::super::{Acknowledgement, Claim, Claimed, Lane, Operator, Over, Redeliver, Verdict};
-use super::operator::{Action, audit};
+use super::super::{Acknowledgement, Claim, Claimed, Lane, Order, Over, Verdict};
+use super::order::{self, Look};
 use super::row::{self, left, micros};
 use super::thread::Tx;
 use crate::record::event::Event;
@@ -61,10 +61,38 @@ pub(super) fn write(
     Ok(())
 }
 
-/// The claim of one row: event, claim number, attempts.
-type Taken = (Uuid, i32, u32);
+/// The claim of one row: event, claim number, attempts, refusals.
+pub(super) type Taken = (Uuid, i32, u32, u32);
 
-pub(super) fn claim(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<Vec<Claimed>> {
+/// From a row of these four.
+pub(super) fn taken(row: &rusqlite::Row<'_>) -> rusqlite::Result<Taken> {
+    Ok((row::uuid(row, 0)?, row.get(1)?, row.get(2)?, row.get(3)?))
+}
+
+/// Claims what is due. Whether there is reason to claim again at once: all that was looked at has to wait for others.
+pub(super) fn claim(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<(Vec<Claimed>, bool)> {
+    let Look { taken, again } = match claim.order {
+        Order::None => Look { taken: take(tx, claim)?, again: false },
+        Order::Key(on_dead) => order::take(tx, claim, on_dead)?,
+    };
+    let mut claimed = Vec::with_capacity(taken.len());
+    for one in taken {
+        claimed.extend(message(tx, one)?);
+    }
+    // Oldest first, and the events of one record in their order.
+    claimed.sort_by_key(|(order, _)| *order);
+    Ok((claimed.into_iter().map(|(_, claimed)| claimed).collect(), again))
+}
+
+/// The value of the column.
+pub(super) fn lane(lane: Lane) -> i64 {
+    match lane {
+        Lane::Fresh => 0,
+        Lane::Retry => 1,
+    }
+}
+
+fn take(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<Vec<Taken>> {
     const SQL: &str = "UPDATE outbox_queue
         SET lease_until = ?1, claim_no = claim_no + 1, claimed_by = ?6
         WHERE sink = ?2 AND event_id IN (SELECT event_id FROM outbox_queue q
@@ -73,36 +101,25 @@ pub(super) fn claim(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<Vec<Claimed>
               SELECT 1 FROM oncegate_owners o
               WHERE o.owner = q.claimed_by AND o.lease_until > ?4)))
           ORDER BY next_attempt_at, event_id LIMIT ?5)
-        RETURNING event_id, claim_no, attempts";
-    let lane = match claim.lane {
-        Lane::Fresh => 0,
-        Lane::Retry => 1,
-    };
+        RETURNING event_id, claim_no, attempts, refusals";
     let until = tx.now + micros(claim.lease);
     let judges = claim.over == Over::EndedOrDead;
     let owner = claim.owner.to_string();
-    let params = params![until, claim.sink, lane, tx.now, claim.limit, owner, judges];
-    let taken: Vec<Taken> =
-        tx.rows(SQL, params, |row| Ok((row::uuid(row, 0)?, row.get(1)?, row.get(2)?)))?;
-    let mut claimed = Vec::with_capacity(taken.len());
-    for one in taken {
-        claimed.extend(message(tx, one)?);
-    }
-    // Oldest first, and the events of one record in their order.
-    claimed.sort_by_key(|(order, _)| *order);
-    Ok(claimed.into_iter().map(|(_, claimed)| claimed).collect())
+    let params = params![until, claim.sink, lane(claim.lane), tx.now, claim.limit, owner, judges];
+    tx.rows(SQL, params, taken)
 }
 
 fn message(tx: &Tx<'_>, taken: Taken) -> rusqlite::Result<Option<((i64, u32), Claimed)>> {
     const SQL: &str = "SELECT event_type, tenant_id, operation, idempotency_key, payload,
           created_at, seq FROM outbox_messages WHERE id = ?1";
-    let (event_id, claim_no, attempts) = taken;
+    let (event_id, claim_no, attempts, refusals) = taken;
     tx.first(SQL, [event_id.to_string()], |row| {
         let created_at: i64 = row.get(5)?;
         let claimed = Claimed {
             event_id,
             claim_no,
             attempts,
+            refusals,
             age: left(tx.now, created_at),
             kind: row.get(0)?,
             tenant: row.get(1)?,
@@ -117,34 +134,73 @@ fn message(tx: &Tx<'_>, taken: Taken) -> rusqlite::Result<Option<((i64, u32), Cl
 pub(super) fn acknowledge(
     tx: &Tx<'_>,
     sink: &str,
+    order: Order,
     verdicts: &[Acknowledgement],
 ) -> rusqlite::Result<Vec<Uuid>> {
     let mut current = Vec::with_capacity(verdicts.len());
     for verdict in verdicts {
-        if acknowledge_one(tx, sink, verdict)? {
-            current.push(verdict.event_id);
+        let id = verdict.event_id;
+        let ordered = match order {
+            Order::None => None,
+            Order::Key(on_dead) => order::key_of(tx, sink, id)?.map(|key| (key, on_dead)),
+        };
+        if !acknowledge_one(tx, sink, verdict)? {
+            continue;
+        }
+        current.push(id);
+        if let Some((key, on_dead)) = ordered {
+            order::pass_on(tx, sink, &id.to_string(), &key, order::blocks(verdict, on_dead))?;
         }
     }
     Ok(current)
 }
 
 fn acknowledge_one(tx: &Tx<'_>, sink: &str, ack: &Acknowledgement) -> rusqlite::Result<bool> {
-    const RETRY: &str = "UPDATE outbox_queue SET attempts = attempts + 1, lane = 1,
-          lease_until = 0, next_attempt_at = ?4, last_status = ?5, last_error = ?6
+    const OWED: &str = "UPDATE outbox_queue SET attempts = attempts + ?7, refusals = refusals + ?8,
+          lane = 1, lease_until = 0, next_attempt_at = ?4, last_status = ?5, last_error = ?6
         WHERE event_id = ?1 AND sink = ?2 AND claim_no = ?3";
     const BACK: &str = "UPDATE outbox_queue SET lease_until = 0
         WHERE event_id = ?1 AND sink = ?2 AND claim_no = ?3";
     let id = ack.event_id.to_string();
     let rows = match &ack.verdict {
         Verdict::Sent { status } => end(tx, sink, ack, "sent", *status, None)?,
-        Verdict::Dead { status, error } => end(tx, sink, ack, "dead", *status, Some(error))?,
+        Verdict::Dead { status, error } => {
+            note_attempt(tx, sink, ack, *status, error)?;
+            end(tx, sink, ack, "dead", *status, Some(error))?
+        }
         Verdict::Retry { delay, status, error } => {
+            note_attempt(tx, sink, ack, *status, error)?;
             let next = tx.now + micros(*delay);
-            tx.execute(RETRY, params![id, sink, ack.claim_no, next, status, error])?
+            tx.execute(OWED, params![id, sink, ack.claim_no, next, status, error, 1, 0])?
+        }
+        Verdict::Refused { delay, status, error } => {
+            note_attempt(tx, sink, ack, *status, error)?;
+            let next = tx.now + micros(*delay);
+            tx.execute(OWED, params![id, sink, ack.claim_no, next, status, error, 1, 1])?
+        }
+        Verdict::Returned { delay, status, error } => {
+            let next = tx.now + micros(*delay);
+            tx.execute(OWED, params![id, sink, ack.claim_no, next, status, error, 0, 0])?
         }
         Verdict::GivenBack => tx.execute(BACK, params![id, sink, ack.claim_no])?,
     };
     Ok(rows > 0)
+}
+
+/// Keeps a failed attempt whose claim is current: in the ring of its event and sink, over the oldest.
+fn note_attempt(
+    tx: &Tx<'_>,
+    sink: &str,
+    ack: &Acknowledgement,
+    status: Option<u16>,
+    error: &str,
+) -> rusqlite::Result<()> {
+    const NOTE: &str = "INSERT OR REPLACE INTO outbox_attempts
+          (event_id, sink, slot, claim_no, attempt, at, status, error)
+        SELECT event_id, sink, claim_no % 50, claim_no, attempts + 1, ?4, ?5, ?6 FROM outbox_queue
+        WHERE event_id = ?1 AND sink = ?2 AND claim_no = ?3";
+    let id = ack.event_id.to_string();
+    tx.execute(NOTE, params![id, sink, ack.claim_no, tx.now, status, error]).map(drop)
 }
 
 /// Moves a row from what is owed to what ended; the attempt that ended it counts.
@@ -195,91 +251,10 @@ pub(super) fn sweep(tx: &Tx<'_>, retention: Duration, limit: u32) -> rusqlite::R
     let mut swept = 0;
     for id in &ended {
         tx.execute("DELETE FROM outbox_done WHERE event_id = ?1", [id])?;
+        tx.execute("DELETE FROM outbox_attempts WHERE event_id = ?1", [id])?;
         swept += tx.execute("DELETE FROM outbox_messages WHERE id = ?1", [id])? as u64;
     }
     Ok(swept)
-}
-
-/// An ended delivery that goes back into the queue: event, sink as it stands, sink to which it goes, how it ended.
-type Again = (String, String, String, String);
-
-pub(super) fn redeliver(tx: &Tx<'_>, which: &Redeliver, by: &Operator) -> rusqlite::Result<u64> {
-    match which {
-        Redeliver::One { id, sink } => redeliver_one(tx, *id, sink.as_deref(), by),
-        Redeliver::Dead { sink } => redeliver_dead(tx, sink.as_deref(), by),
-    }
-}
-
-fn redeliver_one(
-    tx: &Tx<'_>,
-    id: Uuid,
-    sink: Option<&str>,
-    by: &Operator,
-) -> rusqlite::Result<u64> {
-    // Without a sink: what was delivered or given up. With one: also what was discarded, if only for want of a sink.
-    const ENDED: &str = "SELECT event_id, sink, coalesce(?2, sink), outcome FROM outbox_done
-        WHERE event_id = ?1 AND ((?2 IS NULL AND outcome IN ('sent', 'dead'))
-          OR sink = ?2 OR (?2 <> '' AND sink = '' AND outcome = 'discarded'))";
-    const DUE: &str = "UPDATE outbox_queue SET next_attempt_at = min(next_attempt_at, ?3)
-        WHERE event_id = ?1 AND (?2 IS NULL OR sink = ?2) AND lease_until <= ?3 RETURNING sink";
-    let id = id.to_string();
-    let due: Vec<String> = tx.rows(DUE, params![id, sink, tx.now], |row| row.get(0))?;
-    for sink in &due {
-        note_redelivery(tx, &id, sink, "pending", by)?;
-    }
-    let ended: Vec<Again> = tx.rows(ENDED, params![id, sink], again)?;
-    Ok(due.len() as u64 + queue_again(tx, &ended, by)?)
-}
-
-fn redeliver_dead(tx: &Tx<'_>, sink: Option<&str>, by: &Operator) -> rusqlite::Result<u64> {
-    const DEAD: &str = "SELECT event_id, sink, sink, outcome FROM outbox_done
-        WHERE outcome = 'dead' AND (?1 IS NULL OR sink = ?1)";
-    let dead: Vec<Again> = tx.rows(DEAD, params![sink], again)?;
-    queue_again(tx, &dead, by)
-}
-
-/// An audit row for each delivery, so that the life of every record tells of it.
-fn note_redelivery(
-    tx: &Tx<'_>,
-    event: &str,
-    sink: &str,
-    status: &str,
-    by: &Operator,
-) -> rusqlite::Result<()> {
-    const RECORD: &str = "SELECT record_id FROM outbox_messages WHERE id = ?1";
-    let record = tx.first(RECORD, [event], |row| row::uuid(row, 0))?;
-    let detail = serde_json::json!({ "sink": sink, "status": status });
-    let event = event.parse().ok();
-    audit(
-        tx,
-        by,
-        &Action { name: "event.redeliver", record: record.map(Into::into), event, detail },
-    )
-}
-
-fn again(row: &rusqlite::Row<'_>) -> rusqlite::Result<Again> {
-    Ok((row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?))
-}
-
-fn queue_again(tx: &Tx<'_>, ended: &[Again], by: &Operator) -> rusqlite::Result<u64> {
-    const QUEUE: &str = "INSERT INTO outbox_queue (event_id, sink, lane, next_attempt_at, claim_no,
-          ordering_key, seq, created_at, last_status, last_error)
-        SELECT d.event_id, ?3, 1, ?4, d.claim_no + 1, m.ordering_key, m.seq, m.created_at,
-          d.last_status, d.last_error
-        FROM outbox_done d JOIN outbox_messages m ON m.id = d.event_id
-        WHERE d.event_id = ?1 AND d.sink = ?2
-        ON CONFLICT (event_id, sink) DO NOTHING";
-    const DONE: &str = "DELETE FROM outbox_done WHERE event_id = ?1 AND sink = ?2";
-    let mut queued = 0;
-    for (id, from, to, outcome) in ended {
-        let rows = tx.execute(QUEUE, params![id, from, to, tx.now])?;
-        if rows > 0 {
-            note_redelivery(tx, id, to, outcome, by)?;
-        }
-        queued += rows as u64;
-        tx.execute(DONE, params![id, from])?;
-    }
-    Ok(queued)
 }
 
 /// How much is owed and how much was given up, by sink.

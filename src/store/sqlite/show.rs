@@ -8,8 +8,9 @@ use rusqlite::{Row, params, params_from_iter};
 use uuid::Uuid;
 
 use super::super::{EventFilter, EventRow, EventStatus, Gauges, RecordFilter, RecordRow};
+use super::order;
 use super::outbox;
-use super::row::{self, micros, stored};
+use super::row::{self, left, micros, stored};
 use super::thread::Tx;
 use crate::record::{OwnerId, RecordId};
 
@@ -88,7 +89,8 @@ pub(super) fn show_record(tx: &Tx<'_>, id: RecordId) -> rusqlite::Result<Option<
     tx.first(&sql, params![tx.now, id.to_string()], record_row)
 }
 
-fn event_row(row: &Row<'_>) -> rusqlite::Result<EventRow> {
+fn event_row(row: &Row<'_>, now: i64) -> rusqlite::Result<EventRow> {
+    let created_at: i64 = row.get(14)?;
     Ok(EventRow {
         id: row::uuid(row, 0)?,
         event_key: row.get(1)?,
@@ -102,8 +104,10 @@ fn event_row(row: &Row<'_>) -> rusqlite::Result<EventRow> {
         attempts: row.get(11)?,
         next_attempt_at: row.get::<_, Option<i64>>(12)?.map(row::time),
         last_error: row.get(13)?,
-        created_at: row::time(row.get(14)?),
+        created_at: row::time(created_at),
+        age: left(now, created_at),
         sent_at: row.get::<_, Option<i64>>(15)?.map(row::time),
+        blocks: row.get(16)?,
     })
 }
 
@@ -119,7 +123,7 @@ struct Arm {
 const PENDING: Arm = Arm {
     table: "outbox_queue",
     columns: "'pending' AS status, x.attempts, x.next_attempt_at, x.last_error, m.created_at,
-       NULL AS sent_at",
+       NULL AS sent_at, false AS blocks",
     holds: |status| match status {
         EventStatus::Pending => Some("true"),
         EventStatus::Sent | EventStatus::Dead | EventStatus::Discarded => None,
@@ -129,7 +133,10 @@ const PENDING: Arm = Arm {
 const DONE: Arm = Arm {
     table: "outbox_done",
     columns: "x.outcome AS status, x.attempts, NULL AS next_attempt_at, x.last_error, m.created_at,
-       CASE WHEN x.outcome = 'sent' THEN x.finished_at END AS sent_at",
+       CASE WHEN x.outcome = 'sent' THEN x.finished_at END AS sent_at,
+       x.outcome = 'dead' AND EXISTS (SELECT 1 FROM outbox_turns t
+         WHERE t.sink = x.sink AND t.ordering_key = m.ordering_key AND t.event_id = m.id
+           AND t.lease_until IS NULL) AS blocks",
     // Literals, so that the index of dead events can be used.
     holds: |status| match status {
         EventStatus::Pending => None,
@@ -165,6 +172,7 @@ impl Arm {
         query.equal("tenant_id", filter.tenant.as_deref());
         query.equal("operation", filter.operation.as_deref());
         query.equal("idempotency_key", filter.key.as_deref());
+        query.equal("event_type", filter.kind.as_deref());
         query.equal("x.sink", filter.sink.as_deref());
         if let Some(since) = filter.since {
             query.and("m.created_at >= ?", [(now - micros(since)).into()]);
@@ -186,7 +194,7 @@ pub(super) fn list_events(tx: &Tx<'_>, filter: &EventFilter) -> rusqlite::Result
     let mut sql = texts.join(" UNION ALL ");
     sql.push_str(" ORDER BY created_at DESC, id DESC, sink DESC LIMIT ?");
     values.push(i64::from(filter.limit).into());
-    tx.rows(&sql, params_from_iter(values), event_row)
+    tx.rows(&sql, params_from_iter(values), |row| event_row(row, tx.now))
 }
 
 pub(super) fn database_id(tx: &Tx<'_>) -> rusqlite::Result<Uuid> {
@@ -200,5 +208,5 @@ pub(super) fn gauges(tx: &Tx<'_>) -> rusqlite::Result<Gauges> {
     let (pending, dead) = outbox::counts(tx)?;
     let unknown: Option<i64> = tx.first(UNKNOWN, [], |row| row.get(0))?;
     let unknown_records = u64::try_from(unknown.unwrap_or(0)).unwrap_or(0);
-    Ok(Gauges { pending, dead, unknown_records })
+    Ok(Gauges { pending, dead, blocked: order::blocked(tx)?, unknown_records })
 }
