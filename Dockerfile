@@ -6,7 +6,9 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /build
 COPY . .
-RUN cargo build --release --locked --bin oncegate
+# `--build-arg FEATURES=redis` for sinks that are streams of Redis.
+ARG FEATURES=""
+RUN cargo build --release --locked --bin oncegate --features "$FEATURES"
 
 FROM debian:bookworm-slim
 RUN apt-get update \

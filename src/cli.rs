@@ -246,6 +246,7 @@ fn start_log(format: LogFormat, level: &str) {
     let filter = EnvFilter::try_from_default_env()
         .or_else(|_| EnvFilter::try_new(level))
         .unwrap_or_else(|_| EnvFilter::new("info"));
+    let filter = quiet(filter);
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     let started = match format {
         LogFormat::Json => log.json().try_init(),
@@ -253,6 +254,18 @@ fn start_log(format: LogFormat, level: &str) {
     };
     // Err: a test has set its own.
     drop(started);
+}
+
+/// The client of NATS speaks of each of its connections, and of the reconnecting that is not wanted of it, as of errors.
+/// The relay says what matters. Who asks for more by name gets it.
+fn quiet(filter: EnvFilter) -> EnvFilter {
+    if filter.to_string().contains("async_nats") {
+        return filter;
+    }
+    match "async_nats=off".parse() {
+        Ok(directive) => filter.add_directive(directive),
+        Err(_) => filter,
+    }
 }
 
 async fn serve(args: ServeArgs) -> ExitCode {

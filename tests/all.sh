@@ -1,7 +1,7 @@
 #!/bin/sh
 # Everything that a change must pass, in one command: format, lints, and all tests on both stores.
-# The tests start PostgreSQL servers and poolers of their own, and gateways with wrong clocks; what they need of that is
-# installed where it is missing.
+# The tests start PostgreSQL servers, poolers and message brokers of their own, and gateways with wrong clocks; what they
+# need of that is installed where it is missing.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -21,6 +21,14 @@ have_faketime() {
     ls /usr/lib/*/faketime/libfaketimeMT.so.1 >/dev/null 2>&1
 }
 
+have_nats() {
+    command -v nats-server >/dev/null 2>&1 || [ -x /usr/sbin/nats-server ]
+}
+
+have_redis() {
+    command -v redis-server >/dev/null 2>&1
+}
+
 as_root() {
     if [ "$(id -u)" -eq 0 ]; then
         "$@"
@@ -36,6 +44,8 @@ missing=""
 have_postgres || missing="$missing postgresql"
 have_pgbouncer || missing="$missing pgbouncer"
 have_faketime || missing="$missing faketime"
+have_nats || missing="$missing nats-server"
+have_redis || missing="$missing redis-server"
 if [ -n "$missing" ]; then
     say "installing$missing"
     if ! command -v apt-get >/dev/null 2>&1; then

@@ -174,6 +174,8 @@ fn meaning_knows_no_runtime_and_each_crate_has_its_home() {
         ("bb8::", &["store/postgres"]),
         ("bb8_postgres::", &["store/postgres"]),
         ("rusqlite::", &["store/sqlite"]),
+        ("async_nats::", &["relay/sink/nats"]),
+        ("redis::aio::", &["relay/sink/redis"]),
         ("ring::", &["scope/jwt", "store/postgres/tls", "store/sealed/keys"]),
         ("clap::", &["cli", "main"]),
         ("toml::", &["config"]),
@@ -383,7 +385,7 @@ fn a_program_that_is_shipped_has_no_fault_points() {
         String::from_utf8(asked.stdout).unwrap().lines().next().unwrap_or_default().to_owned()
     };
     assert_eq!(features("no-dev"), "", "as it is built");
-    assert_eq!(features("all"), "fault-points", "as it is tested");
+    assert_eq!(features("all"), "fault-points,redis", "as it is tested");
     // Elsewhere the code is the same with and without them.
     let switched = concat!("feature = \"fault", "-points\"");
     for source in sources().iter().filter(|source| source.text.contains(switched)) {

@@ -7,6 +7,7 @@
 //! What must stay true: the defaults stand here and nowhere else, and `config/oncegate.toml` shows every one of them
 //! (a test compares the two).
 
+mod brokers;
 mod jwt;
 mod lookup;
 mod replay_auth;

@@ -1,5 +1,6 @@
 //! What may stand in a valid configuration and is still unsafe, or easily misunderstood. Pure: `check` and `serve` print it.
 
+use std::net::IpAddr;
 use std::time::Duration;
 
 use http::Method;
@@ -7,6 +8,7 @@ use http::Method;
 use crate::config::{Config, StoreKind, Warning};
 use crate::gateway::OnUnavailable;
 use crate::gateway::tokens::KeySource;
+use crate::relay::sink::broker::Login;
 use crate::relay::sink::{self, Target};
 use crate::route::{Mode, OnUnknown, ReplayAuth, Route};
 use crate::scope::Source;
@@ -162,10 +164,21 @@ fn about_order(config: &Config, sink: &sink::Settings, warn: &mut impl FnMut(&st
 }
 
 fn about_sink(sink: &sink::Settings, warn: &mut impl FnMut(&str, String)) {
-    let Target::Http(target) = &sink.target;
-    if target.url.scheme_str() == Some("http") && target.allow_http {
-        let text = format!("{}: events travel unencrypted", sink.name);
-        warn("sink.allow_http", text);
+    match &sink.target {
+        Target::Http(target) if target.url.scheme_str() == Some("http") && target.allow_http => {
+            let text = format!("{}: events travel unencrypted", sink.name);
+            warn("sink.allow_http", text);
+        }
+        Target::Http(_) => {}
+        Target::Nats(target) => {
+            let open = target.plain_hosts().any(|host| !is_this_machine(host));
+            about_login(&sink.name, &target.login, open, warn);
+        }
+        #[cfg(feature = "redis")]
+        Target::Redis(target) => {
+            let open = !target.server.speaks_tls() && !is_this_machine(target.server.host());
+            about_login(&sink.name, &target.login, open, warn);
+        }
     }
     if sink.age_max < Duration::from_secs(3600) {
         let text = format!(
@@ -174,6 +187,20 @@ fn about_sink(sink: &sink::Settings, warn: &mut impl FnMut(&str, String)) {
         );
         warn("sink.max_age", text);
     }
+}
+
+fn about_login(sink: &str, login: &Login, open: bool, warn: &mut impl FnMut(&str, String)) {
+    if open && *login != Login::Nobody {
+        let text = format!(
+            "{sink}: its secret and its events travel unencrypted, unless the server asks for TLS; tls:// (NATS) and \
+             rediss:// (Redis) encrypt"
+        );
+        warn("sink.url", text);
+    }
+}
+
+fn is_this_machine(host: &str) -> bool {
+    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
 }
 
 /// Nobody verifies the tenant, and whoever is in it reads what is stored.

@@ -399,6 +399,20 @@ pub struct Sink {
     pub allow_http: Maybe<bool>,
     /// Consecutive failures before a pause.
     pub pause_after: Maybe<u32>,
+    /// Who logs in to a broker.
+    pub user: Maybe<String>,
+    /// Where a NATS sink publishes.
+    pub subject: Maybe<String>,
+    /// Where a Redis sink adds entries.
+    pub stream: Maybe<String>,
+    /// About how many entries are kept there.
+    pub max_length: Maybe<u32>,
+    /// The only certificates to trust.
+    pub ca_file: Maybe<String>,
+    /// The certificate that is shown.
+    pub client_cert_file: Maybe<String>,
+    /// Its key.
+    pub client_key_file: Maybe<String>,
     /// In which order events are delivered.
     pub ordering: Maybe<String>,
     /// What becomes of the events behind a dead one.
@@ -711,6 +725,13 @@ fn sink(mut s: Section<'_>) -> Sink {
         allow_private: s.flag("allow_private"),
         allow_http: s.flag("allow_http"),
         pause_after: s.number("pause_after", 1..=1_000_000),
+        user: s.text("user"),
+        subject: s.text("subject"),
+        stream: s.text("stream"),
+        max_length: s.number("max_length", 1..=u32::MAX),
+        ca_file: s.text("ca_file"),
+        client_cert_file: s.text("client_cert_file"),
+        client_key_file: s.text("client_key_file"),
         ordering: s.text("ordering"),
         on_dead: s.text("on_dead"),
     };

@@ -353,6 +353,48 @@ const CASES: &[(&str, &str)] = &[
         "og.toml:6: sink[0].format: \"cloudevents\" is not supported yet; only \"standard-webhooks\" is",
     ),
     (
+        "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret_file = \"sink.secret\"\nsubject = \"a\"",
+        "og.toml:6: sink[0].subject: means nothing for a webhook, which https:// makes of this sink",
+    ),
+    (
+        "[[sink]]\nname = \"a\"\nurl = \"nats://b\"\nsubject = \"a\"\nallow_private = true",
+        "og.toml:6: sink[0].allow_private: means something for a webhook only: a broker is where you say, also at a private address, and encrypted where its URL says so",
+    ),
+    (
+        "[[sink]]\nname = \"a\"\nurl = \"tls://b\"\nsubject = \"a\"\nstream = \"s\"",
+        "og.toml:6: sink[0].stream: means nothing for a NATS sink, which tls:// makes of this sink",
+    ),
+    ("[[sink]]\nname = \"a\"\nurl = \"nats://b\"", "og.toml:2: sink[0].subject: is missing"),
+    (
+        "[[sink]]\nname = \"a\"\nurl = \"nats://b\"\nsubject = \"a.{kind}\"",
+        "og.toml:5: sink[0].subject: {kind} is not one of {type}, {tenant}, {operation}",
+    ),
+    (
+        "[[sink]]\nname = \"a\"\nurl = \"nats://u:geheim@b\"\nsubject = \"a\"",
+        "og.toml:4: sink[0].url: holds a log-in; name it by `user` and `secret_file`",
+    ),
+    (
+        "[[sink]]\nname = \"a\"\nurl = \"nats://b\"\nsubject = \"a\"\nuser = \"u\"",
+        "og.toml:6: sink[0].user: needs its password: secret_file, secret_env or secret",
+    ),
+    (
+        "[[sink]]\nname = \"a\"\nurl = \"nats://b\"\nsubject = \"a\"\nsecret_file = \"sink.secret\"",
+        "og.toml:6: sink[0].secret_file: must be one line: a password or a token",
+    ),
+    (
+        "[[sink]]\nname = \"a\"\nurl = \"nats://b\"\nsubject = \"a\"\nclient_cert_file = \"sink.secret\"",
+        "og.toml:6: sink[0].client_cert_file: client_cert_file and client_key_file go together",
+    ),
+    ("[[sink]]\nname = \"a\"\nurl = \"redis://b\"", "og.toml:2: sink[0].stream: is missing"),
+    (
+        "[[sink]]\nname = \"a\"\nurl = \"redis://b/x\"\nstream = \"s\"",
+        "og.toml:4: sink[0].url: is no URL of a Redis server; write \"redis://host:6379/0\" or, for TLS, \"rediss://host:6379/0\"",
+    ),
+    (
+        "[[sink]]\nname = \"a\"\nurl = \"redis://b\"\nstream = \"s\"\nca_file = \"sink.secret\"",
+        "og.toml:6: sink[0].ca_file: means something for rediss://b only",
+    ),
+    (
         "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret_file = \"sink.secret\"\nordering = \"tenant\"",
         "og.toml:6: sink[0].ordering: must be \"none\" or \"key\" (events with the same ordering_key one after the other)",
     ),
@@ -419,6 +461,14 @@ fn no_message_and_no_debug_output_shows_a_secret() {
     ));
     let shown = format!("{:?}", good(&text, &[]));
     assert!(!shown.contains("geheim") && !shown.contains(SECRET), "{shown}");
+    let brokers = with(
+        "[[sink]]\nname = \"a\"\nurl = \"nats://a\"\nsubject = \"a\"\nuser = \"u\"\nsecret = \"geheim\"\n\
+         [[sink]]\nname = \"b\"\nurl = \"redis://b\"\nstream = \"s\"\nsecret_env = \"S\"\n",
+    );
+    let config = good(&brokers, &[("S", "geheim")]);
+    assert!(!format!("{config:?}").contains("geheim"));
+    let warned = check::warnings(&config).into_iter().filter(|w| w.place == "sink.url");
+    assert_eq!(warned.count(), 2, "both secrets travel unencrypted");
     let wrong = with(
         "store.url = \"x:geheim\"\n[[sink]]\nname = \"a\"\nurl = \"geheim\"\nsecret = \"geheim\"\n",
     );
@@ -523,7 +573,7 @@ fn a_route_overrides_the_policy_field_by_field() {
 }
 
 fn webhook(config: &Config) -> &sink::http::Settings {
-    let sink::Target::Http(webhook) = &config.relay.sinks[0].target;
+    let sink::Target::Http(webhook) = &config.relay.sinks[0].target else { panic!("a webhook") };
     webhook
 }
 

@@ -10,7 +10,11 @@
 //! Another kind is one more variant of [`Target`] and of `Courier`, with a file beside [`http`] that has its settings,
 //! their check, and `deliver`. A process that dies here leaves a claim that runs out: the event is delivered again.
 
+pub mod broker;
 pub mod http;
+pub mod nats;
+#[cfg(feature = "redis")]
+pub mod redis;
 
 use std::fmt;
 use std::time::Duration;
@@ -58,6 +62,11 @@ pub struct Settings {
 pub enum Target {
     /// A webhook.
     Http(http::Settings),
+    /// A stream of NATS JetStream.
+    Nats(nats::Settings),
+    /// A stream of Redis.
+    #[cfg(feature = "redis")]
+    Redis(redis::Settings),
 }
 
 impl Settings {
@@ -74,6 +83,10 @@ impl Settings {
         }
         match &self.target {
             Target::Http(settings) => settings.check(),
+            // Made of parts that cannot be wrong.
+            Target::Nats(_) => Ok(()),
+            #[cfg(feature = "redis")]
+            Target::Redis(_) => Ok(()),
         }
     }
 }
@@ -87,6 +100,9 @@ pub struct Sink {
 /// Who carries events to one target.
 enum Courier {
     Http(http::Courier),
+    Nats(nats::Courier),
+    #[cfg(feature = "redis")]
+    Redis(redis::Courier),
 }
 
 impl fmt::Debug for Sink {
@@ -105,6 +121,16 @@ pub struct Delivered {
 }
 
 impl Delivered {
+    /// The target has it.
+    fn taken() -> Self {
+        Self { evidence: Evidence::Taken, retry_after: None }
+    }
+
+    /// The target will never take this event.
+    fn refused(what: &str) -> Self {
+        Self { evidence: Evidence::Refused { what: clean(what) }, retry_after: None }
+    }
+
     /// No answer came.
     pub(super) fn failed(what: &str) -> Self {
         Self { evidence: Evidence::Failed { what: clean(what) }, retry_after: None }
@@ -120,6 +146,9 @@ impl Sink {
         settings.check()?;
         let courier = match &settings.target {
             Target::Http(target) => Courier::Http(http::Courier::new(&settings, target)?),
+            Target::Nats(target) => Courier::Nats(nats::Courier::new(&settings, target)),
+            #[cfg(feature = "redis")]
+            Target::Redis(target) => Courier::Redis(redis::Courier::new(&settings, target)),
         };
         Ok(Self { settings, courier })
     }
@@ -171,6 +200,9 @@ impl Sink {
         let deadline = Instant::now() + self.settings.timeout;
         match &self.courier {
             Courier::Http(courier) => courier.deliver(event, deadline).await,
+            Courier::Nats(courier) => courier.deliver(event, deadline).await,
+            #[cfg(feature = "redis")]
+            Courier::Redis(courier) => courier.deliver(event, deadline).await,
         }
     }
 }

@@ -1,5 +1,6 @@
 //! The vocabulary of the tests.
 
+pub(crate) mod broker;
 pub(crate) mod client;
 pub(crate) mod fake;
 pub(crate) mod fault;

@@ -85,7 +85,15 @@ impl Builder<'_> {
 
     /// The scheme of its URL says what kind of target it is.
     fn target(&self, raw: &file::Sink) -> Option<Target> {
-        self.webhook(raw).map(Target::Http)
+        let url = raw.url.as_ref().map(|url| (url, url.value.split("://").next()));
+        match url {
+            Some((url, Some("nats" | "tls"))) => self.nats(raw, url),
+            Some((url, Some("redis" | "rediss"))) => self.redis(raw, url),
+            Some(_) | None => {
+                self.refuse_broker_fields(raw);
+                self.webhook(raw).map(Target::Http)
+            }
+        }
     }
 
     fn webhook(&self, raw: &file::Sink) -> Option<http::Settings> {

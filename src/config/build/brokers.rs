@@ -1,0 +1,160 @@
+//! From a `[[sink]]` whose URL names a message broker to its target.
+//!
+//! What must stay true: a field that means nothing for this kind of target is a mistake, because it would be silently
+//! without effect.
+
+use super::{Builder, Maybe, Place, Placed, file};
+use crate::relay::sink::Target;
+use crate::relay::sink::broker::{Login, Tls};
+use crate::relay::sink::nats;
+#[cfg(feature = "redis")]
+use crate::relay::sink::redis;
+
+fn place<T>(field: &Maybe<T>) -> Option<&Place> {
+    field.as_ref().map(|placed| &placed.place)
+}
+
+impl Builder<'_> {
+    pub(super) fn nats(&self, raw: &file::Sink, url: &Placed<String>) -> Option<Target> {
+        self.refuse(raw, "a NATS sink", &[place(&raw.stream), place(&raw.max_length)]);
+        self.refuse_webhook_fields(raw);
+        let servers = self.checked(url, nats::servers);
+        let subject = self.required(raw.subject.as_ref(), &raw.place, "subject");
+        let subject = subject.and_then(|text| self.checked(text, nats::Subject::parse));
+        let (login, tls) = (self.login(raw), self.tls(raw));
+        Some(Target::Nats(nats::Settings {
+            servers: servers?,
+            subject: subject?,
+            login: login?,
+            tls: tls?,
+        }))
+    }
+
+    #[cfg(feature = "redis")]
+    pub(super) fn redis(&self, raw: &file::Sink, url: &Placed<String>) -> Option<Target> {
+        self.refuse(raw, "a Redis sink", &[place(&raw.subject)]);
+        self.refuse_webhook_fields(raw);
+        let server = self.checked(url, redis::Server::parse);
+        if let Some(server) = server.as_ref().filter(|server| !server.speaks_tls()) {
+            let fields = [&raw.ca_file, &raw.client_cert_file, &raw.client_key_file];
+            for place in fields.into_iter().filter_map(place) {
+                let wrong = format!("means something for rediss://{} only", server.host());
+                self.notes.mistake(place, wrong);
+            }
+        }
+        let stream = self.required(raw.stream.as_ref(), &raw.place, "stream");
+        let stream = stream.and_then(|text| self.checked(text, read_stream));
+        let (login, tls) = (self.login(raw), self.tls(raw));
+        Some(Target::Redis(redis::Settings {
+            server: server?,
+            stream: stream?,
+            length_max: raw.max_length.as_ref().map(|placed| placed.value),
+            login: login?,
+            tls: tls?,
+        }))
+    }
+
+    #[cfg(not(feature = "redis"))]
+    pub(super) fn redis(&self, _: &file::Sink, url: &Placed<String>) -> Option<Target> {
+        let wrong = "this program is built without Redis: build it with `cargo build --release --features redis`";
+        self.notes.mistake(&url.place, wrong);
+        None
+    }
+
+    /// What only brokers have.
+    pub(super) fn refuse_broker_fields(&self, raw: &file::Sink) {
+        let fields =
+            [place(&raw.user), place(&raw.subject), place(&raw.stream), place(&raw.max_length)];
+        self.refuse(raw, "a webhook", &fields);
+    }
+
+    fn refuse_webhook_fields(&self, raw: &file::Sink) {
+        let why = "means something for a webhook only: a broker is where you say, also at a private address, and \
+                   encrypted where its URL says so";
+        for place in [place(&raw.allow_private), place(&raw.allow_http)].into_iter().flatten() {
+            self.notes.mistake(place, why);
+        }
+    }
+
+    fn refuse(&self, raw: &file::Sink, what: &str, fields: &[Option<&Place>]) {
+        let url = raw.url.as_ref().and_then(|url| url.value.split_once("://"));
+        let scheme = url.map_or("https", |(scheme, _)| scheme);
+        for place in fields.iter().flatten() {
+            let wrong = format!("means nothing for {what}, which {scheme}:// makes of this sink");
+            self.notes.mistake(place, wrong);
+        }
+    }
+
+    /// `None`: a mistake is noted.
+    fn login(&self, raw: &file::Sink) -> Option<Login> {
+        let named: Vec<_> =
+            [&raw.secret, &raw.secret_file, &raw.secret_env].into_iter().flatten().collect();
+        let secret = match named.as_slice() {
+            [] => None,
+            [one] => Some(self.password(raw, one)?),
+            [_, second, ..] => {
+                let wrong =
+                    "stands beside another secret; keep one of secret_file, secret_env and secret";
+                self.notes.mistake(&second.place, wrong);
+                return None;
+            }
+        };
+        match (&raw.user, secret) {
+            (None, None) => Some(Login::Nobody),
+            (None, Some(secret)) => Some(Login::Secret(secret)),
+            (Some(user), Some(password)) => {
+                Some(Login::User { name: user.value.clone(), password })
+            }
+            (Some(user), None) => {
+                let wrong = "needs its password: secret_file, secret_env or secret";
+                self.notes.mistake(&user.place, wrong);
+                None
+            }
+        }
+    }
+
+    fn password(&self, raw: &file::Sink, named: &Placed<String>) -> Option<String> {
+        let text = if raw.secret_file.is_some() {
+            self.secret_text(named)?
+        } else if raw.secret_env.is_some() {
+            let value = self.variables.get(&named.value).cloned();
+            if value.is_none() {
+                let wrong = format!("the variable {} is not set", named.value);
+                self.notes.mistake(&named.place, wrong);
+            }
+            value?
+        } else {
+            named.value.clone()
+        };
+        let line = text.trim_end_matches(['\r', '\n']);
+        if line.is_empty() || line.chars().any(char::is_control) {
+            self.notes.mistake(&named.place, "must be one line: a password or a token");
+            return None;
+        }
+        Some(line.to_owned())
+    }
+
+    /// `None`: a mistake is noted.
+    fn tls(&self, raw: &file::Sink) -> Option<Tls> {
+        let client = match (&raw.client_cert_file, &raw.client_key_file) {
+            (Some(certificate), Some(key)) => {
+                Some((self.readable(certificate), self.readable(key)))
+            }
+            (None, None) => None,
+            (Some(alone), None) | (None, Some(alone)) => {
+                let wrong = "client_cert_file and client_key_file go together";
+                self.notes.mistake(&alone.place, wrong);
+                return None;
+            }
+        };
+        Some(Tls { ca_file: raw.ca_file.as_ref().map(|file| self.readable(file)), client })
+    }
+}
+
+#[cfg(feature = "redis")]
+fn read_stream(text: &str) -> Result<String, String> {
+    if !text.is_empty() && text.len() <= 255 && text.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Ok(text.to_owned());
+    }
+    Err("must be the key of a stream: 1 to 255 bytes of visible ASCII".to_owned())
+}

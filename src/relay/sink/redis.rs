@@ -1,0 +1,230 @@
+//! Redis Streams as a target: an entry of a stream for each event, with the event's id as a field.
+//!
+//! What must stay true:
+//!
+//! - Delivered is what `XADD` has answered with an entry's id.
+//! - Redis does not know events apart: an event that is sent again is another entry with the same field `id`. Consumers
+//!   deduplicate by it.
+//! - No answer of Redis speaks of one event alone, but for one that is too large: what else it refuses, it refuses until
+//!   an operator helps, so the events wait.
+//! - A server that has become a replica is asked for by name again: its connection is given up.
+
+use std::fmt;
+use std::time::Duration;
+
+use redis::aio::MultiplexedConnection;
+use redis::{
+    AsyncConnectionConfig, Client, ClientTlsConfig, Cmd, ConnectionAddr, ConnectionInfo,
+    IntoConnectionInfo as _, RedisError, TlsCertificates,
+};
+use tokio::time::{Instant, timeout_at};
+
+use super::Delivered;
+use super::broker::{CONNECT_MAX, Login, Shared, Tls};
+use crate::store::Claimed;
+use crate::telemetry::causes;
+
+/// A stream as configured.
+#[derive(Clone)]
+pub struct Settings {
+    /// Where the server is, and which of its databases is meant.
+    pub server: Server,
+    /// The key of the stream.
+    pub stream: String,
+    /// About how many entries the stream keeps; none: all.
+    pub length_max: Option<u32>,
+    /// Who logs in.
+    pub login: Login,
+    /// Certificates, for `rediss://`.
+    pub tls: Tls,
+}
+
+impl fmt::Debug for Settings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("redis::Settings")
+            .field("server", &self.server)
+            .field("stream", &self.stream)
+            .field("length_max", &self.length_max)
+            .field("login", &self.login)
+            .field("tls", &self.tls)
+            .finish()
+    }
+}
+
+/// A server, by its URL.
+#[derive(Clone)]
+pub struct Server(ConnectionInfo);
+
+impl fmt::Debug for Server {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.0.addr(), self.0.redis_settings().db())
+    }
+}
+
+impl Server {
+    /// Reads a URL.
+    ///
+    /// # Errors
+    /// What is wrong and what to do about it, without what may be secret.
+    pub fn parse(url: &str) -> Result<Self, String> {
+        let wrong = "is no URL of a Redis server; write \"redis://host:6379/0\" or, for TLS, \
+                     \"rediss://host:6379/0\"";
+        let known = url.starts_with("redis://") || url.starts_with("rediss://");
+        if !known || url.contains(['?', '#']) {
+            return Err(wrong.to_owned());
+        }
+        let server = url.into_connection_info().map_err(|_| wrong.to_owned())?;
+        let redis = server.redis_settings();
+        if redis.username().is_some() || redis.password().is_some() {
+            return Err("holds a log-in; name it by `user` and `secret_file`".to_owned());
+        }
+        Ok(Self(server))
+    }
+
+    /// Whether TLS is spoken.
+    #[must_use]
+    pub fn speaks_tls(&self) -> bool {
+        matches!(self.0.addr(), ConnectionAddr::TcpTls { .. })
+    }
+
+    /// Its name or address.
+    #[must_use]
+    pub fn host(&self) -> &str {
+        match self.0.addr() {
+            ConnectionAddr::Tcp(host, _) | ConnectionAddr::TcpTls { host, .. } => host,
+            ConnectionAddr::Unix(_) | _ => "",
+        }
+    }
+}
+
+/// Who adds entries.
+pub(super) struct Courier {
+    name: String,
+    settings: Settings,
+    timeout: Duration,
+    shared: Shared<MultiplexedConnection>,
+}
+
+impl Courier {
+    pub(super) fn new(sink: &super::Settings, settings: &Settings) -> Self {
+        Self {
+            name: sink.name.clone(),
+            settings: settings.clone(),
+            timeout: sink.timeout,
+            shared: Shared::new(),
+        }
+    }
+
+    /// Adds an event once and returns by the deadline.
+    pub(super) async fn deliver(&self, event: &Claimed, deadline: Instant) -> Delivered {
+        let line = match timeout_at(deadline, self.shared.line(|_| true, self.connect())).await {
+            Ok(Ok(line)) => line,
+            Ok(Err(why)) => return Delivered::failed(&why),
+            Err(_) => return Delivered::failed(&self.late("connecting")),
+        };
+        let entry = self.entry(event);
+        let mut connection = line.connection.clone();
+        match timeout_at(deadline, entry.query_async::<String>(&mut connection)).await {
+            Ok(Ok(_)) => Delivered::taken(),
+            Ok(Err(error)) => {
+                if spoils(&error) {
+                    line.retire();
+                }
+                complaint(&error)
+            }
+            Err(_) => {
+                line.retire();
+                Delivered::failed(&self.late("waiting for the entry's id"))
+            }
+        }
+    }
+
+    fn late(&self, phase: &str) -> String {
+        format!("time-out after {:?} while {phase}", self.timeout)
+    }
+
+    fn entry(&self, event: &Claimed) -> Cmd {
+        let mut entry = redis::cmd("XADD");
+        entry.arg(&self.settings.stream);
+        if let Some(length) = self.settings.length_max {
+            entry.arg("MAXLEN").arg("~").arg(length);
+        }
+        entry.arg("*");
+        entry.arg("id").arg(event.event_id.to_string());
+        entry.arg("type").arg(&event.kind).arg("tenant").arg(&event.tenant);
+        entry.arg("operation").arg(&event.operation).arg("key").arg(&event.key);
+        entry.arg("payload").arg(&*event.payload);
+        entry
+    }
+
+    async fn connect(&self) -> Result<MultiplexedConnection, String> {
+        let failed = |error: RedisError| format!("connecting: {}", causes(&error));
+        let client = self.client().await?;
+        let config = AsyncConnectionConfig::new()
+            .set_connection_timeout(Some(self.timeout.min(CONNECT_MAX)))
+            // The deadline is the delivery's.
+            .set_response_timeout(None);
+        let made = client.get_multiplexed_async_connection_with_config(&config);
+        let connection = made.await.map_err(failed)?;
+        tracing::info!(sink = self.name, "connected to the broker");
+        Ok(connection)
+    }
+
+    async fn client(&self) -> Result<Client, String> {
+        let Server(server) = self.settings.server.clone();
+        let who = server.redis_settings().clone();
+        let who = match &self.settings.login {
+            Login::Nobody => who,
+            Login::Secret(password) => who.set_password(password),
+            Login::User { name, password } => who.set_username(name).set_password(password),
+        };
+        let server = server.set_redis_settings(who);
+        let made = if self.settings.server.speaks_tls() {
+            Client::build_with_tls(server, certificates(&self.settings.tls).await?)
+        } else {
+            Client::open(server)
+        };
+        made.map_err(|error| causes(&error))
+    }
+}
+
+/// Read anew for each connection, so that renewed certificates are used.
+async fn certificates(tls: &Tls) -> Result<TlsCertificates, String> {
+    let read = async |path: &std::path::PathBuf| {
+        let cannot = |error| format!("cannot read {}: {error}", path.display());
+        tokio::fs::read(path).await.map_err(cannot)
+    };
+    let root_cert = match &tls.ca_file {
+        Some(file) => Some(read(file).await?),
+        None => None,
+    };
+    let client_tls = match &tls.client {
+        Some((certificate, key)) => Some(ClientTlsConfig {
+            client_cert: read(certificate).await?,
+            client_key: read(key).await?,
+        }),
+        None => None,
+    };
+    Ok(TlsCertificates { client_tls, root_cert })
+}
+
+/// Whether a connection is of no use after this error.
+fn spoils(error: &RedisError) -> bool {
+    let code = error.code().unwrap_or_default();
+    code.is_empty() || matches!(code, "READONLY" | "MASTERDOWN" | "NOAUTH" | "LOADING")
+}
+
+fn complaint(error: &RedisError) -> Delivered {
+    let Some(code) = error.code() else {
+        return Delivered::failed(&format!("adding the entry: {}", causes(error)));
+    };
+    let detail = error.detail().unwrap_or_default();
+    let what = format!("the server refused: {code} {detail}");
+    let large =
+        code == "ERR" && (detail.contains("exceeds maximum") || detail.contains("bulk length"));
+    match code {
+        "MOVED" | "ASK" => Delivered::failed(&format!("{what}: a Redis Cluster is not supported")),
+        _ if large => Delivered::refused(&what),
+        _ => Delivered::failed(&what),
+    }
+}
