@@ -11,6 +11,7 @@
 pub mod accept;
 mod bypass;
 pub mod complete;
+mod deliver;
 pub mod explain;
 pub mod forward;
 pub mod headers;
@@ -51,20 +52,19 @@ use self::headers::Forwarding;
 use self::intake::{Intake, Keyed, Read};
 use self::late::LateReads;
 use self::pass::PassError;
-use self::reply::{Decoded, Kept, Name, Problem, Takes};
+use self::reply::{Name, Problem};
 use self::reserve::{
-    Admission, Ask, Desk, Followed, Lead, MayJudge, Question, Raised, Refusal, Replay, Reservation,
-    Seat, Shared, SharedAnswer, Unreserved,
+    Admission, Ask, Desk, Followed, Lead, MayJudge, Question, Raised, Refusal, Reservation, Seat,
+    Unreserved,
 };
-use self::rights::{Permit, Rights};
+use self::rights::Rights;
 use self::room::{Limits, NoRoom};
 use self::spill::Spill;
 use self::tokens::Tokens;
 use self::upstream::{Body, Upstream};
 use crate::fault::{self, Point};
+use crate::record::LeaseView;
 use crate::record::lookup::Verdict;
-use crate::record::outcome::Failure;
-use crate::record::{Answer, KeptBody, LeaseView, Operation, RecordId};
 use crate::route::{Found, Mode, OnUnknown, Route, Routes, Server};
 use crate::scope::{DigestKey, Params};
 use crate::store::{Asking, Due, Store};
@@ -169,35 +169,6 @@ pub struct Parts {
     pub metrics: Arc<Metrics>,
     /// Wakes the relay.
     pub wake: Arc<Notify>,
-}
-
-/// What a request gets that is not executed by itself.
-enum Permitted {
-    /// A stored answer that this caller may read.
-    Replay(Arc<Replay>, Permit),
-    /// The answer of an attempt that was not kept.
-    Share(Arc<Shared>),
-}
-
-impl Permitted {
-    /// The stored or shared answer that it is answered with.
-    fn answer(&self) -> Option<&Answer> {
-        match self {
-            Self::Replay(replay, _) => Some(&replay.answer),
-            Self::Share(shared) => match &shared.answer {
-                SharedAnswer::Released(answer) => Some(answer),
-                SharedAnswer::Unreachable => None,
-            },
-        }
-    }
-
-    /// The record that it is answered from.
-    fn record(&self) -> RecordId {
-        match self {
-            Self::Replay(replay, _) => replay.fence.id,
-            Self::Share(shared) => shared.record,
-        }
-    }
 }
 
 /// What came of asking for a retry.
@@ -577,149 +548,6 @@ impl Gateway {
         self.refuse(route, Problem::new(Name::Overloaded))
     }
 
-    /// Answers a request that is not executed by itself. `replayed`: how a stored answer counts.
-    async fn reply(
-        &self,
-        keyed: &mut Keyed,
-        admission: Admission,
-        replayed: Reply,
-    ) -> Response<Body> {
-        let route = Arc::clone(&keyed.route);
-        let admission = match admission {
-            Admission::Replay(replay) => match self.rights.check(keyed, &replay).await {
-                Ok(permit) => Permitted::Replay(replay, permit),
-                Err(problem) => return self.refuse(&route, problem),
-            },
-            Admission::Share(shared) => Permitted::Share(shared),
-            Admission::Refuse(refusal) => {
-                return self.refuse(&route, reply::refusal(refusal, &route.policy));
-            }
-            // Only a leader executes or asks, in `work`. Dropping the reservation releases it.
-            Admission::Execute(_) | Admission::Ask(_) => {
-                return self.refuse(&route, Problem::new(Name::StoreUnavailable));
-            }
-        };
-        let stored = admission.answer();
-        let decoded = match self.fit(keyed, stored, Some(admission.record())).await {
-            Ok(decoded) => decoded,
-            Err(problem) => return self.refuse(&route, problem),
-        };
-        let (decoded, held) = decoded.map(|it| (it.answer, it.held)).unzip();
-        let bytes = decoded.as_ref().or(stored).map_or(0, body_bytes);
-        // A stored answer that finds no room is still stored: the caller comes again for it.
-        let held = match (held, bytes) {
-            (None, 0) => None,
-            (Some(held), _) => Some(held),
-            (None, bytes) => match keyed.room.answer(bytes) {
-                Ok(held) => Some(held),
-                Err(NoRoom) => return self.overloaded(&route),
-            },
-        };
-        let (operation, takes) = (&route.operation, &keyed.takes);
-        let response = match admission {
-            Permitted::Replay(replay, permit) => {
-                self.metrics.replied(operation.as_str(), replayed);
-                let sent = decoded.as_ref().unwrap_or(&replay.answer);
-                reply::replay(&replay, sent, takes, operation, permit)
-            }
-            Permitted::Share(shared) => {
-                self.metrics.replied(operation.as_str(), Reply::Released);
-                reply::shared(&shared, decoded.as_ref(), takes, operation)
-            }
-        };
-        match held {
-            Some(held) => response.map(|body| held.carry(body, bytes)),
-            None => response,
-        }
-    }
-
-    /// A stored answer in the form that this caller takes; `None`: as it is stored.
-    async fn fit(
-        &self,
-        keyed: &Keyed,
-        stored: Option<&Answer>,
-        record: Option<RecordId>,
-    ) -> Result<Option<Decoded>, Problem> {
-        let Some(stored) = stored else { return Ok(None) };
-        let kept_max = keyed.route.policy.response_body_max;
-        let fitted = reply::fit(&keyed.takes, stored, kept_max, &keyed.room).await;
-        fitted.map_err(|unfit| unfit.problem(stored).record(record))
-    }
-
-    /// A stored answer for the caller whose request was executed, or was to be. `write`: as what it is sent.
-    async fn found(
-        &self,
-        keyed: &Keyed,
-        replay: &Replay,
-        counted: Reply,
-        write: impl FnOnce(&Replay, &Answer, &Takes, &Operation) -> Response<Body>,
-    ) -> Response<Body> {
-        let operation = &keyed.route.operation;
-        match self.fit(keyed, Some(&replay.answer), Some(replay.fence.id)).await {
-            Ok(decoded) => {
-                self.metrics.replied(operation.as_str(), counted);
-                let (decoded, held) = decoded.map(|it| (it.answer, it.held)).unzip();
-                let sent = decoded.as_ref().unwrap_or(&replay.answer);
-                let response = write(replay, sent, &keyed.takes, operation);
-                match held {
-                    Some(held) => response.map(|body| held.carry(body, body_bytes(sent))),
-                    None => response,
-                }
-            }
-            Err(problem) => self.refuse(&keyed.route, problem),
-        }
-    }
-
-    /// The answer of another attempt than this caller's, where it may read that.
-    async fn other(&self, keyed: &Keyed, replay: &Replay, counted: Reply) -> Response<Body> {
-        match Rights::of_executor(keyed, replay) {
-            Ok(permit) => {
-                let write = |replay: &Replay, sent: &Answer, takes: &Takes, of: &Operation| {
-                    reply::replay(replay, sent, takes, of, permit)
-                };
-                self.found(keyed, replay, counted, write).await
-            }
-            Err(problem) => self.refuse(&keyed.route, problem),
-        }
-    }
-
-    /// The answer for the caller whose request was executed, or was to be.
-    async fn finished(&self, keyed: &Keyed, finish: Finish) -> Response<Body> {
-        let (route, takes) = (&keyed.route, &keyed.takes);
-        let (reply, response) = match finish {
-            Finish::Kept { first, expires_at } => {
-                (Reply::Executed, reply::first(first, Kept::Until(expires_at), takes))
-            }
-            Finish::Spilled { first } => {
-                (Reply::Executed, reply::first(first, Kept::Spilled, takes))
-            }
-            Finish::NotStored { first, counted } => {
-                (counted, reply::first(first, Kept::NotYet, takes))
-            }
-            Finish::Recorded(replay) => {
-                return self.found(keyed, &replay, Reply::Executed, reply::recorded).await;
-            }
-            Finish::Overtaken(replay) => return self.other(keyed, &replay, Reply::Executed).await,
-            Finish::Found(replay) => return self.other(keyed, &replay, Reply::Replayed).await,
-            Finish::StillUnknown { record } => {
-                let refusal = Refusal::OutcomeUnknown { record, again: None };
-                return self.refuse(route, reply::refusal(refusal, &route.policy));
-            }
-            Finish::Released { first } => (Reply::Released, reply::first(first, Kept::No, takes)),
-            Finish::Unknown { first } => (Reply::Unknown, reply::first(first, Kept::No, takes)),
-            Finish::Failed { fence, failure } => {
-                let counted = match failure {
-                    Failure::NothingSent | Failure::LeaseEnded => Reply::Released,
-                    Failure::Broken | Failure::TimedOut => Reply::Unknown,
-                };
-                let problem = reply::failure(fence, failure);
-                (counted, problem.into_response(Some(&route.operation)))
-            }
-        };
-        self.metrics.replied(route.operation.as_str(), reply);
-        response
-    }
-
     /// Keeps the keys that tokens are checked with, until `stop`.
     pub async fn keep_keys(self: Arc<Self>, stop: CancellationToken) {
         if let Some(tokens) = &self.tokens {
@@ -766,14 +594,6 @@ fn not_passed(error: PassError) -> Response<Body> {
         PassError::Caller => Name::BodyIncomplete,
     };
     Problem::new(name).into_response(None)
-}
-
-/// The bytes of an answer's kept body.
-fn body_bytes(answer: &Answer) -> usize {
-    match &answer.body {
-        KeptBody::Whole(body) => body.len(),
-        KeptBody::NotRetained => 0,
-    }
 }
 
 /// The gateway as a service of a listener.

@@ -711,13 +711,13 @@ pub trait Store: Send + Sync + 'static {
 /// As [`Store::complete`].
 pub async fn complete_or_plain(
     store: &dyn Store,
-    completion: Completion,
+    completion: &Completion,
     deadline: Instant,
 ) -> Result<Settled, Error> {
-    let mut plain = completion.clone();
-    match store.complete(completion, deadline).await {
+    match store.complete(completion.clone(), deadline).await {
         Err(Error::Refused(cause)) => {
             tracing::error!(%cause, "the database refused a completion; again without ordering keys");
+            let mut plain = completion.clone();
             for event in &mut plain.events {
                 event.ordering_key = None;
             }

@@ -268,7 +268,7 @@ impl Closing<'_> {
         let begun = Instant::now();
         let record = underway.fence.id;
         let completion = self.completion_of(&underway, answer);
-        let completing = complete_or_plain(self.store, completion.clone(), begun + self.timeout);
+        let completing = complete_or_plain(self.store, &completion, begun + self.timeout);
         let error = match completing.await {
             Ok(Settled::Done { expires_at }) => {
                 let ends = begun + completion.retention;
@@ -354,7 +354,7 @@ impl Closing<'_> {
         let settler = self.desk.settler();
         let _known = settler.known();
         let completion = self.completion(&underway, &first);
-        let completing = complete_or_plain(self.store, completion.clone(), begun + self.timeout);
+        let completing = complete_or_plain(self.store, &completion, begun + self.timeout);
         let settled = settler.before_the_end(completing).await;
         self.metrics.took(Step::Complete, begun.elapsed());
         let error = match settled {

@@ -4,13 +4,14 @@
 //! is given after another replica may have taken the record over. What operators do is noticed by reading the audit
 //! table (see `gateway`); until then a replay is history, as every replay is.
 
+use std::hash::{BuildHasher, Hash, Hasher, RandomState};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use http::{Extensions, HeaderMap, HeaderValue};
-use quick_cache::Weighter;
 use quick_cache::sync::Cache as Lru;
+use quick_cache::{Equivalent, Weighter};
 
 use crate::gateway::spelling;
 use crate::record::{Answer, Caller, Fence, Fingerprint, KeptBody, RecordId, Scope};
@@ -103,8 +104,34 @@ fn compact(answer: Answer) -> Answer {
 #[derive(Clone)]
 struct Weight;
 
-impl Weighter<Scope, Arc<Replay>> for Weight {
-    fn weight(&self, scope: &Scope, replay: &Arc<Replay>) -> u64 {
+/// A scope with the hash of its texts. A full cache hashes its keys over and over, each time something is put in.
+struct Hashed<S> {
+    hash: u64,
+    scope: S,
+}
+
+impl<S> Hash for Hashed<S> {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.hash);
+    }
+}
+
+impl PartialEq for Hashed<Scope> {
+    fn eq(&self, other: &Self) -> bool {
+        self.hash == other.hash && self.scope == other.scope
+    }
+}
+
+impl Eq for Hashed<Scope> {}
+
+impl Equivalent<Hashed<Scope>> for Hashed<&Scope> {
+    fn equivalent(&self, key: &Hashed<Scope>) -> bool {
+        self.hash == key.hash && *self.scope == key.scope
+    }
+}
+
+impl Weighter<Hashed<Scope>, Arc<Replay>> for Weight {
+    fn weight(&self, Hashed { scope, .. }: &Hashed<Scope>, replay: &Arc<Replay>) -> u64 {
         let scope =
             scope.tenant.as_str().len() + scope.operation.as_str().len() + scope.key.as_str().len();
         replay.bytes() + scope as u64
@@ -113,35 +140,46 @@ impl Weighter<Scope, Arc<Replay>> for Weight {
 
 /// The cache. Clones are one cache.
 #[derive(Clone)]
-pub(super) struct Cache(Arc<Lru<Scope, Arc<Replay>, Weight>>);
+pub(super) struct Cache {
+    entries: Arc<Lru<Hashed<Scope>, Arc<Replay>, Weight>>,
+    /// Random, so that no caller can choose keys that collide.
+    hasher: RandomState,
+}
 
 impl Cache {
     /// A cache of at most this many bytes.
     pub(super) fn new(bytes: u64) -> Self {
         let entries = usize::try_from(bytes / ENTRY_BYTES).unwrap_or(usize::MAX).clamp(16, 1 << 20);
-        Self(Arc::new(Lru::with_weighter(entries, bytes, Weight)))
+        let entries = Arc::new(Lru::with_weighter(entries, bytes, Weight));
+        Self { entries, hasher: RandomState::new() }
+    }
+
+    fn hashed<'s>(&self, scope: &'s Scope) -> Hashed<&'s Scope> {
+        Hashed { hash: self.hasher.hash_one(scope), scope }
     }
 
     /// The answer under a scope, while it may be replayed at `now`.
     pub(super) fn get(&self, scope: &Scope, now: Instant) -> Option<Arc<Replay>> {
-        let replay = self.0.get(scope)?;
+        let sought = self.hashed(scope);
+        let replay = self.entries.get(&sought)?;
         if now < replay.until {
             return Some(replay);
         }
-        self.0.remove(scope);
+        self.entries.remove(&sought);
         None
     }
 
     pub(super) fn put(&self, scope: &Scope, replay: &Arc<Replay>) {
-        self.0.insert(scope.clone(), Arc::clone(replay));
+        let Hashed { hash, scope } = self.hashed(scope);
+        self.entries.insert(Hashed { hash, scope: scope.clone() }, Arc::clone(replay));
     }
 
     pub(super) fn forget(&self, records: &[RecordId]) {
-        self.0.retain(|_, replay| !records.contains(&replay.fence.id));
+        self.entries.retain(|_, replay| !records.contains(&replay.fence.id));
     }
 
     pub(super) fn bytes(&self) -> u64 {
-        self.0.weight()
+        self.entries.weight()
     }
 }
 

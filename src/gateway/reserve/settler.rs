@@ -387,7 +387,7 @@ impl Settler {
     ) -> Result<Paid, Error> {
         let begun = Instant::now();
         let deadline = begun + TRY;
-        let settled = store::complete_or_plain(&*self.store, completion.clone(), deadline).await?;
+        let settled = store::complete_or_plain(&*self.store, completion, deadline).await?;
         match settled {
             Settled::Done { expires_at } => {
                 let ends = begun + completion.retention;

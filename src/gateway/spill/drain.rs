@@ -304,7 +304,7 @@ async fn pay_one(
 async fn settle(completion: &Completion, store: &dyn Store) -> Result<Drained, Error> {
     let record = completion.fence.id;
     let late = LateOutcome::from(completion);
-    match store::complete_or_plain(store, completion.clone(), Instant::now() + TRY).await {
+    match store::complete_or_plain(store, completion, Instant::now() + TRY).await {
         Ok(Settled::Done { .. }) => Ok(Drained::Completed),
         Ok(Settled::Fenced) => match store.find(&completion.scope).await? {
             Some(Record { fence, state: State::Completed(stands), .. })

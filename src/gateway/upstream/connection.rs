@@ -16,8 +16,9 @@ use super::{Body, DialError};
 
 /// Header lines of an answer that are read; more make it malformed.
 ///
-/// Generous, since a refusal to read would turn a finished write into an unknown one.
-const ANSWER_HEADERS_MAX: usize = 1000;
+/// Generous, since a refusal to read would turn a finished write into an unknown one. The reader makes room for all of
+/// them for each answer: a thousand would cost every request a few percent.
+const ANSWER_HEADERS_MAX: usize = 400;
 /// Bytes of an answer's head that are read.
 const ANSWER_HEAD_BYTES_MAX: usize = 512 * 1024;
 /// How long an upstream may take nothing of a request that it has already answered.
