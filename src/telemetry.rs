@@ -269,6 +269,7 @@ pub struct Metrics {
     pending: Family<BySink, Gauge>,
     oldest: Family<BySink, Seconds>,
     dead: Family<BySink, Gauge>,
+    sink_clock: Family<BySink, Gauge>,
     unknown_records: Gauge,
     swept: Family<BySwept, Counter>,
     cached_bytes: Gauge,
@@ -299,6 +300,7 @@ impl Default for Metrics {
             pending: Family::default(),
             oldest: Family::default(),
             dead: Family::default(),
+            sink_clock: Family::default(),
             unknown_records: Gauge::default(),
             swept: Family::default(),
             cached_bytes: Gauge::default(),
@@ -371,6 +373,11 @@ impl Metrics {
             self.oldest.clone(),
         );
         r.register("outbox_dead", "Events given up for a sink", self.dead.clone());
+        r.register(
+            "sink_clock_ahead_seconds",
+            "By how much a sink's clock is ahead of ours, by its last answer with a date",
+            self.sink_clock.clone(),
+        );
         r.register(
             "unknown_records",
             "Records whose outcome is unknown",
@@ -491,6 +498,12 @@ impl Metrics {
         self.pending.get_or_create(&by).set(clamp(pending));
         self.oldest.get_or_create(&by).set(oldest.as_secs_f64());
         self.dead.get_or_create(&by).set(clamp(dead));
+    }
+
+    /// A sink told its time.
+    pub fn sink_clock(&self, sink: &str, ahead_seconds: i64) {
+        let by = BySink { sink: sink.to_owned() };
+        self.sink_clock.get_or_create(&by).set(ahead_seconds);
     }
 
     /// How many records are unknown now.

@@ -32,7 +32,7 @@ use crate::gateway::{self, OnUnavailable, accept, spill, upstream};
 use crate::record::event::{Spec, Templates};
 use crate::record::outcome::{Code, Lists};
 use crate::record::{Operation, Tenant};
-use crate::relay;
+use crate::relay::{self, sink};
 use crate::route::{Mode, OnUnknown, Pattern, Policy, ReplayAuth, Route, Routes};
 use crate::scope::{self, Derive, Source};
 use crate::store::postgres;
@@ -68,10 +68,10 @@ fn count(field: &Maybe<u32>, default: u32) -> usize {
 impl Builder<'_> {
     pub(super) fn config(&self, file: &File, without_file: bool) -> Config {
         let store = self.store(&file.store);
-        let sinks = self.sinks(&file.sinks);
-        let names: Vec<String> = sinks.iter().map(|sink| sink.name.clone()).collect();
+        let sinks = self.sinks(&file.sinks, &file.outbox);
+        let subscribers: Vec<_> = sinks.iter().map(sink::Settings::subscriber).collect();
         let upstreams = self.upstreams(file);
-        let (routes, facts) = self.routes(file, without_file, &names, &upstreams);
+        let (routes, facts) = self.routes(file, without_file, &subscribers, &upstreams);
         let jwt = self.jwt(file.jwt.as_ref(), &routes);
         let config = Config {
             jwt,
@@ -86,7 +86,7 @@ impl Builder<'_> {
             relay: relay::Settings { sinks, poll: self.poll(&file.outbox) },
             sweep: sweep::Settings {
                 outbox_retention: or(&file.outbox.retention, 7 * DAY),
-                unknown_events: or(&file.outbox.unknown_events, false).then_some(names),
+                unknown_events: or(&file.outbox.unknown_events, false).then_some(subscribers),
                 every: or(&file.store.sweep_every, 10 * SECOND),
                 batch: or(&file.store.sweep_batch, 500),
             },

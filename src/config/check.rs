@@ -7,6 +7,7 @@ use http::Method;
 use crate::config::{Config, StoreKind, Warning};
 use crate::gateway::OnUnavailable;
 use crate::gateway::tokens::KeySource;
+use crate::record::event::wanted::{Pattern, Wanted};
 use crate::relay::sink::{self, Target};
 use crate::route::{Mode, OnUnknown, ReplayAuth, Route};
 use crate::scope::Source;
@@ -74,6 +75,7 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
     }
     for sink in &config.relay.sinks {
         about_sink(sink, &mut warn);
+        about_filter(config, sink, &mut warn);
     }
     if matches!(config.store.kind, StoreKind::Sqlite(_)) && is_public(config) {
         let text = "sqlite serves one replica; for several use postgres://";
@@ -158,6 +160,31 @@ fn about_sink(sink: &sink::Settings, warn: &mut impl FnMut(&str, String)) {
             sink.name
         );
         warn("sink.max_age", text);
+    }
+}
+
+/// A pattern that no event has is most likely a slip of the pen.
+fn about_filter(config: &Config, sink: &sink::Settings, warn: &mut impl FnMut(&str, String)) {
+    let Wanted::Some(patterns) = &sink.events else { return };
+    let doubts: &[&str] = match config.sweep.unknown_events {
+        Some(_) => &["record.unknown", "record.resolved"],
+        None => &[],
+    };
+    let emitted = |pattern: &Pattern| {
+        let of_routes = config.routes.iter().flat_map(|route| route.events.kinds());
+        of_routes.chain(doubts.iter().copied()).any(|kind| pattern.describes(kind))
+    };
+    for pattern in patterns.iter().filter(|pattern| !emitted(pattern)) {
+        let by_others = match config.store.kind {
+            StoreKind::Postgres(_) => ", unless an application announces it in the database",
+            StoreKind::Sqlite(_) => "",
+        };
+        let text = format!(
+            "{}: no route has an event whose type fits {:?}{by_others}",
+            sink.name,
+            pattern.as_str()
+        );
+        warn("sink.events", text);
     }
 }
 

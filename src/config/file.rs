@@ -373,6 +373,18 @@ pub struct Sink {
     pub name: Maybe<String>,
     /// Where deliveries go.
     pub url: Maybe<String>,
+    /// Patterns of the types that it wants.
+    pub events: Maybe<Vec<Placed<String>>>,
+    /// `standard-webhooks`, `cloudevents` or `cloudevents-structured`.
+    pub format: Maybe<String>,
+    /// Headers of its deliveries.
+    pub headers: Vec<Header>,
+    /// The only certificates to trust.
+    pub ca_file: Maybe<String>,
+    /// The certificate that is shown to it.
+    pub client_cert_file: Maybe<String>,
+    /// The key of that certificate.
+    pub client_key_file: Maybe<String>,
     /// One secret.
     pub secret: Maybe<String>,
     /// The file with its secrets.
@@ -399,6 +411,21 @@ pub struct Sink {
     pub pause_after: Maybe<u32>,
 }
 
+/// `headers = { NAME = "...", NAME = { file = "..." }, NAME = { env = "..." } }`
+#[derive(Debug)]
+pub struct Header {
+    /// Its name.
+    pub name: String,
+    /// Where it stands.
+    pub place: Place,
+    /// Its value, where it stands here.
+    pub value: Maybe<String>,
+    /// The file with its value.
+    pub file: Maybe<String>,
+    /// The variable with its value.
+    pub env: Maybe<String>,
+}
+
 /// `[outbox]`
 #[derive(Debug, Default)]
 pub struct Outbox {
@@ -410,6 +437,8 @@ pub struct Outbox {
     pub unknown_events: Maybe<bool>,
     /// How often the relay looks when nobody wakes it.
     pub poll: Maybe<Duration>,
+    /// The source of CloudEvents.
+    pub source: Maybe<String>,
 }
 
 /// `[log]`
@@ -690,6 +719,12 @@ fn sink(mut s: Section<'_>) -> Sink {
         place: s.place().clone(),
         name: s.text("name"),
         url: s.text("url"),
+        events: s.texts("events"),
+        format: s.text("format"),
+        headers: s.named_words_or_sections("headers").into_iter().map(header).collect(),
+        ca_file: s.text("ca_file"),
+        client_cert_file: s.text("client_cert_file"),
+        client_key_file: s.text("client_key_file"),
         secret: s.text("secret"),
         secret_file: s.text("secret_file"),
         secret_env: s.text("secret_env"),
@@ -703,11 +738,25 @@ fn sink(mut s: Section<'_>) -> Sink {
         allow_http: s.flag("allow_http"),
         pause_after: s.number("pause_after", 1..=1_000_000),
     };
-    s.only("format", "standard-webhooks", &["cloudevents", "cloudevents-structured"]);
     s.only("ordering", "none", &["key"]);
-    s.not_yet(&["events", "max_refusals"]);
+    s.not_yet(&["max_refusals"]);
     s.finish();
     read
+}
+
+fn header((name, said): (String, WordOrSection<'_>)) -> Header {
+    match said {
+        WordOrSection::Word(word) => {
+            let place = word.place.clone();
+            Header { name, place, value: Some(word), file: None, env: None }
+        }
+        WordOrSection::Section(mut s) => {
+            let place = s.place().clone();
+            let (file, env) = (s.text("file"), s.text("env"));
+            s.finish();
+            Header { name, place, value: None, file, env }
+        }
+    }
 }
 
 fn outbox(mut s: Section<'_>) -> Outbox {
@@ -716,6 +765,7 @@ fn outbox(mut s: Section<'_>) -> Outbox {
         max_payload: s.size("max_payload"),
         unknown_events: s.flag("unknown_events"),
         poll: s.duration("poll"),
+        source: s.text("source"),
     };
     s.finish();
     read

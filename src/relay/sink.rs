@@ -18,6 +18,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::verdict::{Evidence, Patience, clean};
+use crate::record::event::wanted::{Subscriber, Wanted};
 use crate::store::Claimed;
 
 /// Most deliveries at once to one sink.
@@ -43,6 +44,8 @@ pub struct Settings {
     pub attempts_max: u32,
     /// ... and it is at least this old.
     pub age_max: Duration,
+    /// Which events it wants; whoever writes events reads it, the relay delivers what is owed.
+    pub events: Wanted,
     /// Where events go, and how.
     pub target: Target,
 }
@@ -55,6 +58,12 @@ pub enum Target {
 }
 
 impl Settings {
+    /// The sink as those see it who write events.
+    #[must_use]
+    pub fn subscriber(&self) -> Subscriber {
+        Subscriber { sink: self.name.clone(), events: self.events.clone() }
+    }
+
     /// Whether a sink can be made of these settings.
     ///
     /// # Errors
@@ -144,6 +153,14 @@ impl Sink {
             max: self.settings.backoff_max,
             attempts_max: self.settings.attempts_max,
             age_max: self.settings.age_max,
+        }
+    }
+
+    /// By how many seconds its clock is ahead of ours, where it has told.
+    #[must_use]
+    pub fn clock_ahead(&self) -> Option<i64> {
+        match &self.courier {
+            Courier::Http(courier) => courier.clock_ahead(),
         }
     }
 

@@ -71,3 +71,4 @@ mod tenants;
 mod tokens;
 mod unknown_events;
 mod upstream;
+mod webhooks;

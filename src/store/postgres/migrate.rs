@@ -56,6 +56,11 @@ const MIGRATIONS: &[Migration] = &[
         name: "batches",
         sql: include_str!("../../../migrations/postgres/0007_batches.sql"),
     },
+    Migration {
+        version: 11,
+        name: "event_filters",
+        sql: include_str!("../../../migrations/postgres/0011_event_filters.sql"),
+    },
 ];
 
 /// The version that this program knows.
