@@ -1,4 +1,5 @@
-//! The operators' listener: probes, metrics, and records and events as JSON. It only reads, also where it is sent a question.
+//! The operators' listener: probes, metrics, and records, events and sinks as JSON. It only reads, also where it is sent a
+//! question, but for the sinks, which are paused and resumed here, too.
 //!
 //! - It is a listener of its own: nothing here is reachable on the port that callers use.
 //! - `/healthz` says that the process runs, `/readyz` that it may be sent requests. Both are open to everybody and say
@@ -9,13 +10,14 @@
 //! - A query parameter that is not known is refused by name, since a filter that is ignored shows the wrong records.
 //! - Keys, tenants and bodies are shown, escaped, and never logged.
 //!
-//! Actions on records and events are commands for now. Were they added here as POST routes, they would stand behind
-//! the same `guard`. It also refuses a foreign `Origin`, since a browser sends questions for other pages without their reading the
+//! Actions on records and events are commands for now. Those on sinks are POST routes behind the same `guard`, and in the
+//! audit table their operator is [`OPERATOR`]. The guard also refuses a foreign `Origin`, since a browser sends questions for other pages without their reading the
 //! answer.
 //! When the process dies here, nothing is lost: no state is kept.
 
 pub mod explain;
 pub(crate) mod query;
+pub mod sinks;
 pub mod view;
 
 use std::fmt;
@@ -46,9 +48,10 @@ use uuid::Uuid;
 
 use crate::explain::Explain;
 use crate::record::RecordId;
-use crate::store::{self, EventFilter, Store};
+use crate::store::{self, EventFilter, Operator, SinkOrder, Store};
 use crate::telemetry::Metrics;
 use query::Query;
+use sinks::{NoChange, SinkPage};
 use view::{EventPage, EventView, Life, RecordPage, RecordView};
 
 /// How long `/readyz` waits for the store.
@@ -63,6 +66,10 @@ const STOP_GRACE: Duration = Duration::from_secs(5);
 const CONNECTIONS_MAX: usize = 512;
 /// How long a question about a request may be, in bytes.
 const QUESTION_MAX: usize = 8 << 20;
+/// How long the words to an action may be, in bytes.
+const REASON_MAX: usize = 16 << 10;
+/// Who acts here, in the audit table: whoever has the token.
+pub const OPERATOR: &str = "admin listener";
 /// How many rows of one event (one a sink) are shown.
 const EVENT_ROWS_MAX: u32 = 500;
 
@@ -81,6 +88,8 @@ pub struct State {
     pub version: &'static str,
     /// The operations that the configuration names.
     pub operations: Arc<[String]>,
+    /// The sinks that the configuration names.
+    pub sinks: Arc<[String]>,
     /// Who says what is made of a request.
     pub explain: Arc<dyn Explain>,
 }
@@ -156,6 +165,9 @@ pub fn router(state: State) -> Router {
         .route("/api/v1/records/{id}", get(show_record))
         .route("/api/v1/events", get(list_events))
         .route("/api/v1/events/{id}", get(show_event))
+        .route("/api/v1/sinks", get(list_sinks))
+        .route("/api/v1/sinks/{name}/pause", post(pause_sink))
+        .route("/api/v1/sinks/{name}/resume", post(resume_sink))
         .route("/api/v1/explain", post(explain_request))
         .fallback(|| async { Problem::NoSuchPage })
         .layer(middleware::from_fn_with_state(state.clone(), guard));
@@ -350,6 +362,60 @@ async fn show_event(
     Ok(Json(EventPage { events: rows.iter().map(EventView::whole).collect(), next: None }))
 }
 
+async fn list_sinks(
+    axum::extract::State(state): axum::extract::State<State>,
+    RawQuery(query): RawQuery,
+) -> Result<Json<SinkPage>, Problem> {
+    Query::parse(query.as_deref(), &[]).map_err(Problem::Query)?;
+    in_time(sinks::list(state.store.as_ref(), &state.sinks)).await.map(Json)
+}
+
+async fn pause_sink(
+    axum::extract::State(state): axum::extract::State<State>,
+    name: Result<Path<String>, PathRejection>,
+    RawQuery(query): RawQuery,
+    request: Request,
+) -> Result<Json, Problem> {
+    operate_sink(&state, SinkOrder::Pause, name, query.as_deref(), request).await
+}
+
+async fn resume_sink(
+    axum::extract::State(state): axum::extract::State<State>,
+    name: Result<Path<String>, PathRejection>,
+    RawQuery(query): RawQuery,
+    request: Request,
+) -> Result<Json, Problem> {
+    operate_sink(&state, SinkOrder::Resume, name, query.as_deref(), request).await
+}
+
+async fn operate_sink(
+    state: &State,
+    order: SinkOrder,
+    name: Result<Path<String>, PathRejection>,
+    query: Option<&str>,
+    request: Request,
+) -> Result<Json, Problem> {
+    Query::parse(query, &[]).map_err(Problem::Query)?;
+    let Path(name) = name.map_err(|_| Problem::NoSink)?;
+    let bytes = axum::body::to_bytes(request.into_body(), REASON_MAX);
+    let bytes = tokio::time::timeout(READ_TIMEOUT, bytes).await;
+    let bytes = bytes.ok().and_then(Result::ok);
+    let bytes =
+        bytes.ok_or_else(|| Problem::Question("it is too long, or broke off".to_owned()))?;
+    let sinks::Reason { reason } = if bytes.trim_ascii().is_empty() {
+        sinks::Reason::default()
+    } else {
+        serde_json::from_slice(&bytes).map_err(|error| Problem::Question(error.to_string()))?
+    };
+    let by = Operator { who: OPERATOR.to_owned(), why: reason };
+    let done = in_time(sinks::operate(state.store.as_ref(), &state.sinks, &name, order, &by)).await;
+    match done? {
+        None => Ok(Json(json!({ "sink": name, "paused": order == SinkOrder::Pause }))),
+        Some(NoChange::NotFound) => Err(Problem::NoSink),
+        Some(NoChange::Already) => Err(Problem::Already),
+    }
+}
+
 async fn explain_request(
     axum::extract::State(state): axum::extract::State<State>,
     RawQuery(query): RawQuery,
@@ -433,6 +499,8 @@ enum Problem {
     Question(String),
     Id,
     NotFound,
+    NoSink,
+    Already,
     NoSuchPage,
     MethodNotAllowed,
     StoreUnavailable,
@@ -460,7 +528,7 @@ impl Problem {
             Self::Question(_) => (
                 StatusCode::BAD_REQUEST,
                 "question-invalid",
-                "Send a JSON object that names a request; `errors` says what is wrong.",
+                "Send a JSON object of the fields that are asked for; `errors` says what is wrong.",
             ),
             Self::Id => (StatusCode::BAD_REQUEST, "id-invalid", "An id is a UUID."),
             Self::NotFound => (
@@ -468,13 +536,23 @@ impl Problem {
                 "not-found",
                 "Nothing has this id: it never existed, or its retention is over.",
             ),
+            Self::NoSink => (
+                StatusCode::NOT_FOUND,
+                "no-such-sink",
+                "No sink has this name: not in the configuration, and nothing is owed to one.",
+            ),
+            Self::Already => (
+                StatusCode::CONFLICT,
+                "already-so",
+                "The sink stands so already: nothing was changed.",
+            ),
             Self::NoSuchPage => {
                 (StatusCode::NOT_FOUND, "no-such-page", "The admin listener has no such page.")
             }
             Self::MethodNotAllowed => (
                 StatusCode::METHOD_NOT_ALLOWED,
                 "method-not-allowed",
-                "The admin listener is read-only: actions are commands of `oncegate`.",
+                "Here it is only read; sinks are paused and resumed by POST, other actions are commands of `oncegate`.",
             ),
             Self::StoreUnavailable => (
                 StatusCode::SERVICE_UNAVAILABLE,

@@ -5,6 +5,7 @@ pub mod explain;
 pub mod print;
 pub mod records;
 pub mod serve;
+pub mod sinks;
 
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
@@ -55,6 +56,9 @@ enum Command {
     /// Look at events, and redeliver them
     #[command(subcommand_required = true)]
     Events(EventsArgs),
+    /// Look at sinks, pause them and resume them
+    #[command(subcommand_required = true)]
+    Sinks(SinksArgs),
 }
 
 #[derive(Debug, Args)]
@@ -108,6 +112,14 @@ struct EventsArgs {
     command: events::Events,
 }
 
+#[derive(Debug, Args)]
+struct SinksArgs {
+    #[command(flatten)]
+    config: ConfigArgs,
+    #[command(subcommand)]
+    command: sinks::Sinks,
+}
+
 /// For how long a completion by hand is kept where the configuration no longer has the record's route.
 const RETENTION: Duration = Duration::from_secs(24 * 3600);
 
@@ -152,6 +164,16 @@ async fn run(command: Command) -> ExitCode {
                 let store = serve::open(&config.store, false).await.map_err(opened)?;
                 let (mut out, json) = (std::io::stdout().lock(), args.config.json);
                 events::run(&args.command, &*store, &mut out, json).await.map_err(failed)
+            })
+            .await
+        }
+        Command::Sinks(args) => {
+            with_config(&args.config, async |config| {
+                let store = serve::open(&config.store, false).await.map_err(opened)?;
+                let names: Vec<_> =
+                    config.relay.sinks.iter().map(|sink| sink.name.clone()).collect();
+                let (mut out, json) = (std::io::stdout().lock(), args.config.json);
+                sinks::run(&args.command, &*store, &names, &mut out, json).await.map_err(failed)
             })
             .await
         }

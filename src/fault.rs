@@ -80,6 +80,10 @@ named! {
         Claim = "claim",
         /// Verdicts of the relay.
         Acknowledge = "acknowledge",
+        /// A sink's pause, its probe, or its resumption.
+        TurnSink = "turn-sink",
+        /// A sink that an operator pauses or resumes.
+        OperateSink = "operate-sink",
         /// Events once more.
         Redeliver = "redeliver",
         /// Expired records.

@@ -23,6 +23,8 @@ pub(crate) mod parameters;
 pub mod show;
 pub mod xml;
 
+use std::borrow::Cow;
+
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use http::{HeaderMap, HeaderName, Method};
 use serde_json_path::JsonPath;
@@ -32,7 +34,7 @@ use self::parameters::Parametered;
 use crate::record::{Digest, Fingerprint, RecipeId};
 
 /// Goes up whenever the canonical hash of any request changes.
-const VERSION: &[u8] = b"oncegate-fingerprint-2";
+const VERSION: &[u8] = b"oncegate-fingerprint-3";
 /// Names what the raw hash is made of, for ever.
 const RAW_VERSION: &[u8] = b"oncegate-request-1";
 
@@ -270,15 +272,24 @@ enum Content<'a> {
 }
 
 impl<'a> Content<'a> {
-    fn of(parts: &Parts<'a>, decoded_max: usize) -> Self {
-        let codings = coding::codings(parts.headers);
+    fn of(headers: &HeaderMap, body: &'a [u8], decoded_max: usize) -> Self {
+        let codings = coding::codings(headers);
         if codings.as_ref().is_ok_and(Vec::is_empty) {
-            return Self::Plain(parts.body);
+            return Self::Plain(body);
         }
-        match codings.and_then(|codings| coding::decode(&codings, parts.body, decoded_max)) {
+        match codings.and_then(|codings| coding::decode(&codings, body, decoded_max)) {
             Ok(body) => Self::Decoded(body),
-            Err(_) => Self::Encoded(parts.body),
+            Err(_) => Self::Encoded(body),
         }
+    }
+}
+
+/// A body without its content codings, where they can be taken off within the recipe's bound; else as it came.
+#[must_use]
+pub fn plain<'a>(recipe: &Recipe, headers: &HeaderMap, body: &'a [u8]) -> Cow<'a, [u8]> {
+    match Content::of(headers, body, recipe.decoded_max) {
+        Content::Plain(body) | Content::Encoded(body) => Cow::Borrowed(body),
+        Content::Decoded(body) => Cow::Owned(body),
     }
 }
 
@@ -307,7 +318,7 @@ pub fn fingerprint(recipe: &Recipe, parts: &Parts<'_>) -> Fingerprint {
             hash.part(value.as_bytes());
         }
     }
-    let content = Content::of(parts, recipe.decoded_max);
+    let content = Content::of(parts.headers, parts.body, recipe.decoded_max);
     if let Some((tag, text)) = canonical_body(recipe, &essence, parts.headers, &content) {
         hash.tagged(tag, &text);
         return Fingerprint { canonical: hash.finish(), raw, recipe: recipe.id };
@@ -337,7 +348,7 @@ pub fn fingerprint(recipe: &Recipe, parts: &Parts<'_>) -> Fingerprint {
 /// The canonical form of a body, and its name. `None`: it is compared byte by byte.
 #[must_use]
 pub fn canonical(recipe: &Recipe, parts: &Parts<'_>) -> Option<(&'static [u8], Vec<u8>)> {
-    let content = Content::of(parts, recipe.decoded_max);
+    let content = Content::of(parts.headers, parts.body, recipe.decoded_max);
     canonical_body(recipe, &essence(parts.headers), parts.headers, &content)
 }
 

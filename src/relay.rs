@@ -2,6 +2,8 @@
 //!
 //! ```text
 //! nudge, timer -> claim (never more than free slots) -> deliver, concurrently -> verdict -> acknowledge, in batches
+//!                 ^                                                             |
+//!                 +-- not while the sink is paused: then one probe at a time <--+
 //! ```
 //!
 //! What must stay true:
@@ -14,32 +16,42 @@
 //!   delivered again under its id by whoever claims it next. It is never sent again from here.
 //! - The table says what is owed; a nudge only makes the look come sooner.
 //! - Sinks share nothing: one that is slow or down, or a loop that panics, does not hold up another.
+//! - Whether a sink is paused stands in the database ([`board`]); a paused one is sent nothing but probes ([`probe`]).
 //!
 //! A process that dies here leaves claims that run out, and that others may take as soon as its lease has ended. Fresh events that were claimed often and never ended are set
 //! apart as dead, since they may be what it dies of.
 
 pub mod address;
+mod board;
+mod probe;
+mod room;
 pub mod sink;
 pub mod verdict;
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use self::board::{Board, Reader, Standing};
+use self::room::{Room, Slot};
 use self::sink::{Delivered, Sink};
-use self::verdict::{Evidence, verdict};
+use self::verdict::Evidence;
 use crate::fault::{self, Point};
 use crate::record::LeaseView;
-use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Over, Store, Verdict};
+use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Order, Over, Store, Verdict};
 use crate::telemetry::{Delivery, Metrics, causes};
 
 /// How often a look also takes what has been due for long; at once again while it finds something.
 const SWEEP_EVERY: Duration = Duration::from_secs(5);
+
+/// In a backlog: how long a look waits until a quarter of the slots are free, so that it claims several events at once.
+const GATHER: Duration = Duration::from_millis(5);
 
 /// Most verdicts in one acknowledgement.
 const BATCH_MAX: usize = 256;
@@ -69,6 +81,9 @@ const POLL_MAX: Duration = Duration::from_secs(60);
 /// An idle loop looks this many times less often than a busy one.
 const IDLE_FACTOR: u32 = 8;
 
+/// How the sinks stand is read this many times less often than events are looked for.
+const READ_FACTOR: u32 = 5;
+
 /// What the relay delivers to, and how often it looks.
 #[derive(Clone, Debug)]
 pub struct Settings {
@@ -87,6 +102,13 @@ pub struct Claimant {
     pub may_judge: Arc<dyn Fn() -> bool + Send + Sync>,
 }
 
+impl Claimant {
+    /// Which claims and probes of others are over.
+    fn over(&self) -> Over {
+        if (self.may_judge)() { Over::EndedOrDead } else { Over::Ended }
+    }
+}
+
 /// Delivers until `stop`, then gives back what is not sent, waits for what is in flight (each bounded by its sink's
 /// time-out), writes the verdicts and ends. Dropping the future cuts that short: claims run out by themselves.
 ///
@@ -102,6 +124,8 @@ pub async fn run(
 ) {
     let mut loops = JoinSet::new();
     let mut nudges = Vec::new();
+    let (read, mut boards) = (Arc::new(Notify::new()), HashMap::new());
+    let poll = settings.poll.clamp(POLL_MIN, POLL_MAX);
     for sink in settings.sinks {
         let name = sink.name.clone();
         let sink = match Sink::new(sink) {
@@ -113,19 +137,24 @@ pub async fn run(
         };
         let nudge = Arc::new(Notify::new());
         nudges.push(Arc::clone(&nudge));
+        let board = Arc::new(Board::new(&read));
+        boards.insert(name, Arc::clone(&board));
         let desk = Desk {
             store: Arc::clone(&store),
             claimant: claimant.clone(),
-            slots: Arc::new(Semaphore::new(sink.concurrency())),
+            room: room_of(&sink),
+            board,
             sink: Arc::new(sink),
             metrics: Arc::clone(&metrics),
             nudge,
-            poll: settings.poll.clamp(POLL_MIN, POLL_MAX),
+            poll,
             stop: stop.clone(),
             failing: AtomicBool::new(false),
         };
         loops.spawn(supervise(desk));
     }
+    let every = poll * READ_FACTOR;
+    let reader = Arc::new(Reader { store, claimant, metrics, boards, read, every });
     let ended = async {
         stop.cancelled().await;
         while loops.join_next().await.is_some() {}
@@ -133,6 +162,24 @@ pub async fn run(
     tokio::select! {
         () = ended => {}
         () = pass_on(&wake, &nudges) => {}
+        () = read_on(&reader) => {}
+    }
+}
+
+/// The slots of a sink that nothing is known against.
+fn room_of(sink: &Sink) -> Arc<Room> {
+    Arc::new(Room::new(sink.concurrency(), sink.pause_after()))
+}
+
+/// Reads how the sinks stand, also after a panic. Never returns.
+async fn read_on(reader: &Arc<Reader>) {
+    loop {
+        let mut task = JoinSet::new();
+        task.spawn(Arc::clone(reader).run());
+        if let Some(Err(error)) = task.join_next().await {
+            tracing::error!(%error, "the reading of the sinks ended, and is started again");
+        }
+        tokio::time::sleep(jitter(RESTART_FIRST)).await;
     }
 }
 
@@ -155,8 +202,7 @@ async fn pass_on(wake: &Notify, nudges: &[Arc<Notify>]) {
 async fn supervise(mut desk: Desk) {
     let mut pause = RESTART_FIRST;
     loop {
-        let slots = Arc::new(Semaphore::new(desk.sink.concurrency()));
-        desk.slots = slots;
+        desk.room = room_of(&desk.sink);
         let running = Arc::new(desk.share());
         let mut task = JoinSet::new();
         task.spawn(running.work());
@@ -175,7 +221,8 @@ struct Desk {
     store: Arc<dyn Store>,
     claimant: Claimant,
     sink: Arc<Sink>,
-    slots: Arc<Semaphore>,
+    room: Arc<Room>,
+    board: Arc<Board>,
     metrics: Arc<Metrics>,
     nudge: Arc<Notify>,
     poll: Duration,
@@ -191,15 +238,21 @@ struct Done {
     /// Whether an acknowledgement that names it may have been written without saying so.
     doubt: bool,
     /// Held until the verdict is written.
-    _slot: Option<OwnedSemaphorePermit>,
+    _slot: Option<Slot>,
 }
 
 /// Where a loop stands between two looks.
 struct Round {
     turn: usize,
     sweep_at: Instant,
+    /// The lane of retries had nothing, and is not looked at before then.
+    retry_at: Instant,
+    /// Whether the last look found as much as there were slots.
+    backlog: bool,
     flights: JoinSet<()>,
     done: mpsc::Sender<Done>,
+    /// The number of the sink's last known state, and its failed probes then.
+    stood: Option<(i64, u32)>,
 }
 
 impl Desk {
@@ -208,7 +261,8 @@ impl Desk {
             store: Arc::clone(&self.store),
             claimant: self.claimant.clone(),
             sink: Arc::clone(&self.sink),
-            slots: Arc::clone(&self.slots),
+            room: Arc::clone(&self.room),
+            board: Arc::clone(&self.board),
             metrics: Arc::clone(&self.metrics),
             nudge: Arc::clone(&self.nudge),
             poll: self.poll,
@@ -224,23 +278,28 @@ impl Desk {
 
     /// Looks again and again until `stop`; then waits for what is in flight.
     async fn claim_on(self: &Arc<Self>, done: mpsc::Sender<Done>) {
-        let mut round = Round { turn: 0, sweep_at: Instant::now(), flights: JoinSet::new(), done };
+        let now = Instant::now();
+        let (flights, backlog, stood) = (JoinSet::new(), false, None);
+        let mut round =
+            Round { turn: 0, sweep_at: now, retry_at: now, backlog, flights, done, stood };
         let mut idle = self.poll;
         let mut outage = OUTAGE_FIRST;
-        while self.slot_free().await {
+        while let Some(no) = self.may_claim(&mut round).await {
             while let Some(ended) = round.flights.try_join_next() {
                 self.report(ended);
             }
-            let free = self.slots.available_permits();
-            let pause = match self.look(free, &mut round).await {
+            let free = self.room.free();
+            let pause = match self.look(free, no, &mut round).await {
                 Ok(found) => {
                     self.note_answer();
                     outage = OUTAGE_FIRST;
                     idle =
                         if found > 0 { self.poll } else { (idle * 2).min(self.poll * IDLE_FACTOR) };
-                    if found >= free { Duration::ZERO } else { self.until_due(idle).await }
+                    round.backlog = found >= self.full(free);
+                    if round.backlog { Duration::ZERO } else { self.until_due(idle).await }
                 }
                 Err(error) => {
+                    round.backlog = false;
                     self.note_failure("claim", &error);
                     let pause = jitter(outage);
                     outage = (outage * 2).min(OUTAGE_MAX);
@@ -257,12 +316,74 @@ impl Desk {
         }
     }
 
-    /// Waits until there is a free slot; false: until `stop`.
-    async fn slot_free(&self) -> bool {
+    /// How many events for so many free slots say that there are more. In order a look ends at the first that it finds.
+    fn full(&self, free: usize) -> usize {
+        if self.is_ordered() { free.min(1) } else { free }
+    }
+
+    fn is_ordered(&self) -> bool {
+        self.sink.order() != Order::None
+    }
+
+    /// Waits until the sink is open and there is a free slot, in a backlog until several are, and probes it while it is
+    /// paused. The number of its state; `None`: at `stop`.
+    async fn may_claim(self: &Arc<Self>, round: &mut Round) -> Option<i64> {
+        let mut board = self.board.look();
+        while !self.stop.is_cancelled() {
+            let standing = board.borrow_and_update().clone();
+            let due = match standing {
+                Standing::Unread => None,
+                Standing::Open { no } => {
+                    if round.stood.is_some_and(|(stood, _)| stood != no) {
+                        self.room.resumed(round.stood.map_or(0, |(_, failed)| failed));
+                        self.metrics.sink_failures(self.sink.name(), 0);
+                    }
+                    round.stood = Some((no, 0));
+                    if self.room.free() > 0 {
+                        self.gather(round.backlog).await;
+                        return Some(no);
+                    }
+                    None
+                }
+                Standing::Paused { no, probe_at, failed_probes } => {
+                    round.stood = Some((no, failed_probes));
+                    if probe_at.is_some_and(|at| at <= Instant::now()) {
+                        self.probe(no, failed_probes, round).await;
+                        continue;
+                    }
+                    probe_at
+                }
+            };
+            let waits = async {
+                match due {
+                    Some(at) => tokio::time::sleep_until(at).await,
+                    None => self.room.freed().await,
+                }
+            };
+            tokio::select! {
+                () = self.stop.cancelled() => {}
+                changed = board.changed() => changed.ok()?,
+                () = waits => {}
+            }
+        }
+        None
+    }
+
+    /// In a backlog, waits a moment for a quarter of the slots: a look for many costs no more than a look for one.
+    async fn gather(&self, backlog: bool) {
+        let several = self.room.open() / 4;
+        if !backlog || several <= 1 {
+            return;
+        }
+        let enough = async {
+            while self.room.free() < several {
+                self.room.freed().await;
+            }
+        };
         tokio::select! {
-            biased;
-            () = self.stop.cancelled() => false,
-            slot = self.slots.acquire() => slot.is_ok(),
+            () = self.stop.cancelled() => {}
+            () = enough => {}
+            () = tokio::time::sleep(GATHER) => {}
         }
     }
 
@@ -289,54 +410,75 @@ impl Desk {
     }
 
     /// Claims for the free slots, three of four for fresh events; each lane gets what the other leaves.
-    async fn look(self: &Arc<Self>, free: usize, round: &mut Round) -> Result<usize, Error> {
+    async fn look(
+        self: &Arc<Self>,
+        free: usize,
+        no: i64,
+        round: &mut Round,
+    ) -> Result<usize, Error> {
         let sweep = Instant::now() >= round.sweep_at;
-        let (fresh, retry) = split(free, &mut round.turn);
-        let got_fresh = self.claim(Lane::Fresh, fresh, sweep, round).await?;
+        // What is tried again does not mind a short wait; a look for nothing would cost fresh events as much as theirs.
+        let skip = !self.is_ordered() && Instant::now() < round.retry_at;
+        let (fresh, retry) = if skip { (free, 0) } else { split(free, &mut round.turn) };
+        let got_fresh = self.claim(Lane::Fresh, fresh, no, sweep, round).await?;
         let spare = fresh.saturating_sub(got_fresh);
-        let got_retry = self.claim(Lane::Retry, retry + spare, sweep, round).await?;
+        let asked = if skip { 0 } else { retry + spare };
+        let got_retry = self.claim(Lane::Retry, asked, no, sweep, round).await?;
+        if asked > 0 && got_retry == 0 {
+            round.retry_at = Instant::now() + self.poll;
+        }
         let mut found = got_fresh + got_retry;
         if spare == 0 && got_retry < retry {
-            found += self.claim(Lane::Fresh, retry - got_retry, sweep, round).await?;
+            found += self.claim(Lane::Fresh, retry - got_retry, no, sweep, round).await?;
         }
         // A full look means a backlog: the next one sweeps, too.
-        if sweep && found < free {
+        if sweep && found < self.full(free) {
             round.sweep_at = Instant::now() + jitter(SWEEP_EVERY);
         }
         Ok(found)
     }
 
-    /// Claims up to `limit` events of a lane and starts their deliveries.
+    /// How long a claim, or a probe, belongs to this process.
+    fn lease(&self) -> Duration {
+        self.sink.timeout().saturating_mul(2).saturating_add(LEASE_EXTRA)
+    }
+
+    fn claim_of(&self, lane: Lane, limit: usize, sweep: bool) -> Claim {
+        Claim {
+            sink: self.sink.name().to_owned(),
+            lane,
+            order: self.sink.order(),
+            limit: u32::try_from(limit).unwrap_or(u32::MAX),
+            owner: self.claimant.lease.current().owner,
+            lease: self.lease(),
+            over: self.claimant.over(),
+            sweep,
+        }
+    }
+
+    /// Claims up to `limit` events of a lane and starts their deliveries, of a sink that is open under `no`.
     async fn claim(
         self: &Arc<Self>,
         lane: Lane,
         limit: usize,
+        no: i64,
         sweep: bool,
         round: &mut Round,
     ) -> Result<usize, Error> {
         if limit == 0 {
             return Ok(0);
         }
-        let lease = self.sink.timeout().saturating_mul(2).saturating_add(LEASE_EXTRA);
-        let claim = Claim {
-            sink: self.sink.name().to_owned(),
-            lane,
-            limit: u32::try_from(limit).unwrap_or(u32::MAX),
-            owner: self.claimant.lease.current().owner,
-            lease,
-            over: if (self.claimant.may_judge)() { Over::EndedOrDead } else { Over::Ended },
-            sweep,
-        };
-        let until = Instant::now() + lease;
+        let claim = self.claim_of(lane, limit, sweep);
+        let until = Instant::now() + claim.lease;
         let events = self.store.claim(&claim).await?;
         let found = events.len();
         for event in events {
-            let slot = Arc::clone(&self.slots).try_acquire_owned().ok();
+            let slot = self.room.take();
             let desk = Arc::clone(self);
             let done = round.done.clone();
             round.flights.spawn(async move {
                 let verdict = if slot.is_some() {
-                    desk.deliver(&event, lane, until).await
+                    desk.deliver(&event, lane, until, no).await
                 } else {
                     // The store gave more than it was asked for.
                     Verdict::GivenBack
@@ -351,30 +493,36 @@ impl Desk {
         Ok(found)
     }
 
-    /// Sends an event, unless it is suspect, too late, or the relay is stopping.
-    async fn deliver(&self, event: &Claimed, lane: Lane, until: Instant) -> Verdict {
+    async fn deliver(&self, event: &Claimed, lane: Lane, until: Instant, no: i64) -> Verdict {
+        match self.attempt(event, lane, until).await {
+            Ok(delivered) => self.judge(event, &delivered, no).await,
+            Err(unsent) => unsent,
+        }
+    }
+
+    /// Sends an event, unless it is suspect, too late, or the relay is stopping: then its verdict.
+    async fn attempt(
+        &self,
+        event: &Claimed,
+        lane: Lane,
+        until: Instant,
+    ) -> Result<Delivered, Verdict> {
         if lane == Lane::Fresh && unfinished(event) >= UNFINISHED_MAX {
             let error = format!("set apart: {UNFINISHED_MAX} attempts began and never ended");
-            return Verdict::Dead { status: None, error };
+            return Err(Verdict::Dead { status: None, error });
         }
         let needed = self.sink.timeout() + ACKNOWLEDGE_TIME;
         if self.stop.is_cancelled() || Instant::now() + needed > until {
-            return Verdict::GivenBack;
+            return Err(Verdict::GivenBack);
         }
         fault::point(Point::BeforeDelivery).await;
+        let _under_way = self.metrics.delivering(self.sink.name());
         let delivered = self.deliver_guarded(event).await;
         if let Some(ahead) = self.sink.clock_ahead() {
             self.metrics.sink_clock(self.sink.name(), ahead);
         }
         fault::point(Point::AfterDelivery).await;
-        verdict(
-            &delivered.evidence,
-            event.attempts,
-            event.age,
-            &self.sink.patience(),
-            delivered.retry_after,
-            fastrand::f64(),
-        )
+        Ok(delivered)
     }
 
     /// In a task of its own, so that a panic is a failed attempt of this event and nothing else.
@@ -418,8 +566,12 @@ impl Desk {
         }
         batch.sort_by_key(|done| done.acknowledgement.event_id);
         let verdicts: Vec<_> = batch.iter().map(|done| done.acknowledgement.clone()).collect();
-        match self.store.acknowledge(self.sink.name(), &verdicts).await {
+        match self.store.acknowledge(self.sink.name(), self.sink.order(), &verdicts).await {
             Ok(current) => {
+                // What waited behind these is due now.
+                if self.is_ordered() {
+                    self.nudge.notify_one();
+                }
                 for done in batch {
                     let found = current.contains(&done.acknowledgement.event_id);
                     self.count(&done.acknowledgement, found || done.doubt);
@@ -462,6 +614,14 @@ impl Desk {
             Verdict::Retry { error, .. } => {
                 tracing::debug!(sink, %event, error, "a delivery failed");
                 Delivery::Failed
+            }
+            Verdict::Refused { error, .. } => {
+                tracing::debug!(sink, %event, error, "a delivery was refused");
+                Delivery::Refused
+            }
+            Verdict::Returned { error, .. } => {
+                tracing::debug!(sink, %event, error, "an event waits until its sink takes events");
+                Delivery::Returned
             }
             Verdict::Dead { error, .. } => {
                 tracing::warn!(sink, %event, error, "an event is dead: it is kept for redelivery");

@@ -125,6 +125,12 @@ impl Derive {
         }
         parts.iter().map(|part| Part::parse(part)).collect::<Result<_, _>>().map(Self)
     }
+
+    /// Whether any part stands in the body.
+    #[must_use]
+    pub fn reads_body(&self) -> bool {
+        self.0.iter().any(|part| matches!(part, Part::Json(_)))
+    }
 }
 
 impl Part {
@@ -342,9 +348,8 @@ fn unquote(line: &str) -> Result<String, &'static str> {
 /// `None`: a part is absent, and the request counts as having no key.
 #[must_use]
 pub fn derive_key(recipe: &Recipe, asked: &Asked<'_>, body: &[u8]) -> Option<Key> {
-    let Derive(parts) = recipe.derive_key.as_ref()?;
-    let reads_body = parts.iter().any(|part| matches!(part, Part::Json(_)));
-    let body = if reads_body { Tree::parse(body) } else { None };
+    let derive @ Derive(parts) = recipe.derive_key.as_ref()?;
+    let body = if derive.reads_body() { Tree::parse(body) } else { None };
     let body = body.map(|tree| Body { value: tree.to_value(), tree });
     let values = parts.iter().map(|part| part.value(asked, body.as_ref()));
     let list = format!("[{}]", values.collect::<Option<Vec<_>>>()?.join(","));

@@ -15,6 +15,7 @@ pub mod faulty;
 mod late;
 pub mod postgres;
 pub mod sealed;
+mod sinks;
 pub mod sqlite;
 
 use std::sync::Arc;
@@ -25,6 +26,7 @@ use bytes::Bytes;
 use uuid::Uuid;
 
 pub use self::late::{LateEnd, LateOutcome};
+pub use self::sinks::{Pause, PauseReason, SinkOrder, SinkState, SinkTurn, Trouble};
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
 use crate::record::{
@@ -257,6 +259,8 @@ pub struct Claim {
     pub sink: String,
     /// Fresh ones, or those that failed before.
     pub lane: Lane,
+    /// In which order the sink gets them.
+    pub order: Order,
     /// At most as many as the sink has free slots.
     pub limit: u32,
     /// The process that claims; the claim is worth nothing once its lease has ended.
@@ -267,6 +271,26 @@ pub struct Claim {
     pub over: Over,
     /// Also look at events that have been due for long (the slow, complete look).
     pub sweep: bool,
+}
+
+/// In which order a sink gets its events.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Order {
+    /// In none: each goes out as soon as it is due.
+    #[default]
+    None,
+    /// Those of one ordering key one after the other, over all relays. Events without a key as in `None`.
+    Key(OnDead),
+}
+
+/// What becomes of the events behind one that is dead, within its ordering key.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum OnDead {
+    /// They are delivered.
+    #[default]
+    Free,
+    /// They wait until it is redelivered and taken, or no longer dead for another reason.
+    Block,
 }
 
 /// Which claims are over, so that what they hold may be claimed anew.
@@ -296,6 +320,8 @@ pub struct Claimed {
     pub claim_no: i32,
     /// Attempts that finished and failed.
     pub attempts: u32,
+    /// How many of them the sink answered by refusing this very event.
+    pub refusals: u32,
     /// How long ago the event was written, by the database's clock.
     pub age: Duration,
     /// The event's type.
@@ -325,6 +351,24 @@ pub enum Verdict {
         /// The sink's status, where there was one.
         status: Option<u16>,
         /// What went wrong, at most 1 KiB of text without NUL.
+        error: String,
+    },
+    /// The sink refused this very event, and it is tried again: a failed attempt that is counted as a refusal, too.
+    Refused {
+        /// After this long.
+        delay: Duration,
+        /// The sink's status, where there was one.
+        status: Option<u16>,
+        /// What it said.
+        error: String,
+    },
+    /// It failed through no fault of its own: no attempt used, but it is known what was met. It goes behind all that is due.
+    Returned {
+        /// Due after this long.
+        delay: Duration,
+        /// The sink's status, where there was one.
+        status: Option<u16>,
+        /// What went wrong.
         error: String,
     },
     /// It failed for good: kept, listed, redelivered on request.
@@ -490,6 +534,8 @@ pub struct EventRow {
     pub created_at: SystemTime,
     /// When it was delivered.
     pub sent_at: Option<SystemTime>,
+    /// Whether it is dead and the events behind it in its ordering key wait for it.
+    pub blocks: bool,
 }
 
 /// Who does something to the store's content by hand, and why.
@@ -548,7 +594,7 @@ pub struct AuditRow {
     pub at: SystemTime,
     /// Who.
     pub who: String,
-    /// What was done: `record.release`, `record.complete`, `event.redeliver`, `late_outcome`.
+    /// What was done: `record.release`, `record.complete`, `event.redeliver`, `sink.pause`, `sink.resume`, `late_outcome`.
     pub action: String,
     /// To which record.
     pub record: Option<RecordId>,
@@ -576,6 +622,8 @@ pub struct Gauges {
     pub pending: Vec<(String, u64, Duration)>,
     /// Dead events by sink.
     pub dead: Vec<(String, u64)>,
+    /// Ordering keys whose events wait behind a dead one, by sink.
+    pub blocked: Vec<(String, u64)>,
     /// Records whose outcome is unknown.
     pub unknown_records: u64,
 }
@@ -632,17 +680,29 @@ pub trait Store: Send + Sync + 'static {
     async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error>;
 
     /// Claims events that are due; see [`Claim`]. Committed before it returns. Whether `owner` itself lives is not asked.
+    ///
+    /// With [`Order::Key`] an event is claimed only as the first of its key, and only while no other of its key is claimed. What
+    /// stands behind is put off (`next_attempt_at`), until an acknowledgement in that order makes it due.
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error>;
 
-    /// Writes verdicts, each under its claim number. The ids of those that found their claim still current.
+    /// Writes verdicts, each under its claim number. The ids of those that found their claim still current. `order` is that of
+    /// the claims: with a verdict, in one transaction, the next event of its key becomes due.
     async fn acknowledge(
         &self,
         sink: &str,
+        order: Order,
         verdicts: &[Acknowledgement],
     ) -> Result<Vec<Uuid>, Error>;
 
     /// How long until the next event of this sink that is not claimable now could be (a retry's time or a claim's end); `None`: nothing waits.
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error>;
+
+    /// How the sinks stand that were ever paused. `over` says which probes count as ended.
+    async fn sinks(&self, over: Over) -> Result<Vec<SinkState>, Error>;
+
+    /// Makes a sink's state the next one, under the next number. `Changed::No`: it is not at this number any more, the turn does
+    /// not lead on from there, or (of a probe) its time has not come.
+    async fn turn_sink(&self, sink: &str, no: i64, turn: &SinkTurn) -> Result<Changed, Error>;
 
     /// Records that became unknown, or are no longer, of which that has not been told yet; up to `limit`.
     async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Doubt>, Error>;
@@ -688,6 +748,17 @@ pub trait Store: Send + Sync + 'static {
 
     /// Makes events due again, through the retry lane, under their id and with growing claim numbers. Audited. How many.
     async fn redeliver(&self, which: &Redeliver, by: &Operator) -> Result<u64, Error>;
+
+    /// Pauses or resumes a sink by hand, whatever a relay is about to make of it. Audited. `Changed::No`: it stands so already.
+    async fn operate_sink(
+        &self,
+        sink: &str,
+        order: SinkOrder,
+        by: &Operator,
+    ) -> Result<Changed, Error>;
+
+    /// What went wrong with a sink's deliveries, of those that are still owed: the error of the one that was tried last.
+    async fn last_failure(&self, sink: &str) -> Result<Option<String>, Error>;
 
     /// What was done to a record by hand, and its late outcomes, oldest first.
     async fn audit_of(&self, record: RecordId) -> Result<Vec<AuditRow>, Error>;

@@ -41,6 +41,8 @@ pub struct Settings {
     pub outbox_retention: Duration,
     /// To whom it is announced that a record is unknown, and that it no longer is; `None`: that is not announced.
     pub unknown_events: Option<Vec<Subscriber>>,
+    /// The sinks of the configuration: events that are owed to another one are warned of.
+    pub sinks: Vec<String>,
     /// Pause between two rounds.
     pub every: Duration,
     /// Most rows in one statement.
@@ -64,6 +66,7 @@ pub async fn run(
         stop,
         failing: false,
         sinks: BTreeSet::new(),
+        strangers: BTreeSet::new(),
     };
     while !sweeper.stop.is_cancelled() {
         let more = sweeper.round().await;
@@ -91,6 +94,8 @@ struct Sweeper {
     failing: bool,
     /// Whose gauges are set: those of a sink that has nothing left go back to zero.
     sinks: BTreeSet<String>,
+    /// Sinks without a configuration to which events are owed, as far as they were warned of.
+    strangers: BTreeSet<String>,
 }
 
 impl Sweeper {
@@ -188,10 +193,14 @@ impl Sweeper {
     }
 
     fn publish(&mut self, gauges: Gauges) {
+        self.warn_of_strangers(&gauges);
         let mut by_sink: BTreeMap<String, (u64, Duration, u64)> = BTreeMap::new();
+        let mut blocked: BTreeMap<String, u64> = BTreeMap::new();
         for sink in std::mem::take(&mut self.sinks) {
+            blocked.insert(sink.clone(), 0);
             by_sink.insert(sink, (0, Duration::ZERO, 0));
         }
+        blocked.extend(gauges.blocked);
         for (sink, pending, oldest) in gauges.pending {
             let row = by_sink.entry(sink.clone()).or_default();
             (row.0, row.1) = (pending, oldest);
@@ -204,7 +213,27 @@ impl Sweeper {
         for (sink, (pending, oldest, dead)) in by_sink {
             self.metrics.outbox(&sink, pending, oldest, dead);
         }
+        for (sink, keys) in blocked {
+            self.metrics.blocked_keys(&sink, keys);
+        }
         self.metrics.unknown_records(gauges.unknown_records);
+    }
+
+    /// Nobody delivers what is owed to a sink that no replica has in its configuration: said once, and again when it is new.
+    fn warn_of_strangers(&mut self, gauges: &Gauges) {
+        let owed = gauges.pending.iter().filter(|(sink, ..)| !self.settings.sinks.contains(sink));
+        let mut strangers = BTreeSet::new();
+        for (sink, pending, _) in owed {
+            if !self.strangers.contains(sink) {
+                tracing::warn!(
+                    sink,
+                    pending,
+                    "events are owed to a sink that is not in this configuration: they stay pending"
+                );
+            }
+            strangers.insert(sink.clone());
+        }
+        self.strangers = strangers;
     }
 
     /// The pause between two rounds, with as many questions to the database as the contact needs.

@@ -155,10 +155,28 @@ label_enum!(
         Sent = "sent",
         /// Failed, tried again later.
         Failed = "failed",
+        /// Refused by the sink (400, 413, 415, 422), tried again later.
+        Refused = "refused",
+        /// Not the event's fault, no attempt used: the sink is gone, busy or down, or the payload does not open here.
+        Returned = "returned",
         /// Failed for good.
         Dead = "dead",
         /// Its claim had ended when the verdict came.
         LostClaim = "lost_claim",
+    }
+);
+
+label_enum!(
+    /// What came of a probe of a paused sink.
+    Probe {
+        /// The sink answers: it is resumed.
+        Well = "well",
+        /// It does not, or not yet.
+        Failed = "failed",
+        /// It says that it is gone.
+        Gone = "gone",
+        /// There was nothing to send.
+        Idle = "idle",
     }
 );
 
@@ -240,6 +258,18 @@ struct ByDelivery {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ByPause {
+    sink: String,
+    reason: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ByProbe {
+    sink: String,
+    result: Probe,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ByLateAnswer {
     result: LateAnswer,
 }
@@ -266,10 +296,15 @@ pub struct Metrics {
     late_outcomes: Counter,
     event_errors: Counter,
     deliveries: Family<ByDelivery, Counter>,
+    sink_paused: Family<ByPause, Gauge>,
+    sink_failures: Family<BySink, Gauge>,
+    sink_probes: Family<ByProbe, Counter>,
+    sink_in_flight: Family<BySink, Gauge>,
     pending: Family<BySink, Gauge>,
     oldest: Family<BySink, Seconds>,
     dead: Family<BySink, Gauge>,
     sink_clock: Family<BySink, Gauge>,
+    blocked_keys: Family<BySink, Gauge>,
     unknown_records: Gauge,
     swept: Family<BySwept, Counter>,
     cached_bytes: Gauge,
@@ -297,10 +332,15 @@ impl Default for Metrics {
             late_outcomes: Counter::default(),
             event_errors: Counter::default(),
             deliveries: Family::default(),
+            sink_paused: Family::default(),
+            sink_failures: Family::default(),
+            sink_probes: Family::default(),
+            sink_in_flight: Family::default(),
             pending: Family::default(),
             oldest: Family::default(),
             dead: Family::default(),
             sink_clock: Family::default(),
+            blocked_keys: Family::default(),
             unknown_records: Gauge::default(),
             swept: Family::default(),
             cached_bytes: Gauge::default(),
@@ -379,6 +419,11 @@ impl Metrics {
             self.sink_clock.clone(),
         );
         r.register(
+            "outbox_blocked_keys",
+            "Ordering keys whose events wait behind a dead one",
+            self.blocked_keys.clone(),
+        );
+        r.register(
             "unknown_records",
             "Records whose outcome is unknown",
             self.unknown_records.clone(),
@@ -389,7 +434,28 @@ impl Metrics {
             "Size of the answers held in memory for replay",
             self.cached_bytes.clone(),
         );
+        self.register_sinks();
         self.register_spill();
+    }
+
+    fn register_sinks(&mut self) {
+        let r = &mut self.registry;
+        r.register(
+            "sink_paused",
+            "Whether a sink is paused, by the reason",
+            self.sink_paused.clone(),
+        );
+        r.register(
+            "sink_failures",
+            "Deliveries to a sink that failed in a row, as this process saw them",
+            self.sink_failures.clone(),
+        );
+        r.register(
+            "sink_probes",
+            "Probes of paused sinks by sink and result",
+            self.sink_probes.clone(),
+        );
+        r.register("sink_in_flight", "Deliveries under way to a sink", self.sink_in_flight.clone());
     }
 
     fn register_spill(&mut self) {
@@ -492,6 +558,29 @@ impl Metrics {
         self.deliveries.get_or_create(&ByDelivery { sink: sink.to_owned(), result }).inc();
     }
 
+    /// Whether a sink is paused now, for one reason of all that there are.
+    pub fn sink_paused(&self, sink: &str, reason: &'static str, paused: bool) {
+        let by = ByPause { sink: sink.to_owned(), reason };
+        self.sink_paused.get_or_create(&by).set(i64::from(paused));
+    }
+
+    /// How many deliveries to a sink have failed in a row.
+    pub fn sink_failures(&self, sink: &str, failures: u32) {
+        let by = BySink { sink: sink.to_owned() };
+        self.sink_failures.get_or_create(&by).set(i64::from(failures));
+    }
+
+    /// A paused sink was probed.
+    pub fn sink_probed(&self, sink: &str, result: Probe) {
+        self.sink_probes.get_or_create(&ByProbe { sink: sink.to_owned(), result }).inc();
+    }
+
+    /// Counts a delivery as under way until the guard is dropped.
+    #[must_use]
+    pub fn delivering(&self, sink: &str) -> GaugeGuard {
+        GaugeGuard::raise(&self.sink_in_flight.get_or_create(&BySink { sink: sink.to_owned() }))
+    }
+
     /// What the outbox owes to a sink now.
     pub fn outbox(&self, sink: &str, pending: u64, oldest: Duration, dead: u64) {
         let by = BySink { sink: sink.to_owned() };
@@ -504,6 +593,11 @@ impl Metrics {
     pub fn sink_clock(&self, sink: &str, ahead_seconds: i64) {
         let by = BySink { sink: sink.to_owned() };
         self.sink_clock.get_or_create(&by).set(ahead_seconds);
+    }
+
+    /// How many ordering keys of a sink wait behind a dead event now.
+    pub fn blocked_keys(&self, sink: &str, keys: u64) {
+        self.blocked_keys.get_or_create(&BySink { sink: sink.to_owned() }).set(clamp(keys));
     }
 
     /// How many records are unknown now.

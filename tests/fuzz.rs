@@ -300,7 +300,10 @@ fn forms_are_one_where_another_reader_reads_one_list_of_pairs() {
             if *form == other {
                 assert_eq!(one, two, "{}\n{}", body.shown(), base.shown());
             } else {
-                assert!(one != two || repaired, "{}\n{}", body.shown(), base.shown());
+                // Some names may be one, and then their order counts.
+                let odd = |letter: char| "[. \\".contains(letter) || letter.is_ascii_uppercase();
+                let odd = one.iter().any(|(name, _)| name.contains(odd));
+                assert!(one != two || repaired || odd, "{}\n{}", body.shown(), base.shown());
             }
         },
     );
@@ -405,51 +408,133 @@ fn xml_is_what_another_reader_reads_and_its_form_has_itself_as_its_form() {
     });
 }
 
-#[test]
-fn a_compressed_body_is_what_another_decoder_makes_of_it() {
-    let mut corpus = corpus("json");
-    corpus.extend(corpus.clone().into_iter().map(|body| {
-        let compressed = compress(&body.body, 9);
-        Body { body: [compressed.clone(), compressed].concat(), ..body }
-    }));
-    for body in &mut corpus {
-        if body.body.first() != Some(&0x1f) {
-            body.body = compress(&body.body, 0);
-        }
-        body.coding = Some("gzip");
-    }
-    let codings = ["gzip", "deflate", "br", "zstd", "gzip, gzip"];
-    for coding in &codings[1..] {
-        let other = corpus.first().cloned().expect("a corpus");
-        // Not of this coding: what becomes of it is found by chance.
-        corpus.push(Body { coding: Some(coding), ..other });
-    }
-    let brotli = Body {
-        coding: Some("br"),
-        body: b"\x0b\x03\x80{\"a\":1}\x03".to_vec(),
-        ..corpus[0].clone()
-    };
-    corpus.push(brotli);
-    run("gzip", &corpus, &["\x1f", "\u{0}\u{0}", "\u{8}", "{}"], |body, form, _| {
-        if body.coding != Some("gzip") {
-            return;
-        }
-        let mut decoded = Vec::new();
-        let mut decoder = flate2::read::MultiGzDecoder::new(body.body.as_slice());
-        if std::io::Read::read_to_end(&mut decoder, &mut decoded).is_err() {
-            // Not decoded, and no form but by chance.
-            panic!("no gzip: {}", body.shown());
-        }
-        let plainly = Body { coding: None, body: decoded, ..body.clone() };
-        assert_eq!(plainly.form(&plain()).as_deref(), Some(form), "{}", body.shown());
-    });
+/// A coding, how a text is written in it, and what another decoder makes of bytes: nothing where they are not of it, or go on.
+struct Coded {
+    coding: &'static str,
+    write: fn(&[u8]) -> Vec<u8>,
+    read: fn(&[u8]) -> Option<Vec<u8>>,
 }
 
-fn compress(text: &[u8], level: u32) -> Vec<u8> {
-    let mut coder = flate2::read::GzEncoder::new(text, flate2::Compression::new(level));
-    let mut bytes = Vec::new();
-    std::io::Read::read_to_end(&mut coder, &mut bytes).expect("in memory");
-    bytes
+fn whole(mut reader: impl std::io::Read) -> Option<Vec<u8>> {
+    let mut text = Vec::new();
+    std::io::Read::read_to_end(&mut reader, &mut text).ok().map(|_| text)
+}
+
+/// All that a decoder makes of bytes, where it has used them up.
+fn used_up<'b, R: std::io::Read>(
+    bytes: &'b [u8],
+    decoder: fn(&'b [u8]) -> R,
+    left: fn(R) -> &'b [u8],
+) -> Option<Vec<u8>> {
+    let mut decoder = decoder(bytes);
+    let text = whole(&mut decoder)?;
+    left(decoder).is_empty().then_some(text)
+}
+
+const GZIP: Coded = Coded {
+    coding: "gzip",
+    write: |text| {
+        whole(flate2::read::GzEncoder::new(text, flate2::Compression::best())).expect("in memory")
+    },
+    read: |bytes| whole(flate2::read::MultiGzDecoder::new(bytes)),
+};
+
+const DEFLATE: Coded = Coded {
+    coding: "deflate",
+    // With its wrapper, and without.
+    write: |text| {
+        let level = flate2::Compression::best();
+        let bare = text.len().is_multiple_of(2);
+        if bare {
+            whole(flate2::read::DeflateEncoder::new(text, level)).expect("in memory")
+        } else {
+            whole(flate2::read::ZlibEncoder::new(text, level)).expect("in memory")
+        }
+    },
+    read: |bytes| {
+        use flate2::bufread::{DeflateDecoder, ZlibDecoder};
+        let wrapped = used_up(bytes, ZlibDecoder::new, ZlibDecoder::into_inner);
+        wrapped.or_else(|| used_up(bytes, DeflateDecoder::new, DeflateDecoder::into_inner))
+    },
+};
+
+const BROTLI: Coded = Coded {
+    coding: "br",
+    write: |text| whole(brotli::CompressorReader::new(text, 4096, 5, 16)).expect("in memory"),
+    read: |bytes| used_up(bytes, |bytes| brotli::Decompressor::new(bytes, 1), |it| it.into_inner()),
+};
+
+/// A zstd frame of one raw block, without a checksum that would find every change.
+fn uncompressed(text: &[u8]) -> Vec<u8> {
+    let block = u32::try_from(text.len() << 3 | 1).expect("a small text").to_le_bytes();
+    [b"\x28\xb5\x2f\xfd\x00\x68", &block[..3], text].concat()
+}
+
+const ZSTD: Coded = Coded {
+    coding: "zstd",
+    write: |text| {
+        let level = ruzstd::encoding::CompressionLevel::Fastest;
+        let compressed = ruzstd::encoding::compress_to_vec(text, level);
+        if text.len().is_multiple_of(2) { compressed } else { uncompressed(text) }
+    },
+    read: |bytes| {
+        let mut text = vec![0; DECODED_MAX];
+        let length = ruzstd::decoding::FrameDecoder::new().decode_all(bytes, &mut text).ok()?;
+        text.truncate(length);
+        Some(text)
+    },
+};
+
+#[test]
+fn a_gzip_body_is_what_another_decoder_makes_of_it() {
+    coded(&GZIP);
+}
+
+#[test]
+fn a_deflate_body_is_what_another_decoder_makes_of_it() {
+    coded(&DEFLATE);
+}
+
+#[test]
+fn a_br_body_is_what_another_decoder_makes_of_it() {
+    coded(&BROTLI);
+}
+
+#[test]
+fn a_zstd_body_is_what_another_decoder_makes_of_it() {
+    coded(&ZSTD);
+}
+
+fn coded(by: &Coded) {
+    let plain_bodies = corpus("json");
+    let mut corpus = Vec::new();
+    for body in &plain_bodies {
+        let bytes = (by.write)(&body.body);
+        let form = Body { coding: Some(by.coding), body: bytes.clone(), ..body.clone() };
+        assert_eq!(form.form(&plain()), body.form(&plain()), "{}", by.coding);
+        let twice = Body { body: [bytes.clone(), bytes].concat(), ..form.clone() };
+        corpus.extend([form, twice]);
+    }
+    // Of no coding, or of several: what becomes of it is found by chance.
+    let one = corpus[0].clone();
+    corpus.push(Body { coding: Some("gzip, gzip"), ..one.clone() });
+    corpus.push(Body { body: plain_bodies[0].body.clone(), ..one });
+    run(
+        by.coding,
+        &corpus,
+        &["\x1f", "\u{0}\u{0}", "\u{8}", "{}", "(\u{fffd}/"],
+        |body, form, _| {
+            if body.coding != Some(by.coding) {
+                return;
+            }
+            let Some(decoded) = (by.read)(&body.body) else {
+                // Not decoded, and no form but by chance.
+                panic!("no {}: {}", by.coding, body.shown());
+            };
+            let plainly = Body { coding: None, body: decoded, ..body.clone() };
+            assert_eq!(plainly.form(&plain()).as_deref(), Some(form), "{}", body.shown());
+        },
+    );
 }
 
 /// A document as an independent reader sees it, without comments and without the blanks that are left out.

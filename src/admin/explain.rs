@@ -4,11 +4,13 @@
 //! is reserved, forwarded or kept. The answer shows the canonical form, which holds what the body holds.
 
 use std::collections::BTreeMap;
+use std::panic::resume_unwind;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
+use tokio::task::JoinError;
 
 use super::view::time;
 use crate::explain::{self, Compared, Explain, Explained, Sample};
@@ -258,7 +260,13 @@ pub async fn answer(
         Some(other) => Some(by.explain(other).await),
         None => None,
     };
-    let compared = other.as_ref().and_then(|other| explain::compare(&request, other));
+    let (request, other, compared) = match other {
+        Some(other) => {
+            let (request, other, compared) = compare(request, other).await;
+            (request, Some(other), compared)
+        }
+        None => (request, None, None),
+    };
     let record = row.map(|row| Against {
         id: row.id.to_string(),
         tenant_id: row.scope.tenant.to_string(),
@@ -270,4 +278,18 @@ pub async fn answer(
         compared: explain::against(&request, &row.scope, &row.fingerprint, row.status),
     });
     Ok(Answer { request, other, compared, record })
+}
+
+/// Looks for a difference, on a thread of its own: in large bodies it takes a while.
+async fn compare(request: Explained, other: Explained) -> (Explained, Explained, Option<Compared>) {
+    let compare = move || {
+        let compared = explain::compare(&request, &other);
+        (request, other, compared)
+    };
+    match tokio::task::spawn_blocking(compare).await.map_err(JoinError::try_into_panic) {
+        Ok(compared) => compared,
+        Err(Ok(panic)) => resume_unwind(panic),
+        // The runtime is going down.
+        Err(Err(_)) => std::future::pending().await,
+    }
 }

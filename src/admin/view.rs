@@ -164,6 +164,9 @@ pub struct EventView {
     pub created_at: String,
     /// When it was delivered.
     pub sent_at: Option<String>,
+    /// Whether it is dead and the events behind it in its ordering key wait for it.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub blocks: bool,
     /// The message, where it is UTF-8.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub payload: Option<String>,
@@ -192,6 +195,7 @@ impl EventView {
             last_error: row.last_error.clone(),
             created_at: time(row.created_at),
             sent_at: row.sent_at.map(time),
+            blocks: row.blocks,
             payload: None,
             payload_base64: None,
         }
@@ -526,6 +530,7 @@ mod tests {
             last_error: Some("500".to_owned()),
             created_at: at(1_924_992_000),
             sent_at: None,
+            blocks: false,
         };
         let mut wanted = json!({
             "id": "00000000-0000-0000-0000-000000000003",

@@ -507,7 +507,7 @@ pub(super) fn events_table(events: &[EventView]) -> Table<8> {
             &event.id,
             &event.event_type,
             if event.sink.is_empty() { "-" } else { &event.sink },
-            event.status,
+            if event.blocks { "dead, blocks" } else { event.status },
             &event.attempts.to_string(),
             &seconds(&event.created_at),
             sent.as_deref().unwrap_or("-"),

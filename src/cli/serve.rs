@@ -272,6 +272,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         token: config.admin.token.as_deref().and_then(Token::new),
         version: env!("CARGO_PKG_VERSION"),
         operations,
+        sinks: sinks.into(),
         explain: Arc::<Gateway>::clone(&gateway),
     };
     tasks.spawn(admin::serve(admin_listener, admin::router(state), rest()));

@@ -70,6 +70,7 @@ impl Builder<'_> {
         let store = self.store(&file.store);
         let sinks = self.sinks(&file.sinks, &file.outbox);
         let subscribers: Vec<_> = sinks.iter().map(sink::Settings::subscriber).collect();
+        let names = sinks.iter().map(|sink| sink.name.clone()).collect();
         let upstreams = self.upstreams(file);
         let (routes, facts) = self.routes(file, without_file, &subscribers, &upstreams);
         let jwt = self.jwt(file.jwt.as_ref(), &routes);
@@ -86,6 +87,7 @@ impl Builder<'_> {
             relay: relay::Settings { sinks, poll: self.poll(&file.outbox) },
             sweep: sweep::Settings {
                 outbox_retention: or(&file.outbox.retention, 7 * DAY),
+                sinks: names,
                 unknown_events: or(&file.outbox.unknown_events, false).then_some(subscribers),
                 every: or(&file.store.sweep_every, 10 * SECOND),
                 batch: or(&file.store.sweep_batch, 500),

@@ -11,6 +11,7 @@ use crate::record::event::wanted::{Pattern, Wanted};
 use crate::relay::sink::{self, Target};
 use crate::route::{Mode, OnUnknown, ReplayAuth, Route};
 use crate::scope::Source;
+use crate::store::Order;
 
 /// So many of the largest answers a spill should have room for.
 const SPILLED_MIN: u64 = 8;
@@ -76,6 +77,7 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
     for sink in &config.relay.sinks {
         about_sink(sink, &mut warn);
         about_filter(config, sink, &mut warn);
+        about_order(config, sink, &mut warn);
     }
     if matches!(config.store.kind, StoreKind::Sqlite(_)) && is_public(config) {
         let text = "sqlite serves one replica; for several use postgres://";
@@ -145,6 +147,19 @@ fn about_unknown(config: &Config, warn: &mut impl FnMut(&str, String)) {
              or headers, or what it is taken from"
         );
         warn("policy.lookup", text);
+    }
+}
+
+fn about_order(config: &Config, sink: &sink::Settings, warn: &mut impl FnMut(&str, String)) {
+    let unordered = |route: &Route| route.events.leave_unordered(&sink.name);
+    if sink.order != Order::None
+        && let Some(names) = operations(config, unordered)
+    {
+        let text = format!(
+            "{}: events of {names} have no ordering_key and are delivered in no order",
+            sink.name
+        );
+        warn("sink.ordering", text);
     }
 }
 
@@ -235,7 +250,7 @@ fn is_public(config: &Config) -> bool {
 }
 
 /// The operations that a test holds for: "orders.create, orders.cancel and 3 more".
-fn operations(config: &Config, test: fn(&Route) -> bool) -> Option<String> {
+fn operations(config: &Config, test: impl Fn(&Route) -> bool) -> Option<String> {
     let names: Vec<&str> = config
         .routes
         .iter()

@@ -403,12 +403,18 @@ pub struct Sink {
     pub max_attempts: Maybe<u32>,
     /// Age before an event may be dead.
     pub max_age: Maybe<Duration>,
+    /// Refusals of an event before it is dead.
+    pub max_refusals: Maybe<u32>,
     /// Whether private addresses are allowed.
     pub allow_private: Maybe<bool>,
     /// Whether plain http is allowed.
     pub allow_http: Maybe<bool>,
     /// Consecutive failures before a pause.
     pub pause_after: Maybe<u32>,
+    /// In which order events are delivered.
+    pub ordering: Maybe<String>,
+    /// What becomes of the events behind a dead one.
+    pub on_dead: Maybe<String>,
 }
 
 /// `headers = { NAME = "...", NAME = { file = "..." }, NAME = { env = "..." } }`
@@ -734,12 +740,13 @@ fn sink(mut s: Section<'_>) -> Sink {
         backoff_max,
         max_attempts: s.number("max_attempts", 1..=1_000_000),
         max_age: s.duration("max_age"),
+        max_refusals: s.number("max_refusals", 1..=1_000_000),
         allow_private: s.flag("allow_private"),
         allow_http: s.flag("allow_http"),
         pause_after: s.number("pause_after", 1..=1_000_000),
+        ordering: s.text("ordering"),
+        on_dead: s.text("on_dead"),
     };
-    s.only("ordering", "none", &["key"]);
-    s.not_yet(&["max_refusals"]);
     s.finish();
     read
 }

@@ -40,6 +40,10 @@ const CASES: &[(&str, &str)] = &[
         "og.toml:8: route[1].fingerprint.ignore[1]: ignore: \"$[\" is no JSONPath: at position 1, parser error",
     ),
     (
+        "[[sink]]\nname = \"a\"\nurl = \"https://a.test\"\nsecret_file = \"sink.secret\"\nmax_refusals = 0",
+        "og.toml:6: sink[0].max_refusals: must be a whole number from 1 to 1000000",
+    ),
+    (
         "policy.fingerprint = { only = [\"$.a\", \"\"] }",
         "og.toml:2: policy.fingerprint.only[1]: only: an entry is empty",
     ),
@@ -347,6 +351,18 @@ const CASES: &[(&str, &str)] = &[
     (
         "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret_file = \"sink.secret\"\nformat = \"cloudevent\"",
         "og.toml:6: sink[0].format: must be \"standard-webhooks\", \"cloudevents\" (binary mode) or \"cloudevents-structured\"",
+    ),
+    (
+        "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret_file = \"sink.secret\"\nordering = \"tenant\"",
+        "og.toml:6: sink[0].ordering: must be \"none\" or \"key\" (events with the same ordering_key one after the other)",
+    ),
+    (
+        "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret_file = \"sink.secret\"\nordering = \"key\"\non_dead = \"skip\"",
+        "og.toml:7: sink[0].on_dead: must be \"free\" or \"block\" (what is behind a dead event in its ordering key waits until that one is redelivered or discarded)",
+    ),
+    (
+        "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret_file = \"sink.secret\"\non_dead = \"block\"",
+        "og.toml:6: sink[0].on_dead: has no effect without ordering = \"key\": add that, or leave it out",
     ),
     (
         "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret_file = \"sink.secret\"\nbackoff = { base = \"2h\", max = \"1h\" }",
@@ -774,7 +790,7 @@ fn the_contract_s_example_loads() {
         config.routes.by_operation("orders.create").unwrap().policy.request_body_max,
         1 << 20
     );
-    assert_eq!(warnings.len(), 1, "pause_after only: {warnings:?}");
+    assert!(warnings.is_empty(), "{warnings:?}");
     // The values of the contract are the defaults: leaving them out changes nothing.
     let kept = [
         "url",
@@ -1061,6 +1077,21 @@ fn a_look_up_is_taken_from_the_policy_and_settles_after_the_timeout_by_itself() 
     let own = "lookup = { path = \"/o\", found = \"true\", settle = \"2s\", timeout = \"1s\", upstream = \"b\" }\n";
     let other = "[upstreams.b]\nurl = \"http://127.0.0.1:1\"\n";
     assert_eq!(lookup(&format!("{shared}{route}{own}{other}")), (2, 9, 1, "b".to_owned(), true));
+}
+
+#[test]
+fn an_ordered_sink_whose_events_have_no_key_is_warned_of() {
+    let warned = |order: &str, key: &str| {
+        let sink =
+            "[[sink]]\nname = \"a\"\nurl = \"https://e.com/\"\nsecret_file = \"sink.secret\"";
+        let route = "[[route]]\nmethod = \"POST\"\npath = \"/a\"\n[[route.event]]\ntype = \"made\"";
+        let config = good(&with(&format!("{sink}\n{order}\n{route}\n{key}")), &[]);
+        check::warnings(&config).iter().any(|warning| warning.place == "sink.ordering")
+    };
+    let (by_key, key) =
+        ("ordering = \"key\"\non_dead = \"block\"", "ordering_key = \"{{ tenant }}\"");
+    assert!(warned(by_key, ""));
+    assert!(!warned(by_key, key) && !warned("", "") && !warned("ordering = \"none\"", ""));
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Where two canonical forms differ first: as a path into the body where its form has parts, else as a place in its bytes.
 
+use std::collections::HashMap;
 use std::fmt::Write as _;
 
 use serde::Serialize;
@@ -253,12 +254,15 @@ fn xml(a: &str, b: &str) -> Option<Difference> {
     Some(Difference::at(path, first.as_deref(), second.as_deref()))
 }
 
+/// An open element: its name, and how many children of each name it has so far.
+type Named<'t> = (String, HashMap<&'t str, usize>);
+
 /// The path of the element at a place of an XML text, and where the tag or text begins that the place lies in.
 fn element(text: &str, place: usize) -> Option<(String, usize)> {
     // Names with their number among those of the same name, and the names of their children so far.
-    let mut open: Vec<(String, Vec<(&str, usize)>)> = vec![(String::new(), Vec::new())];
+    let mut open: Vec<Named<'_>> = vec![(String::new(), HashMap::new())];
     let mut at = 0;
-    let path = |open: &[(String, Vec<(&str, usize)>)]| {
+    let path = |open: &[Named<'_>]| {
         open.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join("/")
     };
     while at < text.len() {
@@ -273,19 +277,10 @@ fn element(text: &str, place: usize) -> Option<(String, usize)> {
         let within = place < end;
         if let Some(name) = tag.strip_prefix('<').filter(|tag| !tag.starts_with(['/', '?', '!'])) {
             let name = name.split([' ', '>', '/']).next().unwrap_or_default();
-            let children = &mut open.last_mut()?.1;
-            let number = match children.iter_mut().find(|(known, _)| *known == name) {
-                Some((_, count)) => {
-                    *count += 1;
-                    *count
-                }
-                None => {
-                    children.push((name, 1));
-                    1
-                }
-            };
-            let named = if number > 1 { format!("{name}[{number}]") } else { name.to_owned() };
-            open.push((named, Vec::new()));
+            let number = open.last_mut()?.1.entry(name).or_insert(0);
+            *number += 1;
+            let named = if *number > 1 { format!("{name}[{number}]") } else { name.to_owned() };
+            open.push((named, HashMap::new()));
             if within {
                 let attribute =
                     attribute(text.get(at..place)?).filter(|_| place > at + name.len() + 1);

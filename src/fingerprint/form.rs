@@ -1,6 +1,7 @@
 //! Form pairs, of a query or of a body: decoded bytes, sorted by name.
 //!
-//! The order of different names does not matter, that of equal names does. Values are compared as decoded bytes, never as
+//! The order of different names does not matter, that of equal names does, and of those that some API reads as one
+//! ([`arrange`]). Values are compared as decoded bytes, never as
 //! repaired text: two different broken UTF-8 sequences stay different. A `%` that begins no escape makes the whole text
 //! unreadable (`None`), because upstreams disagree on it; it is then compared byte by byte.
 
@@ -94,8 +95,7 @@ pub(crate) fn write(text: &[u8], selection: &Selection, out: &mut Vec<u8>) -> Op
     pairs.retain(|place| {
         (!picked || named(&selection.only, place)) && !named(&selection.ignore, place)
     });
-    // Equal names stay in their order.
-    pairs.sort_unstable_by(|a, b| name(a).cmp(name(b)).then(a.start.cmp(&b.start)));
+    arrange(&mut pairs, name, |place| place.start);
     out.reserve(decoded.len() + 2 * pairs.len() + 8);
     write_length(out, pairs.len());
     for Place { start, name_end, end } in &pairs {
@@ -106,6 +106,44 @@ pub(crate) fn write(text: &[u8], selection: &Selection, out: &mut Vec<u8>) -> Op
         }
     }
     Some(if picked { Kept::Picked } else { Kept::Whole })
+}
+
+/// Sorts fields by their names, as far as their order means nothing. `place`: where a field stood.
+///
+/// Equal names stay in their order, and so do names that some API reads as one place, or as a list: `a[][x]` and `a[][y]` fill
+/// the elements of a list one after the other, `a` takes the place of `a[x]`, and `a.b` is `A_B` to one API or another.
+pub(crate) fn arrange<'n, T>(
+    fields: &mut [T],
+    name: impl Fn(&T) -> &'n [u8],
+    place: impl Fn(&T) -> usize,
+) {
+    fields.sort_unstable_by(|a, b| name(a).cmp(name(b)).then(place(a).cmp(&place(b))));
+    let odd = |byte: &u8| matches!(byte, b'[' | b'.' | b' ' | b'\\') || byte.is_ascii_uppercase();
+    if !fields.iter().any(|field| name(field).iter().any(odd)) {
+        return;
+    }
+    fields.sort_by(|a, b| root(name(a)).cmp(root(name(b))));
+    for alike in fields.chunk_by_mut(|a, b| root(name(a)).eq(root(name(b)))) {
+        let meet = |pair: &[T]| matches!(pair, [a, b] if meet(name(a), name(b)));
+        if alike.windows(2).any(meet) {
+            alike.sort_unstable_by_key(&place);
+        }
+    }
+}
+
+/// What all names that may be one begin with: what stands before a bracket, without what APIs overlook.
+fn root(name: &[u8]) -> impl Iterator<Item = u8> {
+    let letters = name.iter().take_while(|byte| **byte != b'[').filter(|byte| **byte != b'\\');
+    letters.map(|byte| if matches!(byte, b'.' | b' ') { b'_' } else { byte.to_ascii_lowercase() })
+}
+
+/// Whether the order of two names of one root may matter. They stand next to each other when sorted: so where any two of a
+/// root meet, a pair of neighbours does.
+fn meet(one: &[u8], other: &[u8]) -> bool {
+    let plain = |name: &'_ [u8]| name.iter().take_while(|byte| **byte != b'[').count();
+    let listed = |name: &[u8]| name.windows(2).any(|pair| pair == b"[]");
+    let apart = one.get(..plain(one)) != other.get(..plain(other));
+    one != other && (apart || other.starts_with(one) || listed(one) || listed(other))
 }
 
 /// Where a pair stands in the decoded text.
@@ -143,6 +181,37 @@ mod tests {
         }
         assert_eq!(form(b"a=%zz"), None);
         assert_eq!(form(b"a=%4"), None);
+    }
+
+    #[test]
+    fn the_order_of_names_that_an_api_may_read_as_one_counts() {
+        let same = |a: &str, b: &str| form(a.as_bytes()) == form(b.as_bytes());
+        for (a, b) in [
+            // The elements of a list, filled one after the other.
+            ("i[][s]=A&i[][q]=1&i[][s]=B&i[][q]=2", "i[][s]=A&i[][s]=B&i[][q]=1&i[][q]=2"),
+            ("i%5B%5D%5Bs%5D=A&i[][q]=1", "i[][q]=1&i[][s]=A"),
+            ("i[]=1&i[0]=2", "i[0]=2&i[]=1"),
+            // The later one takes the place of the earlier.
+            ("a=1&a[b]=2", "a[b]=2&a=1"),
+            ("a[b]=1&z=1&a[b][c]=2", "a[b][c]=2&z=1&a[b]=1"),
+            ("a.b=1&a_b=2", "a_b=2&a.b=1"),
+            ("a b=1&a_b=2", "a_b=2&a b=1"),
+            ("Id=1&id=2", "id=2&Id=1"),
+        ] {
+            assert!(!same(a, b), "{a} and {b}");
+            let beside = |text: &str| format!("y=1&{text}&b=2");
+            assert!(!same(&beside(a), &beside(b)), "{a} and {b}, among others");
+            assert!(same(&format!("b=2&{a}"), &format!("{a}&b=2")), "{a} beside another name");
+        }
+        for (a, b) in [
+            ("a[b]=1&a[c]=2", "a[c]=2&a[b]=1"),
+            ("a[1]=x&a[10]=y&a[2]=z", "a[2]=z&a[10]=y&a[1]=x"),
+            ("i[]=1&j=1&i[]=2", "j=1&i[]=1&i[]=2"),
+            ("a.b=1&a.c=2&A=3", "A=3&a.c=2&a.b=1"),
+            ("aB=1&aC=2", "aC=2&aB=1"),
+        ] {
+            assert!(same(a, b), "{a} and {b}");
+        }
     }
 
     #[test]
@@ -204,6 +273,9 @@ mod tests {
                 .collect();
             let plain = form(&spelt_pairs(&pairs, false));
             prop_assert!(plain.is_some());
+            // Names that may be one are another test's.
+            let roots = named.keys().map(|name| root(name).collect::<Vec<_>>());
+            prop_assume!(roots.collect::<std::collections::BTreeSet<_>>().len() == named.len());
             prop_assert_eq!(&plain, &form(&spelt_pairs(&turned, true)));
             if !pairs.is_empty() {
                 let mut other = pairs.clone();

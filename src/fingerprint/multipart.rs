@@ -8,13 +8,13 @@
 //! What must stay true: two different bodies never have one canonical form. So every piece carries its length, and whatever
 //! readers are known to take apart in different ways is not taken apart here, but compared byte by byte: a boundary that stands
 //! anywhere but in a delimiter line, lines that end in a bare LF, a missing closing delimiter, a field without a name, a header
-//! that counts twice.
+//! that counts twice, a boundary or a name that is said in the way of RFC 2231 too (`boundary*`).
 //!
 //! Time is linear but for the sorting of parts and headers: the search for the boundary never goes back.
 
 use memchr::memmem;
 
-use super::form::{Kept, Selection};
+use super::form::{Kept, Selection, arrange};
 use super::json::write_length;
 use super::parameters::{Parametered, is_token, trim};
 
@@ -30,20 +30,25 @@ pub(crate) fn write(
 
 fn read<'a>(content_type: &'a [u8], body: &'a [u8]) -> Option<Multipart<'a>> {
     let kind = Parametered::parse(content_type)?;
+    if kind.is_continued("boundary") {
+        return None;
+    }
     let boundary = kind.get("boundary").filter(|boundary| is_boundary(boundary))?;
     let parts = split(boundary, body)?;
     let parts = parts.into_iter().map(Part::read).collect::<Option<Vec<_>>>()?;
     if !kind.value.eq_ignore_ascii_case(b"multipart/form-data") {
         return Some(Multipart::Ordered { kind, parts });
     }
-    let field = |part: Part<'a>| Some((part.field()?, part));
-    let mut fields = parts.into_iter().map(field).collect::<Option<Vec<_>>>()?;
-    fields.sort_by(|(a, _), (b, _)| a.cmp(b));
+    let names = parts.iter().map(Part::field).collect::<Option<Vec<_>>>()?;
+    let mut order: Vec<usize> = (0..names.len()).collect();
+    arrange(&mut order, |at| names.get(*at).map_or(&[], Vec::as_slice), |at| *at);
+    let mut fields: Vec<_> = names.into_iter().zip(parts).map(Some).collect();
+    let fields = order.into_iter().filter_map(|at| fields.get_mut(at)?.take()).collect();
     Some(Multipart::Form(fields))
 }
 
 enum Multipart<'a> {
-    /// By name.
+    /// As [`arrange`] puts them.
     Form(Vec<(Vec<u8>, Part<'a>)>),
     Ordered {
         kind: Parametered<'a>,
@@ -159,6 +164,7 @@ impl<'a> Part<'a> {
         let (_, value) = self.headers.iter().find(|(name, _)| name == b"content-disposition")?;
         let disposition = Parametered::parse(value)?;
         let is_field = disposition.value.eq_ignore_ascii_case(b"form-data");
+        let is_field = is_field && !disposition.is_continued("name");
         disposition.get("name").filter(|_| is_field).map(<[u8]>::to_vec)
     }
 
@@ -274,6 +280,36 @@ mod tests {
         let [ab, ba] = [["1", "2"], ["2", "1"]]
             .map(|[one, two]| form(&body(&[&field("a", one), &field("a", two)])));
         assert_ne!(ab, ba, "order of one name");
+    }
+
+    #[test]
+    fn what_some_readers_take_for_boundary_or_name_is_not_passed_over() {
+        // A reader of RFC 2231 finds other parts: where others see a preamble.
+        let hidden = |amount: &str| {
+            let field = field("amount", amount);
+            format!("--C\r\n{field}\r\n--C--\r\n{}", body(&[&self::field("a", "1")]))
+        };
+        for kind in ["boundary=B; boundary*=us-ascii''C", "boundary=B; boundary*0=C"] {
+            let kind = format!("multipart/form-data; {kind}");
+            assert_eq!(of(&kind, hidden("1").as_bytes()), None, "{kind}");
+        }
+        assert!(
+            of("multipart/form-data; boundary=B; boundaries=C", hidden("1").as_bytes()).is_some()
+        );
+        // Two fields of one name, to such a reader: their order counts.
+        let twice = ["a", "b"].map(|name| {
+            format!("Content-Disposition: form-data; name={name}; name*=utf-8''x\r\n\r\n{name}")
+        });
+        assert_eq!(form(&body(&[&twice[0], &twice[1]])), None);
+        let order = |[a, b]: [&str; 2]| {
+            let ([one, two], other) = ([field(a, "1"), field(b, "2")], field("o", "3"));
+            assert_eq!(form(&body(&[&one, &other, &two])), form(&body(&[&other, &one, &two])));
+            form(&body(&[&one, &two])) != form(&body(&[&two, &one]))
+        };
+        for names in [[r"a\b", "ab"], ["i[][s]", "i[][q]"], ["a", "a[b]"], ["a.b", "a_b"]] {
+            assert!(order(names), "{names:?}");
+        }
+        assert!(!order(["a[b]", "a[c]"]));
     }
 
     #[test]

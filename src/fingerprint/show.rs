@@ -2,7 +2,7 @@
 
 use http::{HeaderMap, HeaderName};
 
-use super::{Content, Parts, Recipe, canonical_body, essence, form};
+use super::{Content, Parts, Recipe, canonical_body, essence, form, plain};
 
 impl Recipe {
     /// The headers that count, sorted by name.
@@ -15,7 +15,7 @@ impl Recipe {
 /// The canonical form of a body, and its name. `None`: the bytes count as they are; see [`bytes`].
 #[must_use]
 pub fn canonical(recipe: &Recipe, parts: &Parts<'_>) -> Option<(&'static str, Vec<u8>)> {
-    let content = Content::of(parts, recipe.decoded_max);
+    let content = Content::of(parts.headers, parts.body, recipe.decoded_max);
     let (tag, text) = canonical_body(recipe, &essence(parts.headers), parts.headers, &content)?;
     Some((std::str::from_utf8(tag).ok()?, text))
 }
@@ -23,10 +23,7 @@ pub fn canonical(recipe: &Recipe, parts: &Parts<'_>) -> Option<(&'static str, Ve
 /// The bytes of a body that has no canonical form: decoded, where it can be.
 #[must_use]
 pub fn bytes(recipe: &Recipe, parts: &Parts<'_>) -> Vec<u8> {
-    match Content::of(parts, recipe.decoded_max) {
-        Content::Plain(bytes) | Content::Encoded(bytes) => bytes.to_vec(),
-        Content::Decoded(bytes) => bytes,
-    }
+    plain(recipe, parts.headers, parts.body).into_owned()
 }
 
 /// The canonical form of a query: pairs, each half with its length. `None`: it counts as it came.

@@ -115,9 +115,14 @@ async fn read(
     };
     match intake.read(route, params, request).await {
         Read::Keyed(keyed) => {
-            let canonical = keyed.as_compared(|parts| Canonical::of(&route.fingerprint, parts));
-            let (scope, fingerprint) = (keyed.ask.scope, keyed.ask.fingerprint);
-            let read = explain::Read { scope, fingerprint, canonical };
+            // The form of a large body takes long, as its fingerprint does.
+            let form = move || {
+                let recipe = &keyed.route.fingerprint;
+                let canonical = keyed.as_compared(|parts| Canonical::of(recipe, parts));
+                let (scope, fingerprint) = (keyed.ask.scope, keyed.ask.fingerprint);
+                explain::Read { scope, fingerprint, canonical }
+            };
+            let read = intake.aside(form).await;
             let why = format!("The route {operation} takes it, and it has a key.");
             (protects, why, Some(Ok(read)))
         }

@@ -5,10 +5,12 @@
 //! upstream would not see does not count. A token is checked before anything is read by what it says, and only of a request
 //! that has a key. Nothing is reserved here.
 //!
-//! Fingerprints of small bodies are made where the request is read. One that may take longer is made on a thread of its own,
-//! and only as many at once as there are processors: so no other request waits for it, and what decoding needs of memory does not
-//! grow with the count of requests.
+//! Small bodies are looked into where the request is read. What may take longer (fingerprint, derived key, what events need) is made
+//! on a thread of its own, and only as many at once as there are processors: so no other request waits for it, and what decoding
+//! needs of memory does not grow with the count of requests. Such work goes on when its caller has hung up, and holds its turn
+//! until it has ended.
 
+use std::borrow::Cow;
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::time::Instant;
@@ -27,7 +29,7 @@ use super::reserve::{Ask, Readers};
 use super::room::{Limits, NoRoom, Room};
 use super::tokens::Tokens;
 use super::upstream::{Body, Upstream};
-use crate::fingerprint::{self, fingerprint};
+use crate::fingerprint;
 use crate::record::event::RequestParts;
 use crate::record::{Fence, Fingerprint, Key, Scope};
 use crate::route::{ReplayAuth, Route};
@@ -47,8 +49,8 @@ pub(super) struct Intake {
     tokens: Option<Arc<Tokens>>,
     metrics: Arc<Metrics>,
     limits: Limits,
-    /// Who may make a long fingerprint.
-    long: Semaphore,
+    /// Turns at work on a thread of its own.
+    long: Arc<Semaphore>,
 }
 
 /// A keyed request, read as far as its scope needs.
@@ -80,7 +82,7 @@ impl Intake {
         limits: Limits,
     ) -> Self {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        Self { digest, tokens, metrics, limits, long: Semaphore::new(processors) }
+        Self { digest, tokens, metrics, limits, long: Arc::new(Semaphore::new(processors)) }
     }
 
     /// Reads key, body, tenant and fingerprint. Nothing is reserved before the whole body has arrived.
@@ -146,7 +148,11 @@ impl Intake {
             host: host.as_deref(),
             token: None,
         };
-        let key = match key.or_else(|| scope::derive_key(recipe, &asked, &body)) {
+        let key = match key {
+            Some(key) => Some(key),
+            None => self.derive_key(route, &asked, &body).await,
+        };
+        let key = match key {
             Some(key) => key,
             None if recipe.key_required => return Err(refused(scope::Refusal::KeyMissing)),
             None => {
@@ -193,6 +199,17 @@ impl Intake {
         Ok(Identity { token: Some(token) })
     }
 
+    /// The key that the route makes of a request without one.
+    async fn derive_key(&self, route: &Arc<Route>, asked: &Asked<'_>, body: &Bytes) -> Option<Key> {
+        if route.scope.derive_key.as_ref()?.reads_body() {
+            let derived = |route: &Route, asked: &Asked<'_>, body: &Bytes| {
+                scope::derive_key(&route.scope, asked, &plain(route, asked, body))
+            };
+            return self.look(route, asked, body, derived).await;
+        }
+        scope::derive_key(&route.scope, asked, body)
+    }
+
     /// Scope, fingerprint and what is kept of the request.
     async fn ask(
         &self,
@@ -203,16 +220,8 @@ impl Intake {
     ) -> Result<Ask, scope::Refusal> {
         let tenant = scope::read_tenant(&route.scope, asked, &self.digest)?;
         let begun = Instant::now();
-        let fingerprint = self.fingerprint(route, asked, body).await;
+        let (fingerprint, context) = self.look(route, asked, body, compared).await;
         self.metrics.took(Step::Fingerprint, begun.elapsed());
-        let params: Vec<_> = asked.params.iter().collect();
-        let context = route.events.context(&RequestParts {
-            method: asked.method,
-            target: asked.target,
-            headers: asked.headers,
-            params: &params,
-            body,
-        });
         Ok(Ask {
             scope: Scope { tenant, operation: route.operation.clone(), key },
             fingerprint,
@@ -224,29 +233,44 @@ impl Intake {
         })
     }
 
-    async fn fingerprint(
+    /// Looks into a body: in place where that is short, else aside.
+    async fn look<T: Send + 'static>(
         &self,
         route: &Arc<Route>,
         asked: &Asked<'_>,
         body: &Bytes,
-    ) -> Fingerprint {
-        let (method, target, headers) = (asked.method, asked.target, asked.headers);
+        read: fn(&Route, &Asked<'_>, &Bytes) -> T,
+    ) -> T {
         let looks = route.fingerprint.looks_into_bodies();
         let in_place_max = if looks { IN_PLACE_PATHS_MAX } else { IN_PLACE_MAX };
-        if body.len() <= in_place_max && !headers.contains_key(CONTENT_ENCODING) {
-            let parts = fingerprint::Parts { method, target, headers, body };
-            return fingerprint(&route.fingerprint, &parts);
+        if body.len() <= in_place_max && !asked.headers.contains_key(CONTENT_ENCODING) {
+            return read(route, asked, body);
         }
-        let (route, body) = (Arc::clone(route), body.clone());
-        let (method, target, headers) = (method.clone(), target.to_owned(), headers.clone());
-        let make = move || {
-            let (target, body) = (target.as_str(), &*body);
-            let parts = fingerprint::Parts { method: &method, target, headers: &headers, body };
-            fingerprint(&route.fingerprint, &parts)
-        };
+        let (route, body, params) = (Arc::clone(route), body.clone(), asked.params.clone());
+        let (method, target, headers) =
+            (asked.method.clone(), asked.target.to_owned(), asked.headers.clone());
+        self.aside(move || {
+            let (method, target, headers, params) = (&method, target.as_str(), &headers, &params);
+            // Neither host nor token says anything of a body.
+            let asked = Asked { method, target, headers, params, host: None, token: None };
+            read(&route, &asked, &body)
+        })
+        .await
+    }
+
+    /// Does on a thread of its own what may take long, when it is its turn. The turn ends with the work, not with whoever waits
+    /// for it: a caller that hangs up makes no place for more of it.
+    pub(super) async fn aside<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> T {
         // It is never closed.
-        let _turn = self.long.acquire().await;
-        match tokio::task::spawn_blocking(make)
+        let turn = Arc::clone(&self.long).acquire_owned().await;
+        let work = move || {
+            let _turn = turn;
+            work()
+        };
+        match tokio::task::spawn_blocking(work)
             .await
             .map_err(tokio::task::JoinError::try_into_panic)
         {
@@ -264,6 +288,31 @@ impl Intake {
         let body = length.map_or(policy.request_body_max, |n| n.min(policy.request_body_max));
         self.limits.admit(body, policy.response_body_max)
     }
+}
+
+/// A body without its content codings, where they can be taken off; else as it came.
+fn plain<'b>(route: &Route, asked: &Asked<'_>, body: &'b Bytes) -> Cow<'b, [u8]> {
+    fingerprint::plain(&route.fingerprint, asked.headers, body)
+}
+
+/// What the request is compared by, and what is kept of it for its events.
+fn compared(route: &Route, asked: &Asked<'_>, body: &Bytes) -> (Fingerprint, Option<Bytes>) {
+    let Asked { method, target, headers, .. } = *asked;
+    let parts = fingerprint::Parts { method, target, headers, body };
+    let print = fingerprint::fingerprint(&route.fingerprint, &parts);
+    if !route.events.need_request() {
+        return (print, None);
+    }
+    let params: Vec<_> = asked.params.iter().collect();
+    let body = plain(route, asked, body);
+    let context = route.events.context(&RequestParts {
+        method,
+        target,
+        headers,
+        params: &params,
+        body: &body,
+    });
+    (print, context)
 }
 
 /// Who asks, as far as it was checked.
@@ -401,4 +450,38 @@ fn bodyless(method: &Method) -> bool {
 
 fn whole(body: Bytes) -> Body {
     Full::new(body).map_err(|never| match never {}).boxed_unsync()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+    use std::sync::mpsc;
+
+    use futures_util::FutureExt as _;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn work_that_nobody_waits_for_any_more_holds_its_turn_until_it_has_ended() {
+        let limits = Limits::new(1, 1, 1 << 20);
+        let digest = DigestKey::from_bytes(b"secret");
+        let intake = Intake::new(digest, None, Arc::new(Metrics::default()), limits);
+        let turns = intake.long.available_permits();
+        let (begun, begins) = mpsc::channel();
+        let (go, goes) = mpsc::channel::<()>();
+        let mut working = Box::pin(intake.aside(move || {
+            begun.send(()).unwrap();
+            // An error: the test is over.
+            goes.recv().ok();
+        }));
+        assert!(working.as_mut().now_or_never().is_none());
+        begins.recv().unwrap();
+        drop(working);
+        assert_eq!(intake.long.available_permits(), turns - 1);
+        let turns = u32::try_from(turns).unwrap();
+        let mut all = pin!(intake.long.acquire_many(turns));
+        assert!(all.as_mut().now_or_never().is_none(), "as many at once, and no more");
+        drop(go);
+        drop(all.await.unwrap());
+    }
 }

@@ -26,14 +26,22 @@ use crate::route::{ReplayAuth, Server, Subrequest};
 const ORIGINAL_METHOD: HeaderName = HeaderName::from_static("x-original-method");
 const ORIGINAL_URI: HeaderName = HeaderName::from_static("x-original-uri");
 
-/// What says something of a body or of a stored copy: the question has neither, and must get a plain answer.
-const NOT_ASKED: [HeaderName; 14] = [
-    header::CONTENT_LENGTH,
-    header::CONTENT_TYPE,
-    header::CONTENT_ENCODING,
-    header::CONTENT_LANGUAGE,
-    header::CONTENT_LOCATION,
-    header::CONTENT_RANGE,
+/// What says the same in other words, to one server or another. Who asks must not say what it asks for.
+const SAME_SAID: [HeaderName; 7] = [
+    HeaderName::from_static("x-forwarded-method"),
+    HeaderName::from_static("x-forwarded-uri"),
+    HeaderName::from_static("x-http-method"),
+    HeaderName::from_static("x-http-method-override"),
+    HeaderName::from_static("x-method-override"),
+    HeaderName::from_static("x-original-url"),
+    HeaderName::from_static("x-rewrite-url"),
+];
+
+/// What says something of a body or of a stored copy, beside all that begins with `content-`: the question has neither, and must
+/// get a plain answer.
+const NOT_ASKED: [HeaderName; 10] = [
+    HeaderName::from_static("digest"),
+    HeaderName::from_static("repr-digest"),
     header::EXPECT,
     header::TRAILER,
     header::RANGE,
@@ -125,10 +133,15 @@ impl Rights {
         *request.uri_mut() = Uri::from(asked.target.clone());
         let headers = request.headers_mut();
         headers.clone_from(sent);
-        for name in &NOT_ASKED {
+        let names = headers.keys().filter(|name| name.as_str().starts_with("content-")).cloned();
+        for name in names.collect::<Vec<_>>() {
             headers.remove(name);
         }
-        headers::drop_twins(headers, &[&ORIGINAL_METHOD, &ORIGINAL_URI]);
+        let said = [&SAME_SAID[..], &[ORIGINAL_METHOD, ORIGINAL_URI]].concat();
+        headers::drop_twins(headers, &said.iter().collect::<Vec<_>>());
+        for name in NOT_ASKED.into_iter().chain(SAME_SAID) {
+            headers.remove(name);
+        }
         let as_value = |text: &str| HeaderValue::from_str(text).ok();
         for (name, value) in [
             (ORIGINAL_METHOD, as_value(method.as_str())),

@@ -2,7 +2,7 @@
 //!
 //! Keys come from a file, read at the start, or from a URL (a JWK set). Those of a URL are fetched at the start, again every
 //! `refresh`, and when a token names a key that is not known: at most every `cooldown`, whoever asks, and by one request at a
-//! time. A set replaces the one before, also where no key of it can be used: that is how the last key is revoked. While the URL is
+//! time, which is not cut off when whoever asked hangs up. A set replaces the one before, also where no key of it can be used: that is how the last key is revoked. While the URL is
 //! away, or answers no set, the keys that were there stay; before there was any set, tokens cannot be checked, and nobody gets
 //! further. What a set may be is bounded in time and size, and redirects are not followed.
 //!
@@ -19,6 +19,7 @@ use http::uri::PathAndQuery;
 use http::{HeaderMap, HeaderValue, Request, StatusCode, Uri};
 use http_body_util::Full;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 
 use super::forward::{self, Evidence};
 use super::upstream::{self, Upstream};
@@ -67,13 +68,13 @@ pub struct Remote {
 
 /// Checks tokens.
 pub struct Tokens {
-    rules: Rules,
+    rules: Arc<Rules>,
     source: Source,
 }
 
 enum Source {
     Fixed(Keys),
-    Url(Box<Fetched>),
+    Url(Arc<Fetched>),
 }
 
 struct Fetched {
@@ -81,7 +82,8 @@ struct Fetched {
     server: Upstream,
     state: Mutex<State>,
     /// Held by whoever fetches.
-    turn: tokio::sync::Mutex<()>,
+    turn: Arc<tokio::sync::Mutex<()>>,
+    fetches: TaskTracker,
 }
 
 #[derive(Clone, Default)]
@@ -102,14 +104,15 @@ impl Tokens {
     pub fn new(settings: Settings) -> Result<Self, String> {
         let source = match settings.source {
             KeySource::Fixed(keys) => Source::Fixed(keys),
-            KeySource::Url(remote) => Source::Url(Box::new(Fetched {
+            KeySource::Url(remote) => Source::Url(Arc::new(Fetched {
                 server: Upstream::new(remote.server.clone())?,
                 settings: *remote,
                 state: Mutex::default(),
-                turn: tokio::sync::Mutex::default(),
+                turn: Arc::default(),
+                fetches: TaskTracker::new(),
             })),
         };
-        Ok(Self { rules: settings.rules, source })
+        Ok(Self { rules: Arc::new(settings.rules), source })
     }
 
     /// Checks the request's token.
@@ -180,20 +183,33 @@ impl Fetched {
     }
 
     /// Fetches, unless it was tried a moment ago; what is known then.
-    async fn fetch_if_due(&self, rules: &Rules) -> State {
+    async fn fetch_if_due(self: &Arc<Self>, rules: &Arc<Rules>) -> State {
         let known = self.state().keys.is_some();
         let age = if known { self.settings.cooldown } else { FIRST_EVERY };
         self.fetch_if_older(age, rules).await
     }
 
-    async fn fetch_if_older(&self, age: Duration, rules: &Rules) -> State {
+    async fn fetch_if_older(self: &Arc<Self>, age: Duration, rules: &Arc<Rules>) -> State {
         let asked = Instant::now();
-        let _turn = self.turn.lock().await;
+        let turn = Arc::clone(&self.turn).lock_owned().await;
         // Whoever waited for the turn has what the one before brought.
         let fresh = |tried: Instant| tried >= asked || tried.elapsed() < age;
         if self.state().tried.is_some_and(fresh) {
             return self.state();
         }
+        let (fetched, rules) = (Arc::clone(self), Arc::clone(rules));
+        // In a task of its own: else whoever names a key that never was and hangs up would use up the turn of those who
+        // name a new one.
+        let fetching = self.fetches.spawn(async move {
+            let _turn = turn;
+            fetched.fetch_now(&rules).await;
+        });
+        // A panic leaves what was known.
+        drop(fetching.await);
+        self.state()
+    }
+
+    async fn fetch_now(&self, rules: &Rules) {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).tried = Some(Instant::now());
         let fetch = tokio::time::timeout(self.settings.timeout, self.fetch(rules));
         let fetched = fetch.await.unwrap_or_else(|_| Err("no answer in time".to_owned()));
@@ -208,7 +224,6 @@ impl Fetched {
                 tracing::warn!(server, %why, known, "the keys for tokens cannot be fetched");
             }
         }
-        state.clone()
     }
 
     async fn fetch(&self, rules: &Rules) -> Result<Keys, String> {

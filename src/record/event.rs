@@ -151,6 +151,13 @@ impl Compiled {
 }
 
 impl Templates {
+    /// Whether this sink gets events without an ordering key.
+    #[must_use]
+    pub fn leave_unordered(&self, sink: &str) -> bool {
+        let towards = |spec: &&Compiled| spec.sinks.iter().any(|name| name == sink);
+        self.specs.iter().filter(towards).any(|spec| spec.ordering_key.is_none())
+    }
+
     /// Compiles a route's events; no specs: the default event.
     ///
     /// # Errors
@@ -188,11 +195,17 @@ impl Templates {
         self
     }
 
+    /// Whether anything of the request is kept.
+    #[must_use]
+    pub fn need_request(&self) -> bool {
+        !self.needs.is_empty()
+    }
+
     /// What completion will need of the request, as JSON of at most 64 KiB; `None`: nothing. Where it would be longer it says so
     /// instead, and the templates that name the request will give error events.
     #[must_use]
     pub fn context(&self, request: &RequestParts<'_>) -> Option<Bytes> {
-        (!self.needs.is_empty()).then(|| context::extract(&self.needs, request))
+        self.need_request().then(|| context::extract(&self.needs, request))
     }
 
     /// The events of a stored outcome, in the order of the configuration.

@@ -19,7 +19,7 @@ use tokio::time::Instant;
 
 use super::verdict::{Evidence, Patience, clean};
 use crate::record::event::wanted::{Subscriber, Wanted};
-use crate::store::Claimed;
+use crate::store::{Claimed, Order};
 
 /// Most deliveries at once to one sink.
 const CONCURRENCY_MAX: usize = 10_000;
@@ -44,6 +44,12 @@ pub struct Settings {
     pub attempts_max: u32,
     /// ... and it is at least this old.
     pub age_max: Duration,
+    /// An event that the sink refused this often (400, 413, 415, 422) is dead.
+    pub refusals_max: u32,
+    /// So many failures in a row pause the sink.
+    pub pause_after: u32,
+    /// In which order events are delivered.
+    pub order: Order,
     /// Which events it wants; whoever writes events reads it, the relay delivers what is owed.
     pub events: Wanted,
     /// Where events go, and how.
@@ -145,6 +151,18 @@ impl Sink {
         self.settings.concurrency
     }
 
+    /// In which order it gets its events.
+    #[must_use]
+    pub fn order(&self) -> Order {
+        self.settings.order
+    }
+
+    /// So many failures in a row pause it.
+    #[must_use]
+    pub fn pause_after(&self) -> u32 {
+        self.settings.pause_after
+    }
+
     /// How patient the relay is with it.
     #[must_use]
     pub fn patience(&self) -> Patience {
@@ -153,6 +171,7 @@ impl Sink {
             max: self.settings.backoff_max,
             attempts_max: self.settings.attempts_max,
             age_max: self.settings.age_max,
+            refusals_max: self.settings.refusals_max,
         }
     }
 

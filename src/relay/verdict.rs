@@ -1,8 +1,16 @@
-//! What a delivery's end means for its event: the one table, pure.
+//! What a delivery's end means for its event, and what it tells of its sink: the one table, pure.
 //!
-//! 2xx delivers. Everything else is tried again after a growing, fully jittered pause, until attempts and age are
-//! both used up; then the event is dead. A sink's `Retry-After` on 429 and 503 takes the place of the pause. What
-//! must stay true: no input, however odd, makes a pause longer than the configured maximum or shorter than
+//! ```text
+//! answer                             the event                                      the sink
+//! 2xx                                delivered                                      well
+//! 400, 413, 415, 422                 dead after `refusals_max` of them              well: it judged the event
+//! 429, 503 with a Retry-After        given back, no attempt used                    busy: paused for that long
+//! 410                                given back, no attempt used                    gone: paused
+//! all else, 3xx and none included    dead when attempts and age are both used up    failing: paused when too many in a row
+//! ```
+//!
+//! What is not delivered is tried again after a growing, fully jittered pause; where the answer has a `Retry-After`, after
+//! that. What must stay true: no input, however odd, makes a pause longer than the configured maximum or shorter than
 //! [`PAUSE_MIN`], and nothing here panics or overflows.
 
 use std::time::{Duration, SystemTime};
@@ -10,7 +18,7 @@ use std::time::{Duration, SystemTime};
 use http::header::RETRY_AFTER;
 use http::{HeaderMap, StatusCode};
 
-use crate::store::Verdict;
+use crate::store::{Trouble, Verdict};
 
 /// Shortest pause before another attempt, so that no setting and no sink makes a hot loop.
 pub const PAUSE_MIN: Duration = Duration::from_millis(100);
@@ -32,6 +40,30 @@ pub struct Patience {
     pub attempts_max: u32,
     /// ... and it is at least this old.
     pub age_max: Duration,
+    /// An event that the sink refused this often (400, 413, 415, 422) is dead, whatever its attempts and age.
+    pub refusals_max: u32,
+}
+
+/// What an event has behind it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Past {
+    /// Attempts that failed before this one.
+    pub attempts: u32,
+    /// How many of them were refusals.
+    pub refusals: u32,
+    /// How long ago it was written.
+    pub age: Duration,
+}
+
+/// What an attempt tells of the sink.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tells {
+    /// It answers, and judges what it is sent.
+    Well,
+    /// It does not do what it is there for. Too often in a row: an outage.
+    Failing,
+    /// It wants nothing at all for now, or for good: at once.
+    Stop(Trouble),
 }
 
 /// What is known of a delivery that was tried.
@@ -58,37 +90,104 @@ pub enum Evidence {
     },
 }
 
-/// What becomes of the event. `attempts` counts those that failed before this one, `age` is the event's, and
-/// `share` is a random number from 0 to 1.
+/// What becomes of the event, where the sink is not in [`Tells::Stop`]. `share` is a random number from 0 to 1.
 #[must_use]
 pub fn verdict(
     evidence: &Evidence,
-    attempts: u32,
-    age: Duration,
+    past: Past,
     patience: &Patience,
     retry_after: Option<Duration>,
     share: f64,
 ) -> Verdict {
-    let (status, error) = match evidence {
+    let status = match evidence {
         Evidence::Answered { status, .. } if status.is_success() => {
             return Verdict::Sent { status: Some(status.as_u16()) };
         }
         Evidence::Taken => return Verdict::Sent { status: None },
-        Evidence::Answered { status, text } => (Some(*status), complaint(*status, text)),
-        Evidence::Refused { what } | Evidence::Failed { what } => (None, clean(what)),
+        Evidence::Answered { status, .. } => Some(status.as_u16()),
+        Evidence::Refused { .. } | Evidence::Failed { .. } => None,
     };
-    let number = status.map(|status| status.as_u16());
-    if attempts.saturating_add(1) >= patience.attempts_max && age >= patience.age_max {
-        return Verdict::Dead { status: number, error };
+    let (refused, error) = (refuses(evidence), error(evidence));
+    let used_up =
+        past.attempts.saturating_add(1) >= patience.attempts_max && past.age >= patience.age_max;
+    let hopeless = refused && past.refusals.saturating_add(1) >= patience.refusals_max;
+    if used_up || hopeless {
+        return Verdict::Dead { status, error };
     }
-    let asked =
-        matches!(status, Some(StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE));
-    let delay = match retry_after {
-        // Zero and past dates ask for nothing: the ordinary pause.
-        Some(hint) if asked && !hint.is_zero() => told(hint, patience, share),
-        Some(_) | None => pause(attempts, patience, share),
+    let delay = match asked(retry_after) {
+        Some(hint) => told(hint, patience, share),
+        None => pause(past.attempts, patience, share),
     };
-    Verdict::Retry { delay, status: number, error }
+    if refused {
+        return Verdict::Refused { delay, status, error };
+    }
+    Verdict::Retry { delay, status, error }
+}
+
+/// What the answer tells of the sink.
+#[must_use]
+pub fn tells(
+    evidence: &Evidence,
+    patience: &Patience,
+    retry_after: Option<Duration>,
+    share: f64,
+) -> Tells {
+    if refuses(evidence) {
+        return Tells::Well;
+    }
+    let status = match evidence {
+        Evidence::Taken => return Tells::Well,
+        Evidence::Answered { status, .. } if status.is_success() => return Tells::Well,
+        Evidence::Answered { status, .. } => *status,
+        Evidence::Refused { .. } | Evidence::Failed { .. } => return Tells::Failing,
+    };
+    match (status, asked(retry_after)) {
+        (StatusCode::GONE, _) => Tells::Stop(Trouble::Gone),
+        (StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE, Some(hint)) => {
+            Tells::Stop(Trouble::Busy { again: told(hint, patience, share) })
+        }
+        _ => Tells::Failing,
+    }
+}
+
+/// The event as if it had not been tried, but for what was met. Due at once: behind all that is due already.
+#[must_use]
+pub fn returned(evidence: &Evidence) -> Verdict {
+    let status = match evidence {
+        Evidence::Answered { status, .. } => Some(status.as_u16()),
+        Evidence::Taken | Evidence::Refused { .. } | Evidence::Failed { .. } => None,
+    };
+    Verdict::Returned { delay: Duration::ZERO, status, error: error(evidence) }
+}
+
+/// What went wrong, in words.
+#[must_use]
+pub fn error(evidence: &Evidence) -> String {
+    match evidence {
+        Evidence::Answered { status, text } => complaint(*status, text),
+        Evidence::Taken => String::new(),
+        Evidence::Refused { what } | Evidence::Failed { what } => clean(what),
+    }
+}
+
+/// Whether the sink judges the event, not itself.
+fn refuses(evidence: &Evidence) -> bool {
+    match evidence {
+        Evidence::Refused { .. } => true,
+        Evidence::Answered { status, .. } => matches!(
+            *status,
+            StatusCode::BAD_REQUEST
+                | StatusCode::PAYLOAD_TOO_LARGE
+                | StatusCode::UNSUPPORTED_MEDIA_TYPE
+                | StatusCode::UNPROCESSABLE_ENTITY
+        ),
+        Evidence::Taken | Evidence::Failed { .. } => false,
+    }
+}
+
+/// Zero and past dates ask for nothing.
+fn asked(retry_after: Option<Duration>) -> Option<Duration> {
+    retry_after.filter(|hint| !hint.is_zero())
 }
 
 /// The pause after the failure that followed `attempts` others: anything up to a ceiling that doubles.
@@ -158,15 +257,21 @@ mod tests {
     use super::*;
 
     const HOUR: Duration = Duration::from_secs(3600);
-    const PATIENCE: Patience =
-        Patience { base: Duration::from_secs(1), max: HOUR, attempts_max: 3, age_max: HOUR };
+    const PATIENCE: Patience = Patience {
+        base: Duration::from_secs(1),
+        max: HOUR,
+        attempts_max: 3,
+        age_max: HOUR,
+        refusals_max: 5,
+    };
+    const NEW: Past = Past { attempts: 0, refusals: 0, age: Duration::ZERO };
 
     fn answered(status: u16) -> Evidence {
         Evidence::Answered { status: StatusCode::from_u16(status).unwrap(), text: "no".into() }
     }
 
     fn delay(status: u16, hint: Option<Duration>, share: f64) -> Duration {
-        let verdict = verdict(&answered(status), 0, Duration::ZERO, &PATIENCE, hint, share);
+        let verdict = verdict(&answered(status), NEW, &PATIENCE, hint, share);
         let Verdict::Retry { delay, .. } = verdict else { panic!("{verdict:?}") };
         delay
     }
@@ -174,7 +279,7 @@ mod tests {
     #[test]
     fn every_2xx_delivers_and_nothing_else_does() {
         for status in 100..=999 {
-            let verdict = verdict(&answered(status), 0, Duration::ZERO, &PATIENCE, None, 0.5);
+            let verdict = verdict(&answered(status), NEW, &PATIENCE, None, 0.5);
             let sent = verdict == Verdict::Sent { status: Some(status) };
             assert_eq!(sent, (200..300).contains(&status), "{status}");
         }
@@ -189,7 +294,8 @@ mod tests {
             (500, Duration::from_secs(60), false),
             (u32::MAX, HOUR, true),
         ] {
-            let verdict = verdict(&answered(500), attempts, age, &PATIENCE, None, 0.5);
+            let past = Past { attempts, refusals: 0, age };
+            let verdict = verdict(&answered(500), past, &PATIENCE, None, 0.5);
             assert_eq!(matches!(verdict, Verdict::Dead { .. }), dead, "{attempts} {age:?}");
         }
     }
@@ -218,17 +324,64 @@ mod tests {
     }
 
     #[test]
-    fn retry_after_is_honoured_on_429_and_503_within_a_second() {
+    fn an_event_that_is_refused_often_enough_is_dead_whatever_its_attempts_and_age() {
+        for status in [400, 413, 415, 422] {
+            let judge = |refusals| {
+                let past = Past { refusals, ..NEW };
+                verdict(&answered(status), past, &PATIENCE, None, 0.5)
+            };
+            assert!(matches!(judge(3), Verdict::Refused { .. }), "{status}");
+            assert!(matches!(judge(4), Verdict::Dead { .. }), "{status}");
+            let told = tells(&answered(status), &PATIENCE, None, 0.5);
+            assert_eq!(told, Tells::Well, "{status} says nothing against the sink");
+        }
+        // Only refusals count, not what failed between them.
+        let past = Past { attempts: 500, refusals: 1, age: Duration::ZERO };
+        let judged = verdict(&answered(422), past, &PATIENCE, None, 0.5);
+        assert!(matches!(judged, Verdict::Refused { .. }), "{judged:?}");
+        let past = Past { refusals: 500, ..NEW };
+        let judged = verdict(&answered(500), past, &PATIENCE, None, 0.5);
+        assert!(matches!(judged, Verdict::Retry { .. }), "{judged:?}");
+    }
+
+    #[test]
+    fn what_is_neither_taken_nor_refused_speaks_against_the_sink() {
+        for status in [301, 302, 304, 401, 403, 404, 408, 429, 500, 502, 503, 504, 999] {
+            let told = tells(&answered(status), &PATIENCE, None, 0.5);
+            assert_eq!(told, Tells::Failing, "{status}");
+        }
+        let silent = Evidence::Failed { what: "time-out".into() };
+        assert_eq!(tells(&silent, &PATIENCE, None, 0.5), Tells::Failing);
+        // Of targets that know no statuses.
+        let refused = Evidence::Refused { what: "too large".into() };
+        for well in [&Evidence::Taken, &refused] {
+            assert_eq!(tells(well, &PATIENCE, None, 0.5), Tells::Well);
+        }
+        let judged = verdict(&refused, NEW, &PATIENCE, None, 0.5);
+        assert!(matches!(judged, Verdict::Refused { status: None, .. }), "{judged:?}");
+        let gone = tells(&answered(410), &PATIENCE, Some(HOUR), 0.5);
+        assert_eq!(gone, Tells::Stop(Trouble::Gone));
+    }
+
+    #[test]
+    fn retry_after_pauses_the_sink_on_429_and_503_and_else_delays_the_event() {
         let five = Some(Duration::from_secs(5));
+        let busy = |status, hint, share| {
+            let told = tells(&answered(status), &PATIENCE, hint, share);
+            let Tells::Stop(Trouble::Busy { again }) = told else { panic!("{status}: {told:?}") };
+            again
+        };
         for share in [0.0, 0.5, 1.0] {
-            for status in [429, 503] {
-                let delay = delay(status, five, share).as_secs_f64();
-                assert!((5.0..=6.0).contains(&delay), "{delay}");
+            for told in [busy(429, five, share), busy(503, five, share), delay(500, five, share)] {
+                assert!((5.0..=6.0).contains(&told.as_secs_f64()), "{told:?}");
             }
         }
-        assert!(delay(500, five, 1.0) <= Duration::from_secs(1));
-        assert_eq!(delay(429, Some(Duration::MAX), 1.0), HOUR);
-        assert!(delay(429, Some(Duration::ZERO), 0.0) >= PAUSE_MIN);
+        assert_eq!(busy(429, Some(Duration::MAX), 1.0), HOUR);
+        assert!(busy(503, Some(Duration::from_nanos(1)), 0.0) >= PAUSE_MIN);
+        for ignored in [None, Some(Duration::ZERO)] {
+            assert_eq!(tells(&answered(429), &PATIENCE, ignored, 0.5), Tells::Failing);
+            assert!(delay(429, ignored, 0.0) >= PAUSE_MIN);
+        }
     }
 
     #[test]
@@ -261,7 +414,7 @@ mod tests {
         }
         let far = HeaderValue::from_static("Fri, 31 Dec 9999 23:59:59 GMT");
         let headers = HeaderMap::from_iter([(RETRY_AFTER, far)]);
-        assert_eq!(delay(429, retry_after(&headers, now), 0.5), HOUR);
+        assert_eq!(delay(500, retry_after(&headers, now), 0.5), HOUR);
     }
 
     #[test]
@@ -274,7 +427,7 @@ mod tests {
 
     #[test]
     fn a_redirect_is_a_failure_that_says_so() {
-        let verdict = verdict(&answered(302), 0, Duration::ZERO, &PATIENCE, None, 0.5);
+        let verdict = verdict(&answered(302), NEW, &PATIENCE, None, 0.5);
         let Verdict::Retry { error, status: Some(302), .. } = verdict else {
             panic!("{verdict:?}")
         };

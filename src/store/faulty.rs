@@ -11,8 +11,9 @@ use uuid::Uuid;
 
 use super::{
     Acknowledgement, Acted, Asking, AuditRow, Beat, Changed, Claim, Claimed, Completion, Due,
-    Error, EventFilter, EventRow, Gauges, LateOutcome, Operator, Proposal, RecordFilter, RecordRow,
-    Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
+    Error, EventFilter, EventRow, Gauges, LateOutcome, Operator, Order, Over, Proposal,
+    RecordFilter, RecordRow, Redeliver, Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store,
+    Takeover, Unresolved, Untold,
 };
 use crate::fault::{self, Injected, Point, Verb};
 use crate::record::event::Event;
@@ -64,8 +65,10 @@ verbs! {
     tell(doubt: &Doubt, event: Option<&Event>) -> Changed, Tell;
     note_late_outcome(late: &LateOutcome) -> (), NoteLateOutcome;
     claim(claim: &Claim) -> Vec<Claimed>, Claim;
-    acknowledge(sink: &str, verdicts: &[Acknowledgement]) -> Vec<Uuid>, Acknowledge;
+    acknowledge(sink: &str, order: Order, verdicts: &[Acknowledgement]) -> Vec<Uuid>, Acknowledge;
     next_due(sink: &str) -> Option<Duration>;
+    sinks(over: Over) -> Vec<SinkState>;
+    turn_sink(sink: &str, no: i64, turn: &SinkTurn) -> Changed, TurnSink;
     questions(asking: &[Asking], limit: u32) -> Vec<Due>;
     unresolved(id: RecordId) -> Option<Unresolved>;
     sweep_records(limit: u32) -> u64, SweepRecords;
@@ -77,6 +80,8 @@ verbs! {
     operator_release(fence: Fence, completed: bool, by: &Operator) -> Acted, OperatorRelease;
     operator_complete(completion: &Completion, by: &Operator) -> Acted, OperatorComplete;
     redeliver(which: &Redeliver, by: &Operator) -> u64, Redeliver;
+    operate_sink(sink: &str, order: SinkOrder, by: &Operator) -> Changed, OperateSink;
+    last_failure(sink: &str) -> Option<String>;
     audit_of(record: RecordId) -> Vec<AuditRow>;
     acted_on(window: Duration) -> Vec<RecordId>;
     database_id() -> Uuid;

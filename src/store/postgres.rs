@@ -20,11 +20,13 @@ mod doubts;
 mod leases;
 mod migrate;
 mod operate;
+mod order;
 mod outbox;
 mod questions;
 mod records;
 mod rows;
 mod show;
+mod sinks;
 mod tls;
 
 use std::fmt;
@@ -39,8 +41,9 @@ use uuid::Uuid;
 use super::batch::{Batcher, RunError, Turns};
 use super::{
     Acknowledgement, Acted, Asking, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion,
-    Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal,
-    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
+    Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Order, Over,
+    Proposal, RecordFilter, RecordRow, Redeliver, Reserved, Settled, SinkOrder, SinkState,
+    SinkTurn, Store, Takeover, Unresolved, Untold,
 };
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
@@ -271,13 +274,35 @@ impl Store for Postgres {
     async fn acknowledge(
         &self,
         sink: &str,
+        order: Order,
         verdicts: &[Acknowledgement],
     ) -> Result<Vec<Uuid>, Error> {
-        outbox::acknowledge(&self.door, sink, verdicts).await
+        outbox::acknowledge(&self.door, sink, order, verdicts).await
     }
 
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
         outbox::next_due(&self.door, sink).await
+    }
+
+    async fn sinks(&self, over: Over) -> Result<Vec<SinkState>, Error> {
+        sinks::states(&self.door, over).await
+    }
+
+    async fn turn_sink(&self, sink: &str, no: i64, turn: &SinkTurn) -> Result<Changed, Error> {
+        sinks::turn(&self.door, sink, no, turn).await
+    }
+
+    async fn operate_sink(
+        &self,
+        sink: &str,
+        order: SinkOrder,
+        by: &Operator,
+    ) -> Result<Changed, Error> {
+        sinks::operate(&self.door, sink, order, by).await
+    }
+
+    async fn last_failure(&self, sink: &str) -> Result<Option<String>, Error> {
+        sinks::last_failure(&self.door, sink).await
     }
 
     async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Doubt>, Error> {

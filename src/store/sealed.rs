@@ -10,7 +10,7 @@
 
 mod keys;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -25,8 +25,9 @@ pub use self::keys::{Keys, KeysError, Unopened};
 use self::keys::{MARK, NoRandom, Part};
 use super::{
     Acknowledgement, Acted, Asking, AuditRow, Beat, Changed, Claim, Claimed, Completion, Due,
-    Error, EventFilter, EventRow, Gauges, LateEnd, LateOutcome, Operator, Proposal, RecordFilter,
-    RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
+    Error, EventFilter, EventRow, Gauges, LateEnd, LateOutcome, Operator, Order, Over, Proposal,
+    RecordFilter, RecordRow, Redeliver, Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store,
+    Takeover, Unresolved, Untold, Verdict,
 };
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
@@ -41,12 +42,14 @@ const SEALED: HeaderName = HeaderName::from_static("oncegate-sealed");
 /// The same store, whose content is sealed with these keys.
 #[must_use]
 pub fn sealed(store: Arc<dyn Store>, keys: Arc<Keys>) -> Arc<dyn Store> {
-    Arc::new(Sealed { store, keys })
+    Arc::new(Sealed { store, keys, told: Mutex::default() })
 }
 
 struct Sealed {
     store: Arc<dyn Store>,
     keys: Arc<Keys>,
+    /// When the log was last told of events that do not open.
+    told: Mutex<Option<Instant>>,
 }
 
 impl Keys {
@@ -213,7 +216,54 @@ fn shown(what: &'static str, id: Uuid, opened: Result<(), Unopened>) {
     }
 }
 
+/// How long an event rests whose payload does not open: by then its key may be back.
+const UNOPENED_PAUSE: Duration = Duration::from_secs(60);
+
+/// How often one claim looks on past events that do not open.
+const LOOKS_MAX: usize = 100;
+
 impl Sealed {
+    /// The events whose payload opens. The others are given back with the reason: a key that is missing here uses up no
+    /// attempt of theirs.
+    async fn open_claimed(&self, claim: &Claim, claimed: Vec<Claimed>) -> Vec<Claimed> {
+        let sink = &claim.sink;
+        let mut opened = Vec::with_capacity(claimed.len());
+        let mut back = Vec::new();
+        for mut event in claimed {
+            match self.keys.open_bytes(Part::Payload, event.event_id, &event.payload) {
+                Ok(plain) => {
+                    event.payload = plain;
+                    opened.push(event);
+                }
+                Err(why) => {
+                    let error = format!("not sent, the payload does not open here: {why}");
+                    self.tell(sink, event.event_id, &error);
+                    let verdict = Verdict::Returned { delay: UNOPENED_PAUSE, status: None, error };
+                    let (event_id, claim_no) = (event.event_id, event.claim_no);
+                    back.push(Acknowledgement { event_id, claim_no, verdict });
+                }
+            }
+        }
+        if back.is_empty() {
+            return opened;
+        }
+        // Where that fails their claims run out, and they are looked at again then.
+        if let Err(error) = self.store.acknowledge(sink, claim.order, &back).await {
+            tracing::warn!(sink, %error, "events that cannot be opened stay claimed for a while");
+        }
+        opened
+    }
+
+    /// Once for many: each event has its reason beside it.
+    fn tell(&self, sink: &str, event: Uuid, error: &str) {
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        if told.is_some_and(|at| at.elapsed() < UNOPENED_PAUSE) {
+            return;
+        }
+        *told = Some(Instant::now());
+        tracing::error!(sink, %event, error, "events wait for a key");
+    }
+
     fn proposal(&self, mut proposal: Proposal, id: RecordId) -> Result<Proposal, Error> {
         if let Some(context) = &mut proposal.context {
             let sealed = self.keys.seal_bytes(Part::Context, id.into(), context);
@@ -255,8 +305,12 @@ verbs! {
         mark_unknown(scope: &Scope, fence: Fence) -> Changed;
         mark_dead(only: Option<(&Scope, Fence)>, limit: u32) -> u64;
         untold(which: Untold, limit: u32) -> Vec<Doubt>;
-        acknowledge(sink: &str, verdicts: &[Acknowledgement]) -> Vec<Uuid>;
+        acknowledge(sink: &str, order: Order, verdicts: &[Acknowledgement]) -> Vec<Uuid>;
         next_due(sink: &str) -> Option<Duration>;
+        sinks(over: Over) -> Vec<SinkState>;
+        turn_sink(sink: &str, no: i64, turn: &SinkTurn) -> Changed;
+        operate_sink(sink: &str, order: SinkOrder, by: &Operator) -> Changed;
+        last_failure(sink: &str) -> Option<String>;
         sweep_records(limit: u32) -> u64;
         sweep_events(retention: Duration, limit: u32) -> u64;
         sweep_leases() -> u64;
@@ -332,16 +386,16 @@ verbs! {
     }
 
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {
-        let mut claimed = self.store.claim(claim).await?;
-        // What does not open stays claimed until the claim's end, and is tried again: by then its key may be back.
-        claimed.retain_mut(|event| {
-            let opened = self.keys.open_bytes(Part::Payload, event.event_id, &event.payload);
-            let opened = opened.map(|plain| event.payload = plain);
-            let opens = opened.is_ok();
-            shown("an event that is due", event.event_id, opened);
-            opens
-        });
-        Ok(claimed)
+        // Nobody waits behind what does not open: where nothing else came, there is another look at once.
+        for _ in 0..LOOKS_MAX {
+            let claimed = self.store.claim(claim).await?;
+            let found = claimed.len();
+            let opened = self.open_claimed(claim, claimed).await;
+            if !opened.is_empty() || found == 0 {
+                return Ok(opened);
+            }
+        }
+        Ok(Vec::new())
     }
 
     async fn tell(&self, doubt: &Doubt, event: Option<&Event>) -> Result<Changed, Error> {

@@ -15,11 +15,13 @@
 mod doubts;
 mod file;
 mod operator;
+mod order;
 mod outbox;
 mod questions;
 mod records;
 mod row;
 mod show;
+mod sinks;
 mod thread;
 
 use std::path::Path;
@@ -37,8 +39,9 @@ use self::thread::{Role, Tx, Worker, checkpoints, connect};
 use super::batch::{Batcher, RunError, Turns, Work};
 use super::{
     Acknowledgement, Acted, Asking, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion,
-    Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Proposal,
-    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
+    Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Order, Over,
+    Proposal, RecordFilter, RecordRow, Redeliver, Reserved, Settled, SinkOrder, SinkState,
+    SinkTurn, Store, Takeover, Unresolved, Untold,
 };
 use crate::fault::{self, Point};
 use crate::record::event::Event;
@@ -47,15 +50,20 @@ use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 use crate::telemetry;
 
 /// Each migration brings the schema from the version before it to its own.
-const MIGRATIONS: [(u32, &str); 4] = [
+const MIGRATIONS: [(u32, &str); 6] = [
     (1, include_str!("../../migrations/sqlite/0001_records.sql")),
     (2, include_str!("../../migrations/sqlite/0002_unknown.sql")),
     (3, include_str!("../../migrations/sqlite/0003_claim_owner.sql")),
     (4, include_str!("../../migrations/sqlite/0004_retention.sql")),
+    (5, include_str!("../../migrations/sqlite/0005_sinks.sql")),
+    (6, include_str!("../../migrations/sqlite/0006_order.sql")),
 ];
 
+/// How long a claim goes on looking while all that it finds has to wait for others.
+const LOOK_MAX: Duration = Duration::from_secs(1);
+
 /// The schema's version that this program knows.
-const KNOWN: u32 = 4;
+const KNOWN: u32 = 6;
 
 /// A SQLite file as a store. Dropped, its threads finish what is queued and end.
 pub struct Sqlite {
@@ -128,8 +136,8 @@ impl Sqlite {
         let end = |tx: &Tx<'_>| {
             tx.execute("DELETE FROM oncegate_owners", [])?;
             // What a dead relay had claimed is free at once, too.
-            tx.execute("UPDATE outbox_queue SET lease_until = 0 WHERE lease_until > 0", [])
-                .map(drop)
+            tx.execute("UPDATE outbox_queue SET lease_until = 0 WHERE lease_until > 0", [])?;
+            order::end_turns(tx)
         };
         self.pen.write(end).await
     }
@@ -336,22 +344,53 @@ impl Store for Sqlite {
     }
 
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {
-        let claim = claim.clone();
-        self.pen.write(move |tx| outbox::claim(tx, &claim)).await
+        let end = Instant::now() + LOOK_MAX;
+        loop {
+            let claim = claim.clone();
+            let (claimed, again) = self.pen.write(move |tx| outbox::claim(tx, &claim)).await?;
+            if !claimed.is_empty() || !again || Instant::now() >= end {
+                return Ok(claimed);
+            }
+        }
     }
 
     async fn acknowledge(
         &self,
         sink: &str,
+        order: Order,
         verdicts: &[Acknowledgement],
     ) -> Result<Vec<Uuid>, Error> {
         let (sink, verdicts) = (sink.to_owned(), verdicts.to_vec());
-        self.pen.write(move |tx| outbox::acknowledge(tx, &sink, &verdicts)).await
+        self.pen.write(move |tx| outbox::acknowledge(tx, &sink, order, &verdicts)).await
     }
 
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
         let sink = sink.to_owned();
         self.reader.read(move |tx| outbox::next_due(tx, &sink)).await
+    }
+
+    async fn sinks(&self, over: Over) -> Result<Vec<SinkState>, Error> {
+        self.reader.read(move |tx| sinks::states(tx, over)).await
+    }
+
+    async fn turn_sink(&self, sink: &str, no: i64, turn: &SinkTurn) -> Result<Changed, Error> {
+        let (sink, turn) = (sink.to_owned(), turn.clone());
+        self.pen.write(move |tx| sinks::turn(tx, &sink, no, &turn)).await
+    }
+
+    async fn operate_sink(
+        &self,
+        sink: &str,
+        order: SinkOrder,
+        by: &Operator,
+    ) -> Result<Changed, Error> {
+        let (sink, by) = (sink.to_owned(), by.clone());
+        self.pen.write(move |tx| sinks::operate(tx, &sink, order, &by)).await
+    }
+
+    async fn last_failure(&self, sink: &str) -> Result<Option<String>, Error> {
+        let sink = sink.to_owned();
+        self.lists.read(move |tx| sinks::last_failure(tx, &sink)).await
     }
 
     async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Doubt>, Error> {

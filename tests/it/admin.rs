@@ -62,6 +62,7 @@ impl Admin {
             token: token.map(|token| Token::new(token).unwrap()),
             version: "1.2.3",
             operations: Arc::from(["orders.create".to_owned()]),
+            sinks: Arc::from(["main".to_owned()]),
             explain: Arc::new(Nobody),
         };
         let stop = CancellationToken::new();

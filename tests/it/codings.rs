@@ -85,6 +85,52 @@ async fn c07_a_body_under_a_coding_is_the_plain_body_and_is_forwarded_as_it_came
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn keys_and_events_are_made_of_what_a_compressed_body_says() {
+    let more = r#"
+[[route]]
+method = "POST"
+path = "/derived"
+operation = "derived"
+derive_key = ["$.ref"]
+fingerprint = { max_decoded = "1KiB" }
+[[route.event]]
+type = "made"
+payload = { amount = "{{ request.json.amount }}" }
+[[sink]]
+name = "main"
+url = "http://127.0.0.1:9/hook"
+secret = "whsec_MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE="
+allow_private = true
+"#;
+    let rig = Rig::start(Which::Sqlite, more).await;
+    let addr = rig.gateway.addr;
+    let ask = |coding: &str, body: Vec<u8>| {
+        let ask = post("/derived", "").body(body).tenant("acme");
+        if coding.is_empty() { ask } else { ask.header("content-encoding", coding) }
+    };
+    let body = br#"{"ref":"r-1","amount":"129.90"}"#;
+    let first = ask("gzip, br", br(&gzip(body, 6))).to(addr).await;
+    assert_eq!(first.status, StatusCode::CREATED, "{first:?}");
+    for (coding, body) in [("", body.to_vec()), ("zstd", zstd(body)), ("deflate", bare(body))] {
+        let again = ask(coding, body).to(addr).await;
+        assert!(again.replayed(), "{coding}: {again:?}");
+    }
+    let key = rig.place.rows("select key from idempotency_records").await;
+    assert_eq!(key, [[Some(r#"derived:["r-1"]"#.to_owned())]]);
+    let events = rig.place.rows("select payload from outbox_events").await;
+    assert!(events.len() == 1 && format!("{events:?}").contains("129.90"), "{events:?}");
+    // What is no coding is passed over, as ever; what cannot be decoded is read as it came, and that says nothing.
+    let other = ask("utf-8", body.to_vec()).to(addr).await;
+    assert_eq!(other.problem(), "request-mismatch", "under the same key");
+    let large = format!(r#"{{"ref":"r-2","pad":"{}"}}"#, "x".repeat(2000));
+    let cut = gzip(body, 9)[..20].to_vec();
+    for body in [gzip(large.as_bytes(), 9), cut] {
+        assert_eq!(ask("gzip", body).to(addr).await.problem(), "key-missing");
+    }
+    assert_eq!(rig.orders.runs(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn what_cannot_be_decoded_equals_itself_alone() {
     let rig = Rig::start(Which::Sqlite, "").await;
     let addr = rig.gateway.addr;

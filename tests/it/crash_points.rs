@@ -20,11 +20,11 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
 use crate::support::client::Answer;
-use crate::support::fleet::{self, TWO_EVENTS, command, listed, order};
+use crate::support::fleet::{self, ONE_EVENT, TWO_EVENTS, command, listed, order};
 use crate::support::orders::{Orders, created};
 use crate::support::process::{self, Gateway, PATIENCE};
 use crate::support::rig::{self, Place, Which, on_both_stores};
-use crate::support::sink::{OK, Sink};
+use crate::support::sink::{Act, OK, Sink};
 
 on_both_stores! {
     a_first_request_that_dies_on_its_way_is_neither_repeated_nor_forgotten,
@@ -78,6 +78,8 @@ enum Way {
     Stopped,
     /// Answered, and the event not yet claimed; the relay of the next process meets the fault.
     Relayed,
+    /// As `Relayed`, where the sink fails once, which pauses it: a probe resumes it.
+    Paused,
 }
 
 /// What the caller is told.
@@ -322,6 +324,11 @@ const RELAY: &[Row] = &[
     row(Way::Relayed, "after-claim=error", Told::Nothing, 1, End::Delivered(1)),
     row(Way::Relayed, "before-acknowledge=error", Told::Nothing, 1, End::Delivered(1)),
     row(Way::Relayed, "after-acknowledge=error", Told::Nothing, 1, End::Delivered(1)),
+    // Passed by the pause, by the probe, and by the resumption.
+    dies(Way::Paused, "before-turn-sink=kill", 1, End::Delivered(2)),
+    dies(Way::Paused, "after-turn-sink=kill", 1, End::Delivered(2)),
+    row(Way::Paused, "before-turn-sink@2=error", Told::Nothing, 1, End::Delivered(2)),
+    row(Way::Paused, "after-turn-sink@3=error", Told::Nothing, 1, End::Delivered(2)),
     row(Way::Relayed, "before-delivery=panic", Told::Nothing, 1, End::Delivered(1)),
     row(Way::Relayed, "after-delivery=panic", Told::Nothing, 1, End::Delivered(2)),
 ];
@@ -339,6 +346,7 @@ enum What {
     Release,
     Complete,
     Redeliver,
+    Pause,
 }
 
 const fn order_of(what: What, fault: &'static str, done: bool) -> Order {
@@ -359,6 +367,10 @@ const COMMANDS: &[Order] = &[
     order_of(What::Redeliver, "after-redeliver=kill", true),
     order_of(What::Redeliver, "before-redeliver=error", false),
     order_of(What::Redeliver, "after-redeliver=error", true),
+    order_of(What::Pause, "before-operate-sink=kill", false),
+    order_of(What::Pause, "after-operate-sink=kill", true),
+    order_of(What::Pause, "before-operate-sink=error", false),
+    order_of(What::Pause, "after-operate-sink=error", true),
 ];
 
 /// On Postgres these are one statement.
@@ -478,13 +490,6 @@ async fn comes(what: &str, mut condition: impl AsyncFnMut() -> bool) {
 
 const KEY: &str = "k";
 
-/// One event of each new order.
-const ONE_EVENT: &str = r#"
-[[route.event]]
-type = "order.created"
-payload = { order_id = "{{ response.json.id }}" }
-"#;
-
 /// A policy that asks the API.
 const ASKS: &str = r#"on_unknown = "lookup"
 lookup = { path = "/orders?client_ref={{ key }}", found = "response.json.total > 0", status = 201, body = "{{ response.json.items[0] }}", settle = "1h" }"#;
@@ -508,7 +513,11 @@ struct World {
 
 impl World {
     async fn new(which: Which, way: Way) -> Self {
-        let (orders, sink) = (Orders::start().await, Sink::start(|_, _| OK).await);
+        let fails = way == Way::Paused;
+        let act = move |_: &_, before| {
+            if fails && before == 0 { Act::Answer(500, "") } else { OK }
+        };
+        let (orders, sink) = (Orders::start().await, Sink::start(act).await);
         Self { way, which, orders, sink, place: Place::new(which).await }
     }
 
@@ -526,8 +535,10 @@ impl World {
             _ => "",
         };
         let policy = format!("wait = \"2s\"\n{policy}");
-        let events = if self.way == Way::Relayed { ONE_EVENT } else { TWO_EVENTS };
-        let sink = fleet::sink(self.sink.port);
+        let one = matches!(self.way, Way::Relayed | Way::Paused);
+        let events = if one { ONE_EVENT } else { TWO_EVENTS };
+        let pause = if self.way == Way::Paused { "pause_after = 1\n" } else { "" };
+        let sink = fleet::sink(self.sink.port) + pause;
         let outbox = match self.way {
             Way::EventsSwept => "[outbox]\nretention = \"1s\"",
             Way::LostTold => "[outbox]\nunknown_events = true",
@@ -615,7 +626,12 @@ fn check(told: Told, got: Option<Answer>) {
 async fn play(which: Which, row: Row) {
     let world = World::new(which, row.way).await;
     let gateway = match row.way {
-        Way::Inherited | Way::ExpiredSwept | Way::EventsSwept | Way::Idle | Way::Relayed => {
+        Way::Inherited
+        | Way::ExpiredSwept
+        | Way::EventsSwept
+        | Way::Idle
+        | Way::Relayed
+        | Way::Paused => {
             world.bequeath().await;
             world.inherit(row.fault).await
         }
@@ -781,7 +797,7 @@ impl World {
                 )
                 .await;
             }
-            Way::Relayed => {
+            Way::Relayed | Way::Paused => {
                 let mut gateway = self.start(Sweeps::Once, "after-complete=kill");
                 check(Told::Nothing, order(KEY).send(gateway.addr).await.ok());
                 gateway.died();
@@ -897,9 +913,10 @@ fn sending_or_not(to: std::net::SocketAddr) -> tokio::task::JoinHandle<Option<An
 
 /// Gives one command to its end.
 async fn give(which: Which, given: Order) {
-    let way = if given.what == What::Redeliver { Way::Relayed } else { Way::Lost };
+    let delivered = matches!(given.what, What::Redeliver | What::Pause);
+    let way = if delivered { Way::Relayed } else { Way::Lost };
     let world = World::new(which, way).await;
-    let id = if given.what == What::Redeliver {
+    let id = if delivered {
         world.one_order().await;
         world.place.rows("select id from outbox_events").await[0][0].clone().expect("an id")
     } else {
@@ -916,6 +933,7 @@ async fn give(which: Which, given: Order) {
             (&["records", "complete", &id, "--status", "201", "--body", body], "record.complete")
         }
         What::Redeliver => (&["events", "redeliver", &id], "event.redeliver"),
+        What::Pause => (&["sinks", "pause", "main"], "sink.pause"),
     };
     let config = world.config(Sweeps::Once);
     let args = [args, &["--config", config.to_str().expect("a path of text")]].concat();
@@ -925,9 +943,13 @@ async fn give(which: Which, given: Order) {
         assert_eq!(status.signal(), Some(9), "{errors}");
     } else {
         assert_eq!(status.code(), Some(1), "what may not be done is not called done: {errors}");
-        let look = if given.what == What::Redeliver { "events show" } else { "records show" };
+        let look = match given.what {
+            What::Redeliver => format!("events show {id}"),
+            What::Pause => "sinks list".to_owned(),
+            What::Release | What::Complete => format!("records show {id}"),
+        };
         let says = if given.done {
-            format!("nobody knows whether that was done: look with `oncegate {look} {id}`")
+            format!("nobody knows whether that was done: look with `oncegate {look}`")
         } else {
             "the database is not available".to_owned()
         };
@@ -940,6 +962,7 @@ async fn give(which: Which, given: Order) {
         What::Complete if given.done => End::Completed,
         What::Release | What::Complete => End::Unknown,
         What::Redeliver => End::Delivered(1 + usize::from(given.done)),
+        What::Pause => End::Delivered(1),
     };
     let gateway = world.start(Sweeps::Often, "");
     world.orders.answer_created();

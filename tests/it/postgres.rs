@@ -15,8 +15,8 @@ use oncegate::record::{
 use oncegate::store::postgres::{Postgres, Settings};
 use oncegate::store::{
     Acknowledgement, Beat, Changed, Claim, Completion, Error, EventFilter, EventStatus, Lane,
-    Objection, OpenError, Operator, Over, Proposal, RecordFilter, Redeliver, Reserved, Settled,
-    Store, Takeover, Verdict,
+    Objection, OpenError, Operator, Order, Over, Proposal, RecordFilter, Redeliver, Reserved,
+    Settled, Store, Takeover, Verdict,
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
@@ -48,6 +48,13 @@ async fn fresh() -> (Postgres, String) {
 /// A store on a fresh, migrated database, for the checks that every store passes.
 pub(crate) async fn open() -> Arc<dyn oncegate::store::Store> {
     Arc::new(fresh().await.0)
+}
+
+/// A store on this database, migrated.
+pub(crate) async fn open_at(url: &str) -> Arc<dyn oncegate::store::Store> {
+    let store = Postgres::open(settings(url)).await.unwrap();
+    store.migrate(true).await.unwrap();
+    Arc::new(store)
 }
 
 async fn sql(url: &str) -> Client {
@@ -133,6 +140,7 @@ fn claim(limit: u32) -> Claim {
     Claim {
         sink: "main".into(),
         lane: Lane::Fresh,
+        order: Order::None,
         limit,
         owner: OwnerId::fresh(),
         lease: LEASE,
@@ -314,17 +322,20 @@ async fn an_event_is_claimed_failed_retried_buried_and_redelivered_under_growing
     let say = |claim_no, verdict| [Acknowledgement { event_id: one.event_id, claim_no, verdict }];
     let retry = |delay| Verdict::Retry { delay, status: Some(500), error: "no\0pe".into() };
     let failed = say(1, retry(Duration::ZERO));
-    assert_eq!(store.acknowledge("main", &failed).await.unwrap(), [one.event_id]);
-    assert!(store.acknowledge("main", &failed).await.unwrap().is_empty(), "a stale number");
+    assert_eq!(store.acknowledge("main", Order::None, &failed).await.unwrap(), [one.event_id]);
+    assert!(
+        store.acknowledge("main", Order::None, &failed).await.unwrap().is_empty(),
+        "a stale number"
+    );
 
     let again = Claim { lane: Lane::Retry, ..claim(5) };
     assert_eq!(store.claim(&again).await.unwrap()[0].claim_no, 2);
     let given_back = say(2, Verdict::GivenBack);
-    assert_eq!(store.acknowledge("main", &given_back).await.unwrap().len(), 1);
+    assert_eq!(store.acknowledge("main", Order::None, &given_back).await.unwrap().len(), 1);
     let third = store.claim(&again).await.unwrap();
     assert_eq!((third[0].claim_no, third[0].attempts), (3, 1));
     let dead = say(3, Verdict::Dead { status: Some(400), error: "never".into() });
-    assert_eq!(store.acknowledge("main", &dead).await.unwrap().len(), 1);
+    assert_eq!(store.acknowledge("main", Order::None, &dead).await.unwrap().len(), 1);
     assert_eq!(store.gauges().await.unwrap().dead, [("main".to_owned(), 1)]);
     assert_eq!(store.sweep_events(Duration::ZERO, 10).await.unwrap(), 0, "dead ones stay");
 
@@ -334,7 +345,7 @@ async fn an_event_is_claimed_failed_retried_buried_and_redelivered_under_growing
     let this = Redeliver::One { id: one.event_id, sink: None };
     assert_eq!(store.redeliver(&this, &by()).await.unwrap(), 0, "it is being delivered");
     let sent = say(5, Verdict::Sent { status: Some(204) });
-    assert_eq!(store.acknowledge("main", &sent).await.unwrap().len(), 1);
+    assert_eq!(store.acknowledge("main", Order::None, &sent).await.unwrap().len(), 1);
     let events = store
         .list_events(&EventFilter { record: Some(p.id), limit: 5, ..Default::default() })
         .await
@@ -345,7 +356,10 @@ async fn an_event_is_claimed_failed_retried_buried_and_redelivered_under_growing
     assert_eq!(store.redeliver(&this, &by()).await.unwrap(), 1);
     assert_eq!(store.sweep_events(Duration::ZERO, 10).await.unwrap(), 0, "owed again");
     let last = store.claim(&again).await.unwrap()[0].claim_no;
-    store.acknowledge("main", &say(last, Verdict::Sent { status: Some(200) })).await.unwrap();
+    store
+        .acknowledge("main", Order::None, &say(last, Verdict::Sent { status: Some(200) }))
+        .await
+        .unwrap();
     assert_eq!(store.sweep_events(DAY, 10).await.unwrap(), 0);
     assert_eq!(store.sweep_events(Duration::ZERO, 10).await.unwrap(), 1);
 }
@@ -560,7 +574,7 @@ async fn plans_use_the_indexes_of_a_table_that_was_never_analysed() {
         verdict: Verdict::Sent { status: Some(200) },
     };
     let verdicts: Vec<_> = taken.iter().map(sent).collect();
-    assert_eq!(store.acknowledge("main", &verdicts).await.unwrap().len(), 16);
+    assert_eq!(store.acknowledge("main", Order::None, &verdicts).await.unwrap().len(), 16);
     let log = Cluster::shared().log();
     let plans: Vec<&str> = plans(&log, database);
     for name in ["reserve", "read_losers", "complete", "claim", "finish"] {

@@ -12,6 +12,7 @@ use crate::support::fleet::sending;
 use crate::support::orders::Orders;
 use crate::support::process::{self, Gateway, eventually};
 use crate::support::rig::{Place, Rig, Which, config_at, on_both_stores};
+use crate::support::secure::Secured;
 use crate::support::upstream::{Reply, Seen, Upstream};
 
 const SAME: &str = "replay_auth = \"same-credential\"";
@@ -253,6 +254,13 @@ async fn d12_a_replay_is_given_to_whom_the_api_lets_at_that_time(which: Which) {
         .header("cookie", "session=1")
         .header("x-original-uri", "/forged")
         .header("x_original_method", "GET")
+        .header("content-digest", "sha-256=:AAAA:")
+        .header("digest", "SHA-256=AAAA")
+        .header("x-forwarded-uri", "/forged")
+        .header("x_original_url", "/forged")
+        .header("x-rewrite-url", "/forged")
+        .header("x-forwarded-method", "GET")
+        .header("x-http-method-override", "DELETE")
         .header("if-none-match", "*");
     let replay = ask.to(addr).await;
     assert!(replay.replayed());
@@ -270,7 +278,17 @@ async fn d12_a_replay_is_given_to_whom_the_api_lets_at_that_time(which: Which) {
     ] {
         assert_eq!(head.matches(&format!("\r\n{line}")).count(), 1, "{line}: {head}");
     }
-    for name in ["content-", "transfer-", "x_original", "if-none-match", "forged", "expect"] {
+    for name in [
+        "content-",
+        "digest",
+        "transfer-",
+        "x_original",
+        "if-none-match",
+        "forged",
+        "expect",
+        "x-forwarded-method",
+        "x-http-method",
+    ] {
         assert!(
             !head.contains(&format!("\r\n{name}")) && !head.contains("forged"),
             "{name}: {head}"
@@ -365,4 +383,66 @@ lookup = { path = "/found/{{ key }}/{{ tenant }}", found = "true", settle = "0s"
         alice.replayed() && String::from_utf8_lossy(&alice.body).contains("order-7"),
         "{alice:?}"
     );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn over_https_only_whom_the_file_vouches_for_says_who_may_read() {
+    let judge = judge().await;
+    let (good, other) = (Secured::before(judge.addr).await, Secured::before(judge.addr).await);
+    let route = |name: &str, ca_file: String| {
+        let asked = format!("subrequest = \"{}\"", good.url("/may"));
+        format!(
+            "[[route]]\nmethod = \"POST\"\npath = \"/{name}\"\noperation = \"{name}\"\nreplay_auth = {{ {asked}, {ca_file} timeout = \"10s\" }}\n"
+        )
+    };
+    let more = [
+        route("good", format!("{},", good.ca_file())),
+        route("other", format!("{},", other.ca_file())),
+        route("none", String::new()),
+    ];
+    let rig = guarded(Which::Sqlite, "", &more.concat()).await;
+    let ask = |path: &str, who: &str| by("k", who).target(path);
+    for path in ["/good", "/other", "/none"] {
+        assert_eq!(ask(path, ALICE).to(rig.gateway.addr).await.status, StatusCode::CREATED);
+    }
+    assert!(ask("/good", ALICE).to(rig.gateway.addr).await.replayed());
+    forbidden(&ask("/good", BOB).to(rig.gateway.addr).await);
+    assert_eq!(judge.seen().len(), 2);
+    for path in ["/other", "/none"] {
+        unchecked(&ask(path, ALICE).to(rig.gateway.addr).await);
+    }
+    assert_eq!(judge.seen().len(), 2, "what nobody vouches for is not asked");
+    assert_eq!(rig.orders.runs(), 3);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whose_attempt_was_overtaken_gets_anothers_answer_only_as_the_same_caller() {
+    let policy = "replay_auth = { subrequest = \"/auth\" }\non_unknown = \"retry\"";
+    let rig = guarded(Which::Postgres, policy, "").await;
+    let toml = settings(&rig.place, &rig.orders.url(), policy, "");
+    let other = Gateway::start(&process::config(rig.place.folder.path(), &toml));
+    let mut runs = 0;
+    for (key, overtaker) in [("stranger", BOB), ("same", ALICE)] {
+        rig.orders.hold_only(runs + 1);
+        let alice = sending(by(key, ALICE), rig.gateway.addr);
+        rig.orders.asked(runs + 1).await;
+        // As if the replica had slept: its attempt is given up, and another replica executes the next one.
+        let sql = format!(
+            "update idempotency_records set status = 'unknown' where key = '{key}' returning id"
+        );
+        assert_eq!(rig.place.rows(&sql).await.len(), 1);
+        let overtaking = by(key, overtaker).to(other.addr).await;
+        assert_eq!(overtaking.status, StatusCode::CREATED, "{overtaking:?}");
+        rig.orders.go();
+        let answer = alice.await.unwrap();
+        if overtaker == ALICE {
+            assert!(answer.replayed(), "{answer:?}");
+            assert_eq!(answer.body, overtaking.body);
+        } else {
+            unchecked(&answer);
+            assert!(!String::from_utf8_lossy(&answer.body).contains("order-"));
+        }
+        runs += 2;
+        assert_eq!(rig.orders.runs(), runs, "and nobody was asked: the request is used up");
+    }
 }

@@ -23,6 +23,7 @@ on_both_stores! {
     a_late_outcome_is_sealed_and_shown_to_operators_as_it_was,
     keys_are_rotated_and_what_has_no_key_is_never_replayed_or_executed,
     what_was_stored_before_is_still_replayed,
+    f59_an_event_whose_key_is_missing_waits_unharmed_and_holds_up_no_other,
 }
 
 const OLD: &str = "old t6+PWSJLNKRNL9xASWhknGA1XmJhdCpWM8Jps3Oc5RM=";
@@ -255,6 +256,51 @@ async fn what_was_stored_before_is_still_replayed(which: Which) {
     let lost = paying("sealed").to(rig.gateway.addr).await;
     assert_eq!(lost.status, StatusCode::SERVICE_UNAVAILABLE, "{sealed:?}, then {lost:?}");
     assert_eq!(rig.orders.runs(), 2);
+}
+
+async fn f59_an_event_whose_key_is_missing_waits_unharmed_and_holds_up_no_other(which: Which) {
+    let sink = Sink::start(|_, _| OK).await;
+    let mut paid = Paid::start(which, "", "", &fleet::sink(sink.port)).await;
+    let ordered = |paid: &Paid, args: &[&str]| {
+        let (code, _, errors) = tokio::task::block_in_place(|| command(&paid.gateway, args));
+        assert_eq!(code, 0, "{errors}");
+    };
+    ordered(&paid, &["sinks", "pause", "main"]);
+    let knows = async || {
+        let text = get("/metrics").to(paid.gateway.admin).await.body;
+        String::from_utf8_lossy(&text).contains(r#"sink_paused{sink="main",reason="operator"} 1"#)
+    };
+    eventually("its relay knows", knows).await;
+    // More than there are slots.
+    for n in 0..20 {
+        paying(&format!("old-{n}")).to(paid.gateway.addr).await;
+    }
+    paid.restart_with(&[NEW]);
+    ordered(&paid, &["sinks", "resume", "main"]);
+    paying("new").to(paid.gateway.addr).await;
+    eventually("the new one is delivered", async || sink.seen().len() == 1).await;
+    let waiting = "select count(*) from outbox_events where status = 'pending' and attempts = 0
+        and last_error like '%does not open here%old%'";
+    eventually("the others say why", async || paid.place.count(waiting).await == 20).await;
+    // However often it is looked at.
+    let id = "select id from outbox_events where status = 'pending' order by id limit 1";
+    let id = paid.place.rows(id).await[0][0].clone().unwrap();
+    let claims = format!("select claim_no from outbox_queue where event_id = '{id}'");
+    for _ in 0..6 {
+        let before = paid.place.count(&claims).await;
+        ordered(&paid, &["events", "redeliver", &id]);
+        eventually("another look", async || paid.place.count(&claims).await > before).await;
+        let back = format!(
+            "select count(*) from outbox_queue where event_id = '{id}' and next_attempt_at > created_at and lease_until <= next_attempt_at"
+        );
+        eventually("it is back", async || paid.place.count(&back).await == 1).await;
+    }
+    assert_eq!(paid.place.count(waiting).await, 20);
+    // The key is back.
+    paid.restart_with(&[NEW, OLD]);
+    ordered(&paid, &["events", "redeliver", &id]);
+    eventually("it is delivered", async || sink.ids().contains(&id)).await;
+    assert!(sink.seen().iter().all(|seen| seen.verified && seen.text().contains(SECRET)));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -18,8 +18,9 @@ use oncegate::record::{
 };
 use oncegate::store::{
     Acknowledgement, Asker, Asking, Beat, Changed, Claim, Claimed, Completion, EventFilter,
-    EventStatus, Lane, LateEnd, LateOutcome, Objection, Operator, Over, Proposal, RecordFilter,
-    Redeliver, Reserved, Settled, Store, Takeover, Untold, Verdict,
+    EventStatus, Lane, LateEnd, LateOutcome, Objection, OnDead, Operator, Order, Over, PauseReason,
+    Proposal, RecordFilter, Redeliver, Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store,
+    Takeover, Trouble, Untold, Verdict,
 };
 use uuid::Uuid;
 
@@ -77,11 +78,18 @@ on_every_store![
     a_late_delivery_stays_visible_for_its_whole_retention,
     an_event_that_is_dead_towards_one_sink_is_kept_whole,
     a_claim_takes_no_more_than_its_limit_and_nothing_twice,
+    of_one_ordering_key_one_event_is_claimed_and_its_verdict_wakes_the_next,
+    a_dead_event_blocks_its_ordering_key_where_that_is_asked_for,
+    the_turn_of_a_claim_that_is_over_goes_to_the_same_event,
     concurrent_claims_never_share_an_event,
     claims_of_an_owner_without_a_lease_are_free_at_once,
     a_stale_acknowledgement_changes_nothing,
     verdicts_move_events_as_they_say,
     redelivery_goes_on_from_the_claim_number,
+    a_sink_is_paused_once_and_resumed_by_its_probe,
+    one_probes_a_sink_at_a_time_and_a_late_probe_changes_nothing,
+    a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed,
+    what_is_given_back_keeps_its_attempts_and_says_what_it_met,
     the_next_due_event_is_known,
     answers_come_back_byte_for_byte,
     operators_resolve_only_what_nobody_works_on,
@@ -89,7 +97,7 @@ on_every_store![
     a_database_is_known_by_its_id,
 ];
 
-type Tested = Arc<dyn Store>;
+pub(crate) type Tested = Arc<dyn Store>;
 
 const MINUTE: Duration = Duration::from_secs(60);
 const SOON: Duration = Duration::from_secs(10);
@@ -201,7 +209,7 @@ fn sink() -> String {
 }
 
 /// Writes one event for each name, all to `sink`; the record's fence and scope.
-async fn announced(store: &Tested, sink: &str, names: &[&str]) -> (Scope, Fence) {
+pub(crate) async fn announced(store: &Tested, sink: &str, names: &[&str]) -> (Scope, Fence) {
     let scope = scope();
     let (fence, _) = held(store, &scope).await;
     let events = names.iter().map(|name| event(fence, name, &[sink])).collect();
@@ -217,14 +225,24 @@ async fn claim(
     lease: Duration,
 ) -> Vec<Claimed> {
     let (owner, over) = (OwnerId::fresh(), Over::Ended);
-    let claim = Claim { sink: sink.into(), lane, limit, owner, lease, over, sweep: true };
+    let claim = Claim {
+        sink: sink.into(),
+        lane,
+        order: Order::None,
+        limit,
+        owner,
+        lease,
+        over,
+        sweep: true,
+    };
     store.claim(&claim).await.unwrap()
 }
 
 /// All that is due at once, as a process that may, or may not, judge others.
 async fn claim_as(store: &Tested, sink: &str, owner: OwnerId, over: Over) -> Vec<Claimed> {
     let (sink, lane, lease) = (sink.to_owned(), Lane::Fresh, MINUTE);
-    let claim = Claim { sink, lane, limit: 10, owner, lease, over, sweep: false };
+    let claim =
+        Claim { sink, lane, order: Order::None, limit: 10, owner, lease, over, sweep: false };
     store.claim(&claim).await.unwrap()
 }
 
@@ -252,7 +270,7 @@ async fn claims_of_an_owner_without_a_lease_are_free_at_once(store: Tested) {
 
 async fn verdict(store: &Tested, sink: &str, claimed: &Claimed, verdict: Verdict) -> bool {
     let ack = Acknowledgement { event_id: claimed.event_id, claim_no: claimed.claim_no, verdict };
-    let current = store.acknowledge(sink, &[ack]).await.unwrap();
+    let current = store.acknowledge(sink, Order::None, &[ack]).await.unwrap();
     current == [claimed.event_id]
 }
 
@@ -1026,6 +1044,140 @@ async fn a_claim_takes_no_more_than_its_limit_and_nothing_twice(store: Tested) {
     assert_eq!(again[0].attempts, 0);
 }
 
+/// Writes events of one record, in this order, each with its ordering key.
+async fn announced_in_order(store: &Tested, sink: &str, names: &[(&str, Option<&str>)]) -> Fence {
+    let scope = scope();
+    let (fence, _) = held(store, &scope).await;
+    let events = names.iter().enumerate().map(|(n, (name, key))| Event {
+        position: u16::try_from(n).unwrap(),
+        ordering_key: key.map(str::to_owned),
+        ..event(fence, name, &[sink])
+    });
+    let completion = completion(&scope, fence, events.collect());
+    assert!(is_done(complete(store, completion).await));
+    fence
+}
+
+const FREE: Order = Order::Key(OnDead::Free);
+const BLOCK: Order = Order::Key(OnDead::Block);
+
+/// All that is due of a lane, in that order.
+async fn in_order(store: &Tested, sink: &str, lane: Lane, order: Order) -> Vec<Claimed> {
+    let (owner, over) = (OwnerId::fresh(), Over::Ended);
+    let sink = sink.to_owned();
+    let claim = Claim { sink, lane, order, limit: 9, owner, lease: MINUTE, over, sweep: true };
+    store.claim(&claim).await.unwrap()
+}
+
+fn names(claimed: &[Claimed]) -> Vec<&str> {
+    claimed.iter().map(|claimed| claimed.kind.as_str()).collect()
+}
+
+async fn say(store: &Tested, sink: &str, order: Order, claimed: &Claimed, verdict: Verdict) {
+    let ack = Acknowledgement { event_id: claimed.event_id, claim_no: claimed.claim_no, verdict };
+    let current = store.acknowledge(sink, order, &[ack]).await.unwrap();
+    assert_eq!(current, [claimed.event_id]);
+}
+
+async fn of_one_ordering_key_one_event_is_claimed_and_its_verdict_wakes_the_next(store: Tested) {
+    let sink = sink();
+    let events =
+        [("a", Some("k")), ("b", Some("k")), ("c", Some("k")), ("x", Some("l")), ("y", None)];
+    announced_in_order(&store, &sink, &events).await;
+    let claim = |lane| in_order(&store, &sink, lane, FREE);
+    let sent = || Verdict::Sent { status: Some(200) };
+    let again = |delay| Verdict::Retry { delay, status: None, error: "x".into() };
+    let first = claim(Lane::Fresh).await;
+    assert_eq!(names(&first), ["a", "x", "y"]);
+    assert!(claim(Lane::Fresh).await.is_empty(), "the others wait");
+
+    say(&store, &sink, FREE, &first[0], again(Duration::ZERO)).await;
+    assert!(claim(Lane::Fresh).await.is_empty(), "nothing overtakes what is tried again");
+    let retried = claim(Lane::Retry).await;
+    assert_eq!(names(&retried), ["a"]);
+    say(&store, &sink, FREE, &retried[0], Verdict::GivenBack).await;
+    assert!(claim(Lane::Fresh).await.is_empty(), "nor what is given back");
+    let retried = claim(Lane::Retry).await;
+    say(&store, &sink, FREE, &retried[0], sent()).await;
+    let second = claim(Lane::Fresh).await;
+    assert_eq!(names(&second), ["b"], "the next is due at once");
+
+    let one = Redeliver::One { id: first[0].event_id, sink: None };
+    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
+    assert!(claim(Lane::Retry).await.is_empty(), "never two of a key at once");
+    say(&store, &sink, FREE, &second[0], again(MINUTE)).await;
+    assert!(claim(Lane::Fresh).await.is_empty());
+    let older = claim(Lane::Retry).await;
+    assert_eq!(names(&older), ["a"], "the oldest is woken, whoever gave up the turn");
+    let (b, by) = (Redeliver::One { id: second[0].event_id, sink: None }, somebody());
+    say(&store, &sink, FREE, &older[0], dead()).await;
+    assert_eq!(store.redeliver(&b, &by).await.unwrap(), 1, "due at once");
+    let second = claim(Lane::Retry).await;
+    assert_eq!(names(&second), ["b"], "a dead one frees its key");
+    say(&store, &sink, FREE, &second[0], sent()).await;
+    assert_eq!(names(&claim(Lane::Fresh).await), ["c"]);
+}
+
+async fn a_dead_event_blocks_its_ordering_key_where_that_is_asked_for(store: Tested) {
+    let sink = sink();
+    let events = [("a", Some("k")), ("b", Some("k")), ("x", Some("l")), ("y", Some("l"))];
+    let fence = announced_in_order(&store, &sink, &events).await;
+    let first = in_order(&store, &sink, Lane::Fresh, BLOCK).await;
+    assert_eq!(names(&first), ["a", "x"]);
+    for claimed in &first {
+        say(&store, &sink, BLOCK, claimed, dead()).await;
+    }
+    assert!(in_order(&store, &sink, Lane::Fresh, BLOCK).await.is_empty(), "they wait");
+    assert_eq!(store.gauges().await.unwrap().blocked, [(sink.clone(), 2)]);
+    let filter = EventFilter { record: Some(fence.id), limit: 9, ..EventFilter::default() };
+    let rows = store.list_events(&filter).await.unwrap();
+    let blocking: BTreeSet<_> =
+        rows.iter().filter(|row| row.blocks).map(|row| row.kind.as_str()).collect();
+    assert_eq!(blocking, BTreeSet::from(["a", "x"]), "it is visible");
+
+    let one = Redeliver::One { id: first[0].event_id, sink: None };
+    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
+    let again = in_order(&store, &sink, Lane::Retry, BLOCK).await;
+    assert_eq!(names(&again), ["a"]);
+    say(&store, &sink, BLOCK, &again[0], Verdict::Sent { status: Some(200) }).await;
+    let next = in_order(&store, &sink, Lane::Fresh, BLOCK).await;
+    assert_eq!(names(&next), ["b"], "the other key still waits");
+    // By an operator's request the follower is looked at anew; where dead ones free their key, nothing holds it.
+    let y = rows.iter().find(|row| row.kind == "y").unwrap();
+    let one = Redeliver::One { id: y.id, sink: None };
+    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
+    assert!(in_order(&store, &sink, Lane::Fresh, BLOCK).await.is_empty());
+    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
+    assert_eq!(names(&in_order(&store, &sink, Lane::Fresh, FREE).await), ["y"]);
+    assert!(store.gauges().await.unwrap().blocked.is_empty());
+}
+
+async fn the_turn_of_a_claim_that_is_over_goes_to_the_same_event(store: Tested) {
+    let sink = sink();
+    announced_in_order(&store, &sink, &[("a", Some("k")), ("b", Some("k"))]).await;
+    let (lost, heir) = (owner(&store).await, owner(&store).await);
+    let (lane, order) = (Lane::Fresh, FREE);
+    let claim = |owner, lease, over| {
+        let sink = sink.clone();
+        Claim { sink, lane, order, limit: 9, owner, lease, over, sweep: false }
+    };
+    let short = store.claim(&claim(lost, Duration::ZERO, Over::Ended)).await.unwrap();
+    let long = store.claim(&claim(lost, MINUTE, Over::Ended)).await.unwrap();
+    assert_eq!((names(&short), names(&long)), (vec!["a"], vec!["a"]));
+    assert!(store.claim(&claim(heir, MINUTE, Over::EndedOrDead)).await.unwrap().is_empty());
+    store.retire(lost).await.unwrap();
+    assert!(store.claim(&claim(heir, MINUTE, Over::Ended)).await.unwrap().is_empty());
+    let taken = store.claim(&claim(heir, MINUTE, Over::EndedOrDead)).await.unwrap();
+    assert_eq!((names(&taken), taken[0].claim_no), (vec!["a"], 3));
+    let late = Acknowledgement {
+        event_id: long[0].event_id,
+        claim_no: long[0].claim_no,
+        verdict: Verdict::Sent { status: Some(200) },
+    };
+    assert!(store.acknowledge(&sink, FREE, &[late]).await.unwrap().is_empty());
+    assert!(in_order(&store, &sink, Lane::Fresh, FREE).await.is_empty(), "it gave up nothing");
+}
+
 async fn concurrent_claims_never_share_an_event(store: Tested) {
     let sink = sink();
     let names: Vec<_> = (0..60).map(|n| format!("e{n}")).collect();
@@ -1136,6 +1288,178 @@ async fn redelivery_goes_on_from_the_claim_number(store: Tested) {
     let events: Vec<_> = audit.iter().filter_map(|row| row.event).collect();
     assert_eq!(events, [of("dead").event_id, of("sent").event_id], "one row for each delivery");
     assert!(audit.iter().all(|row| row.action == "event.redeliver" && row.who == "olga"));
+}
+
+/// How a sink stands; `None`: it was never paused.
+async fn stand(store: &Tested, sink: &str, over: Over) -> Option<SinkState> {
+    store.sinks(over).await.unwrap().into_iter().find(|state| state.sink == sink)
+}
+
+async fn reason(store: &Tested, sink: &str) -> Option<PauseReason> {
+    stand(store, sink, Over::Ended).await.and_then(|state| state.pause).map(|pause| pause.reason)
+}
+
+fn failing(again: Duration) -> Trouble {
+    Trouble::Failing { again }
+}
+
+fn pausing(trouble: Trouble) -> SinkTurn {
+    SinkTurn::Pause { trouble, error: "500: h\0äß".into(), failed_probes: 0 }
+}
+
+fn probing(owner: OwnerId) -> SinkTurn {
+    SinkTurn::Probe { owner, lease: MINUTE, over: Over::EndedOrDead }
+}
+
+async fn turned(store: &Tested, sink: &str, no: i64, turn: &SinkTurn) -> bool {
+    store.turn_sink(sink, no, turn).await.unwrap() == Changed::Yes
+}
+
+async fn a_sink_is_paused_once_and_resumed_by_its_probe(store: Tested) {
+    let sink = &sink();
+    let me = owner(&store).await;
+    assert_eq!(stand(&store, sink, Over::Ended).await, None);
+    for turn in [probing(me), SinkTurn::Resume, SinkTurn::ProbeIdle { again: MINUTE }] {
+        assert!(!turned(&store, sink, 0, &turn).await, "it is open: {turn:?}");
+    }
+    assert!(!turned(&store, sink, 1, &pausing(failing(MINUTE))).await, "nobody has seen a 1");
+
+    // Many replicas have seen enough at the same time.
+    let pauses = (0..4).map(|_| {
+        let (store, sink) = (Arc::clone(&store), sink.clone());
+        tokio::spawn(async move { turned(&store, &sink, 0, &pausing(failing(SOON))).await })
+    });
+    let mut paused = 0;
+    for pause in pauses.collect::<Vec<_>>() {
+        paused += usize::from(pause.await.unwrap());
+    }
+    assert_eq!(paused, 1);
+    let state = stand(&store, sink, Over::Ended).await.unwrap();
+    let pause = state.pause.unwrap();
+    assert_eq!((state.no, pause.reason, pause.failed_probes), (1, PauseReason::Failing, 0));
+    let error = state.last_error.unwrap();
+    assert!(error.starts_with("500: h") && error.ends_with("äß"), "{error}");
+    assert!(pause.probe_in.is_some_and(|wait| wait <= SOON && wait > SOON / 2), "{pause:?}");
+    assert!(!turned(&store, sink, 1, &probing(me)).await, "it is not time");
+    assert!(!turned(&store, sink, 1, &SinkTurn::Resume).await, "nobody has probed it");
+
+    let other = &self::sink();
+    assert!(turned(&store, other, 0, &pausing(failing(Duration::ZERO))).await);
+    assert!(turned(&store, other, 1, &probing(me)).await);
+    assert!(!turned(&store, other, 1, &SinkTurn::Resume).await, "the number before the probe");
+    assert!(turned(&store, other, 2, &SinkTurn::Resume).await);
+    let state = stand(&store, other, Over::Ended).await.unwrap();
+    assert_eq!((state.no, state.pause), (3, None));
+    assert!(!turned(&store, other, 0, &pausing(failing(MINUTE))).await, "a late failure");
+    assert!(turned(&store, other, 3, &pausing(failing(MINUTE))).await);
+    assert_eq!(
+        reason(&store, sink).await,
+        Some(PauseReason::Failing),
+        "the first one stays as it is"
+    );
+}
+
+async fn one_probes_a_sink_at_a_time_and_a_late_probe_changes_nothing(store: Tested) {
+    let sink = &sink();
+    let (first, second) = (owner(&store).await, owner(&store).await);
+    assert!(turned(&store, sink, 0, &pausing(failing(Duration::ZERO))).await);
+    assert!(turned(&store, sink, 1, &probing(first)).await);
+    let waits = |state: &SinkState| state.pause.as_ref().unwrap().probe_in.unwrap();
+    let state = stand(&store, sink, Over::EndedOrDead).await.unwrap();
+    assert!(waits(&state) > MINUTE / 2, "until the probe's end: {state:?}");
+    assert!(!turned(&store, sink, 2, &probing(second)).await, "the first one probes");
+
+    let error = "503".to_owned();
+    let failed = SinkTurn::ProbeFailed { trouble: failing(Duration::ZERO), error };
+    assert!(turned(&store, sink, 2, &failed).await);
+    assert!(!turned(&store, sink, 2, &SinkTurn::Resume).await, "it has ended");
+    let state = stand(&store, sink, Over::Ended).await.unwrap();
+    let pause = state.pause.as_ref().unwrap();
+    assert_eq!((state.no, pause.failed_probes), (3, 1));
+    assert_eq!(state.last_error.as_deref(), Some("503"));
+
+    // A prober that dies: its probe is free once its lease has ended, for those who may judge.
+    assert!(turned(&store, sink, 3, &probing(second)).await);
+    store.retire(second).await.unwrap();
+    let patient = SinkTurn::Probe { owner: first, lease: MINUTE, over: Over::Ended };
+    assert!(!turned(&store, sink, 4, &patient).await, "who may not judge waits");
+    let state = stand(&store, sink, Over::EndedOrDead).await.unwrap();
+    assert_eq!(waits(&state), Duration::ZERO);
+    assert!(turned(&store, sink, 4, &probing(first)).await);
+    assert!(!turned(&store, sink, 4, &SinkTurn::Resume).await, "the dead one's answer is late");
+    assert!(turned(&store, sink, 5, &SinkTurn::ProbeIdle { again: MINUTE }).await);
+    let state = stand(&store, sink, Over::Ended).await.unwrap();
+    assert_eq!(state.pause.as_ref().unwrap().failed_probes, 1, "nothing was sent");
+    assert_eq!(state.last_error.as_deref(), Some("503"));
+    assert!(waits(&state) > MINUTE / 2);
+}
+
+async fn a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed(store: Tested) {
+    let (sink, gone) = (&sink(), &self::sink());
+    let (me, by) = (owner(&store).await, somebody());
+    assert!(turned(&store, gone, 0, &pausing(Trouble::Gone)).await);
+    assert!(!turned(&store, gone, 1, &probing(me)).await);
+    let order = async |sink: &str, order| store.operate_sink(sink, order, &by).await.unwrap();
+    assert_eq!(order(sink, SinkOrder::Resume).await, Changed::No, "it is open");
+    // In the middle of a probe, which then changes nothing.
+    assert!(turned(&store, sink, 0, &pausing(failing(Duration::ZERO))).await);
+    assert!(turned(&store, sink, 1, &probing(me)).await);
+    assert_eq!(order(sink, SinkOrder::Pause).await, Changed::Yes);
+    assert_eq!(order(sink, SinkOrder::Pause).await, Changed::No, "it is paused by hand");
+    let failed = SinkTurn::ProbeFailed { trouble: failing(Duration::ZERO), error: "x".into() };
+    for turn in [SinkTurn::Resume, failed, probing(me), pausing(failing(Duration::ZERO))] {
+        for no in [2, 3] {
+            assert!(!turned(&store, sink, no, &turn).await, "{turn:?}");
+        }
+    }
+    for (sink, why, note) in
+        [(sink, PauseReason::Operator, Some("asked the bank")), (gone, PauseReason::Gone, None)]
+    {
+        let pause = stand(&store, sink, Over::Ended).await.unwrap().pause.unwrap();
+        assert_eq!((pause.reason, pause.probe_in, pause.note.as_deref()), (why, None, note));
+        assert_eq!(order(sink, SinkOrder::Resume).await, Changed::Yes);
+        assert_eq!(reason(&store, sink).await, None);
+    }
+    let no = stand(&store, sink, Over::Ended).await.unwrap().no;
+    assert!(turned(&store, sink, no, &pausing(Trouble::Busy { again: MINUTE })).await);
+    assert_eq!(reason(&store, sink).await, Some(PauseReason::Busy));
+}
+
+async fn what_is_given_back_keeps_its_attempts_and_says_what_it_met(store: Tested) {
+    let sink = sink();
+    let (_, fence) = announced(&store, &sink, &["a", "b"]).await;
+    let back = |delay| Verdict::Returned { delay, status: Some(429), error: "later".into() };
+    let first = claim(&store, &sink, Lane::Fresh, 1, MINUTE).await.remove(0);
+    assert!(verdict(&store, &sink, &first, back(Duration::ZERO)).await);
+    assert_eq!(events(&store, fence).await, [(EventStatus::Pending, 0); 2]);
+    assert_eq!(store.last_failure(&sink).await.unwrap().as_deref(), Some("later"));
+    let again = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert_eq!((again.event_id, again.attempts, again.refusals), (first.event_id, 0, 0));
+    // A refusal is an attempt, and is counted beside it.
+    let refused = Verdict::Refused { delay: Duration::ZERO, status: Some(422), error: "no".into() };
+    assert!(verdict(&store, &sink, &again, refused).await);
+    let again = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert_eq!((again.attempts, again.refusals), (1, 1));
+    assert!(verdict(&store, &sink, &again, back(Duration::ZERO)).await);
+
+    // What goes back goes behind what is due: another one comes first.
+    let other = claim(&store, &sink, Lane::Fresh, 1, MINUTE).await.remove(0);
+    assert!(verdict(&store, &sink, &other, back(Duration::ZERO)).await);
+    let next = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert_eq!((next.event_id, next.refusals), (first.event_id, 1));
+    assert!(verdict(&store, &sink, &next, back(Duration::ZERO)).await);
+    assert_eq!(claim(&store, &sink, Lane::Retry, 1, MINUTE).await[0].event_id, other.event_id);
+    let next = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert!(verdict(&store, &sink, &next, back(MINUTE)).await);
+    assert!(claim(&store, &sink, Lane::Retry, 9, MINUTE).await.is_empty(), "not due yet");
+    // Redelivered, it begins anew.
+    let row = Redeliver::One { id: next.event_id, sink: Some(sink.clone()) };
+    assert_eq!(store.redeliver(&row, &somebody()).await.unwrap(), 1);
+    let next = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert!(verdict(&store, &sink, &next, dead()).await);
+    assert_eq!(store.redeliver(&row, &somebody()).await.unwrap(), 1);
+    let anew = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert_eq!((anew.attempts, anew.refusals), (0, 0));
 }
 
 async fn the_next_due_event_is_known(store: Tested) {

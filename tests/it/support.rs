@@ -11,6 +11,7 @@ pub(crate) mod process;
 pub(crate) mod proxy;
 pub(crate) mod raw;
 pub(crate) mod rig;
+pub(crate) mod secure;
 pub(crate) mod shelf;
 pub(crate) mod sink;
 pub(crate) mod upstream;

@@ -25,6 +25,7 @@ struct Running {
 
 fn start(fake: &Arc<Fake>, contact: Contact) -> Running {
     let settings = Settings {
+        sinks: vec!["main".into()],
         outbox_retention: Duration::from_secs(3600),
         unknown_events: None,
         every: Duration::from_secs(30),
@@ -80,7 +81,7 @@ async fn the_only_process_on_its_database_judges_in_its_first_round() {
 async fn gauges_follow_the_store_also_down_to_nothing() {
     let fake = Arc::new(Fake::default());
     let pending = vec![("main".to_owned(), 7, Duration::from_secs(3))];
-    *fake.gauges.lock().unwrap() = Gauges { pending, dead: vec![], unknown_records: 2 };
+    *fake.gauges.lock().unwrap() = Gauges { pending, unknown_records: 2, ..Gauges::default() };
     let running = start(&fake, Contact::sole(started()));
     let shown = |text: &'static str| {
         let metrics = Arc::clone(&running.metrics);

@@ -1,5 +1,6 @@
 //! Tenants out of tokens: what a good one says, and where the keys come from.
 
+use std::sync::Mutex;
 use std::time::Duration;
 
 use http::StatusCode;
@@ -8,7 +9,9 @@ use serde_json::json;
 use crate::support::client::{Answer, Ask, post};
 use crate::support::issuer::{self, KeyServer, Named, claims, rs256};
 use crate::support::process::eventually;
+use crate::support::raw::Raw;
 use crate::support::rig::{Rig, Which, on_both_stores};
+use crate::support::secure::Secured;
 use crate::support::upstream::Reply;
 
 /// A route by a top-level claim, one by a claim that stands deeper, one that needs no key.
@@ -275,4 +278,59 @@ async fn many_callers_share_one_fetch_and_none_waits_past_its_time_out() {
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
     assert!(server.asked() < 20, "{} fetches", server.asked());
     assert_eq!(rig.orders.runs(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_names_a_key_and_hangs_up_does_not_use_up_anothers_fetch() {
+    let server = KeyServer::start().await;
+    let (old, new) = (Named::new("old"), Named::new("new"));
+    server.publish(&[&old]);
+    let more = "cooldown = \"200ms\"\nrefresh = \"1h\"";
+    let rig = Rig::start(Which::Sqlite, &by_url(&server, more)).await;
+    eventually("the keys are there", || async { !unverified(&sent(&rig, &old, "k").await) }).await;
+    let asked = server.asked();
+    server.publish_slowly(&[&old, &new], Duration::from_millis(300));
+    let made_up = Named::new("made-up").token(&claims("acme", &json!({})));
+    let request = format!(
+        "POST /jwt HTTP/1.1\r\nHost: a\r\nIdempotency-Key: h\r\nContent-Length: 0\r\nAuthorization: Bearer {made_up}\r\n\r\n"
+    );
+    // Until the cooldown is over; hung up while the set is on its way.
+    let hanging = Mutex::new(Vec::new());
+    eventually("the set is asked for", || async {
+        let hangs = Raw::sending(rig.gateway.addr, &request).await;
+        hanging.lock().unwrap().push(hangs);
+        server.asked() > asked
+    })
+    .await;
+    drop(hanging);
+    eventually("the new key is good", || async {
+        sent(&rig, &new, "n").await.status == StatusCode::CREATED
+    })
+    .await;
+    assert_eq!(server.asked(), asked + 1, "the fetch that was begun is the one that counts");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn keys_come_over_https_from_whom_the_file_vouches_for_and_from_nobody_else() {
+    let server = KeyServer::start().await;
+    let one = Named::new("one");
+    server.publish(&[&one]);
+    let (good, other) =
+        (Secured::before(server.addr()).await, Secured::before(server.addr()).await);
+    let keys = |ca_file: String| {
+        let url = good.url("/keys");
+        routes(&format!("jwks_url = \"{url}\"\nalgorithms = [\"ES256\"]\n{ca_file}"))
+    };
+    let rig = Rig::start(Which::Sqlite, &keys(good.ca_file())).await;
+    eventually("the keys are there", || async { !unverified(&sent(&rig, &one, "k").await) }).await;
+    assert!(sent(&rig, &one, "k").await.replayed());
+    let asked = server.asked();
+    // Of another authority, and without a file: of none that vouches for it.
+    for ca_file in [other.ca_file(), String::new()] {
+        let rig = Rig::start(Which::Sqlite, &keys(ca_file)).await;
+        assert!(unverified(&sent(&rig, &one, "k").await));
+        assert!(rig.gateway.log().contains("the keys for tokens cannot be fetched"));
+        assert_eq!(rig.orders.runs(), 0);
+    }
+    assert_eq!(server.asked(), asked);
 }

@@ -9,12 +9,11 @@ use bytes::Bytes;
 use http::{Method, Request, Response};
 use http_body_util::{BodyExt, Full};
 use oncegate::gateway::upstream::{Answer, DialError, Dialed, SendError, Settings, Upstream};
-use rustls::pki_types::PrivateKeyDer;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio_rustls::TlsAcceptor;
 
 use crate::support::raw::{PATIENCE, headers};
+use crate::support::secure::Certificate;
 use crate::support::upstream::{OK, Reply, Upstream as Scripted};
 
 fn upstream(addr: SocketAddr) -> Upstream {
@@ -63,31 +62,18 @@ async fn a_name_without_address_has_sent_nothing() {
 /// A TLS server with a certificate of its own, and the settings of an upstream that trusts it.
 struct Secure {
     listener: TcpListener,
-    acceptor: TlsAcceptor,
+    certificate: Certificate,
     settings: Settings,
-    _directory: tempfile::TempDir,
 }
 
 async fn secure(name: &str) -> Secure {
-    let made = rcgen::generate_simple_self_signed([name.to_owned()]).unwrap();
-    let directory = tempfile::tempdir().unwrap();
-    let ca_file = directory.path().join("ca.pem");
-    std::fs::write(&ca_file, made.cert.pem()).unwrap();
-    let key = PrivateKeyDer::try_from(made.signing_key.serialize_der()).unwrap();
-    let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let config = rustls::ServerConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .unwrap()
-        .with_no_client_auth()
-        .with_single_cert(vec![made.cert.der().clone()], key)
-        .unwrap();
+    let certificate = Certificate::of(name);
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
     let mut settings = Settings::at(format!("https://localhost:{port}").parse().unwrap());
     settings.connect_timeout = PATIENCE;
-    settings.ca_file = Some(ca_file);
-    let acceptor = TlsAcceptor::from(Arc::new(config));
-    Secure { listener, acceptor, settings, _directory: directory }
+    settings.ca_file = Some(certificate.ca_file.clone());
+    Secure { listener, certificate, settings }
 }
 
 #[tokio::test]
@@ -102,7 +88,7 @@ async fn over_tls_only_an_answer_that_ends_lawfully_is_whole() {
     ] {
         let server = async {
             let (tcp, _) = secure.listener.accept().await.unwrap();
-            let mut tls = secure.acceptor.accept(tcp).await.unwrap();
+            let mut tls = secure.certificate.acceptor.accept(tcp).await.unwrap();
             let mut request = vec![0; 2000];
             let read = tls.read(&mut request).await.unwrap();
             assert!(request[..read].starts_with(b"POST /orders HTTP/1.1\r\n"));
@@ -125,7 +111,7 @@ async fn a_certificate_of_somebody_else_means_nothing_was_sent() {
     let upstream = Upstream::new(secure.settings.clone()).unwrap();
     let server = async {
         let (tcp, _) = secure.listener.accept().await.unwrap();
-        assert!(secure.acceptor.accept(tcp).await.is_err());
+        assert!(secure.certificate.acceptor.accept(tcp).await.is_err());
     };
     let ((), dialed) = tokio::join!(server, upstream.dial());
     assert!(matches!(dialed, Err(DialError::Tls(_))));

@@ -66,6 +66,9 @@ fn made(target: http::Settings, timeout: Duration) -> sink::Sink {
         backoff_max: MS,
         attempts_max: 3,
         age_max: MS,
+        refusals_max: 5,
+        pause_after: 1_000_000,
+        order: oncegate::store::Order::None,
         events: oncegate::record::event::wanted::Wanted::All,
         target: Target::Http(target),
     };

@@ -11,6 +11,7 @@ use super::{BTreeSet, Builder, DAY, HOUR, Maybe, Placed, SECOND, count, file, or
 use crate::record::event::wanted::{Pattern, Wanted};
 use crate::relay::sink::http::Format;
 use crate::relay::sink::{self, Target, http};
+use crate::store::{OnDead, Order};
 
 impl Builder<'_> {
     pub(super) fn sinks(&self, raws: &[file::Sink], outbox: &file::Outbox) -> Vec<sink::Settings> {
@@ -33,10 +34,6 @@ impl Builder<'_> {
             let place = raw.place.field("backoff");
             self.notes.mistake(&place, "base must be longer than nothing and not longer than max");
         }
-        if let Some(placed) = &raw.pause_after {
-            let text = "has no effect yet: a failing sink is tried again by backoff, not paused";
-            self.notes.warning(&placed.place, text);
-        }
         let target = self.target(raw, source);
         let name = self.required(raw.name.as_ref(), &raw.place, "name");
         let name = name.and_then(|name| self.checked(name, read_name));
@@ -49,6 +46,9 @@ impl Builder<'_> {
             attempts_max: or(&raw.max_attempts, 20),
             age_max: or(&raw.max_age, 3 * DAY),
             events: self.wanted(raw),
+            refusals_max: or(&raw.max_refusals, 5),
+            pause_after: or(&raw.pause_after, 10),
+            order: self.order(raw),
             target: target?,
         };
         // The part's own check has the last word.
@@ -68,6 +68,34 @@ impl Builder<'_> {
         match &raw.events {
             Some(_) => Wanted::Some(self.each(&raw.events, Pattern::parse)),
             None => Wanted::All,
+        }
+    }
+
+    fn order(&self, raw: &file::Sink) -> Order {
+        let ordering = |text: &str| match text {
+            "none" => Ok(false),
+            "key" => Ok(true),
+            _ => Err("must be \"none\" or \"key\" (events with the same ordering_key one after \
+                      the other)"
+                .to_owned()),
+        };
+        let on_dead = |text: &str| match text {
+            "free" => Ok(OnDead::Free),
+            "block" => Ok(OnDead::Block),
+            _ => Err("must be \"free\" or \"block\" (what is behind a dead event in its \
+                      ordering key waits until that one is redelivered or discarded)"
+                .to_owned()),
+        };
+        let by_key = raw.ordering.as_ref().and_then(|placed| self.checked(placed, ordering));
+        let dead = raw.on_dead.as_ref().and_then(|placed| self.checked(placed, on_dead));
+        match (by_key, &raw.on_dead) {
+            (Some(true), _) => Order::Key(dead.unwrap_or_default()),
+            (None | Some(false), Some(placed)) => {
+                let wrong = "has no effect without ordering = \"key\": add that, or leave it out";
+                self.notes.mistake(&placed.place, wrong);
+                Order::None
+            }
+            (None | Some(false), None) => Order::None,
         }
     }
 

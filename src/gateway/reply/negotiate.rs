@@ -191,14 +191,18 @@ pub(in crate::gateway) async fn fit(
     let KeptBody::Whole(body) = answer.body.clone() else { return Ok(None) };
     let (max, loan) = room.borrow(kept_max, kept_max.saturating_mul(EXPANSION_MAX));
     let loan = loan.map_err(|_| Unfit::NoRoom)?;
-    let decoding = tokio::task::spawn_blocking(move || coding::decode(&codings, &body, max));
+    // The room stays with the work, which goes on where the caller hangs up.
+    let decoding = tokio::task::spawn_blocking(move || {
+        let decoded = coding::decode(&codings, &body, max).ok()?;
+        let held = loan.cut(decoded.len());
+        Some((decoded, held))
+    });
     match decoding.await {
-        Ok(Ok(body)) => {
-            let held = loan.cut(body.len());
+        Ok(Some((body, held))) => {
             Ok(Some(Decoded { answer: without_coding(answer, body.into()), held }))
         }
-        Ok(Err(_)) | Err(_) if else_as_stored => Ok(None),
-        Ok(Err(_)) | Err(_) => Err(Unfit::NotTaken),
+        Ok(None) | Err(_) if else_as_stored => Ok(None),
+        Ok(None) | Err(_) => Err(Unfit::NotTaken),
     }
 }
 
@@ -226,9 +230,13 @@ fn without_coding(answer: &Answer, body: Bytes) -> Answer {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+
+    use futures_util::FutureExt as _;
     use http::StatusCode;
 
     use super::*;
+    use crate::gateway::room::Limits;
     use crate::record::Spelling;
 
     fn takes(accepts: Option<&str>) -> Takes {
@@ -342,5 +350,30 @@ mod tests {
         assert!(of(Version::HTTP_11, "gzip, Trailers"));
         assert!(!of(Version::HTTP_11, "gzip"));
         assert!(!of(Version::HTTP_10, "trailers"));
+    }
+
+    #[test]
+    fn the_room_of_a_body_that_is_decoded_for_nobody_any_more_is_kept_until_it_is_decoded() {
+        const KIB: usize = 1024;
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        let runtime = runtime.enable_all().max_blocking_threads(1).build().unwrap();
+        runtime.block_on(async {
+            let (go, goes) = mpsc::channel::<()>();
+            // The only thread is taken: decoding waits.
+            let before = tokio::task::spawn_blocking(move || goes.recv().ok());
+            let limits = Limits::new(10, 10, 80 * KIB);
+            let room = limits.admit(1, 1).unwrap();
+            let answer = stored("gzip", &[], b"no gzip");
+            let takes = takes(Some("identity"));
+            let mut fitting = Box::pin(fit(&takes, &answer, 40 * KIB, &room));
+            assert!(fitting.as_mut().now_or_never().is_none());
+            drop(fitting);
+            assert!(limits.admit(40 * KIB, 1).is_err(), "the work goes on, and has its room");
+            drop(go);
+            before.await.unwrap();
+            // Behind it on the same thread.
+            tokio::task::spawn_blocking(|| ()).await.unwrap();
+            assert!(limits.admit(40 * KIB, 1).is_ok());
+        });
     }
 }

@@ -1,5 +1,7 @@
 //! What templates see: the parts of the request that they name, kept from its reservation to its completion, and the answer.
 
+use std::borrow::Cow;
+use std::cell::OnceCell;
 use std::collections::BTreeSet;
 
 use bytes::Bytes;
@@ -17,24 +19,27 @@ const CONTEXT_MAX: usize = 64 * 1024;
 pub(super) fn extract(needs: &BTreeSet<String>, request: &RequestParts<'_>) -> Bytes {
     let (path, query) = request.target.split_once('?').unwrap_or((request.target, ""));
     let mut kept = Map::new();
+    let json = OnceCell::new();
     for need in needs {
         let mut steps = need.split('.');
         let part = steps.next().unwrap_or_default();
         let is = |name: &str| part == name;
+        let read = || serde_json::from_slice(request.body).unwrap_or(Json::Null);
         let value = if is("method") {
-            request.method.as_str().into()
+            Cow::Owned(request.method.as_str().into())
         } else if is("path") {
-            path.into()
+            Cow::Owned(path.into())
         } else if is("query") {
-            pairs(query.as_bytes())
+            Cow::Owned(pairs(query.as_bytes()))
         } else if is("headers") {
-            headers(request.headers)
+            Cow::Owned(headers(request.headers))
         } else if is("params") {
-            request.params.iter().map(|(name, value)| ((*name).to_owned(), json!(value))).collect()
+            let params = request.params.iter();
+            Cow::Owned(params.map(|(name, value)| ((*name).to_owned(), json!(value))).collect())
         } else if is("form") {
-            pairs(request.body)
+            Cow::Owned(pairs(request.body))
         } else {
-            serde_json::from_slice(request.body).unwrap_or(Json::Null)
+            Cow::Borrowed(json.get_or_init(read))
         };
         let steps = steps.collect::<Vec<_>>();
         copy(&value, &steps, kept.entry(part).or_insert(Json::Null));

@@ -57,6 +57,16 @@ const MIGRATIONS: &[Migration] = &[
         sql: include_str!("../../../migrations/postgres/0007_batches.sql"),
     },
     Migration {
+        version: 8,
+        name: "sinks",
+        sql: include_str!("../../../migrations/postgres/0008_sinks.sql"),
+    },
+    Migration {
+        version: 9,
+        name: "order",
+        sql: include_str!("../../../migrations/postgres/0009_order.sql"),
+    },
+    Migration {
         version: 11,
         name: "event_filters",
         sql: include_str!("../../../migrations/postgres/0011_event_filters.sql"),

@@ -12,11 +12,12 @@ use tokio_postgres::types::Type;
 use uuid::Uuid;
 
 use super::door::{Connection, Door, Param, Params, Task};
+use super::order::{self, AcknowledgingInOrder};
 use super::rows::{self, duration, get, unsigned};
 use super::seconds;
 use crate::record::event::wanted::{Pattern, Subscriber, Wanted};
 use crate::store::batch::RunError;
-use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Over, Verdict};
+use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Order, Over, Verdict};
 
 // A pattern holds no line end, so the patterns of a sink fit one text, and arrays of different lengths one parameter.
 const NAME_SINKS: &str = "-- name_sinks
@@ -46,42 +47,100 @@ fn likes(wanted: &Wanted) -> Option<String> {
 }
 
 // The planner may have met the queue when it was empty, and would then read all of it for each claim.
-const BEGIN_CLAIM: &str = "-- begin_claim
+pub(super) const BEGIN_CLAIM: &str = "-- begin_claim
 BEGIN ISOLATION LEVEL READ COMMITTED;
 SET LOCAL enable_seqscan = off;
 SET LOCAL enable_bitmapscan = off";
 
 /// How far back the quick look goes.
-const FLOOR: Duration = Duration::from_secs(10);
+pub(super) const FLOOR: Duration = Duration::from_secs(10);
 
-// MATERIALIZED: the limited look must not be run again for each row. The clock stands in a sub-select because only
-// a value that is fixed for the statement can bound an index scan. The owner of a running claim is looked up by its
-// primary key, and only for claims that run: a scalar sub-select is never made into a join or a hash over all owners.
-const CLAIM: &str = "-- claim
-WITH c AS MATERIALIZED (
-    SELECT event_id FROM outbox_queue
-    WHERE sink = $1 AND lane = $2
+/// Whether the process of this id lives. Looked up by its primary key: a scalar sub-select is never made into a join or a
+/// hash over all owners.
+macro_rules! owner_lives {
+    ($owner:literal) => {
+        concat!(
+            "(coalesce((SELECT o.lease_until FROM oncegate_owners o WHERE o.owner = ",
+            $owner,
+            "), '-infinity') > clock_timestamp())"
+        )
+    };
+}
+pub(super) use owner_lives;
+
+/// What may be claimed: of a sink and lane, due for no longer than the floor, and free. The clock stands in a sub-select
+/// because only a value that is fixed for the statement can bound an index scan. Owners are asked about only for claims
+/// that run.
+macro_rules! claimable {
+    ($sink:literal, $lane:literal, $floor:literal, $judges:literal) => {
+        concat!(
+            "sink = ",
+            $sink,
+            " AND lane = ",
+            $lane,
+            "
       AND next_attempt_at <= (SELECT clock_timestamp())
-      AND next_attempt_at >= (SELECT clock_timestamp() - make_interval(secs => $5))
+      AND next_attempt_at >= (SELECT clock_timestamp() - make_interval(secs => ",
+            $floor,
+            "))
       AND (lease_until <= clock_timestamp()
-        OR ($7 AND claimed_by IS NOT NULL
-          AND coalesce((SELECT o.lease_until FROM oncegate_owners o WHERE o.owner = claimed_by),
-                       '-infinity') <= clock_timestamp()))
+        OR (",
+            $judges,
+            " AND claimed_by IS NOT NULL AND NOT ",
+            $crate::store::postgres::outbox::owner_lives!("claimed_by"),
+            "))"
+        )
+    };
+}
+pub(super) use claimable;
+
+/// The queue's row of an event towards a sink, or the one after it: to be compared again. Its order is that of one index
+/// only. Where the planner believes the queue to be empty, all indexes are equally good to it, and by another one each event
+/// may cost a look at all rows of the sink.
+macro_rules! row_of {
+    ($of:literal, $sink:literal) => {
+        concat!(
+            "LATERAL (
+    SELECT r.ctid AS place, r.* FROM outbox_queue r
+    WHERE (r.event_id, r.sink) >= (",
+            $of,
+            ".event_id, ",
+            $sink,
+            ")
+    ORDER BY r.event_id, r.sink LIMIT 1) AS q"
+        )
+    };
+}
+pub(super) use row_of;
+
+// A row whose newer version was locked is not at its place for this statement: the next look takes it.
+// MATERIALIZED: the limited look must not be run again for each row.
+const CLAIM: &str = concat!(
+    "-- claim
+WITH c AS MATERIALIZED (
+    SELECT ctid AS place FROM outbox_queue
+    WHERE ",
+    claimable!("$1", "$2", "$5", "$7"),
+    "
     ORDER BY next_attempt_at, event_id LIMIT $3 FOR UPDATE OF outbox_queue SKIP LOCKED),
 u AS (
     UPDATE outbox_queue q
     SET lease_until = clock_timestamp() + make_interval(secs => $4), claim_no = q.claim_no + 1,
         claimed_by = $6
-    FROM c WHERE q.event_id = c.event_id AND q.sink = $1
-    RETURNING q.event_id, q.claim_no, q.attempts, q.created_at)
-SELECT u.event_id, u.claim_no, u.attempts,
+    FROM c WHERE q.ctid = c.place
+    RETURNING q.event_id, q.claim_no, q.attempts, q.refusals, q.created_at)
+SELECT u.event_id, u.claim_no, u.attempts, u.refusals,
        extract(epoch FROM clock_timestamp() - u.created_at)::float8 AS age,
        m.event_type, m.tenant_id, m.operation, m.idempotency_key, m.payload
 FROM u JOIN outbox_messages m ON m.id = u.event_id
-ORDER BY u.created_at, m.record_id, m.seq, u.event_id";
+ORDER BY u.created_at, m.record_id, m.seq, u.event_id"
+);
 
 pub(super) async fn claim(door: &Door, claim: &Claim) -> Result<Vec<Claimed>, Error> {
-    door.run(&Claiming(claim)).await?.iter().map(claimed).collect()
+    match claim.order {
+        Order::None => door.run(&Claiming(claim)).await?.iter().map(claimed).collect(),
+        Order::Key(on_dead) => order::claim(door, claim, on_dead).await,
+    }
 }
 
 struct Claiming<'a>(&'a Claim);
@@ -91,7 +150,7 @@ impl Task for Claiming<'_> {
     type Done = Vec<Row>;
 
     async fn run(&self, connection: &mut Connection) -> Result<Vec<Row>, RunError> {
-        let Claim { sink, lane: which, limit, owner, lease, over, sweep } = self.0;
+        let Claim { sink, lane: which, order: _, limit, owner, lease, over, sweep } = self.0;
         let floor = if *sweep { Duration::MAX } else { FLOOR };
         let params: Params<'_> = &[
             (sink, Type::TEXT),
@@ -109,18 +168,19 @@ impl Task for Claiming<'_> {
     }
 }
 
-fn lane(lane: Lane) -> i16 {
+pub(super) fn lane(lane: Lane) -> i16 {
     match lane {
         Lane::Fresh => 0,
         Lane::Retry => 1,
     }
 }
 
-fn claimed(row: &Row) -> Result<Claimed, Error> {
+pub(super) fn claimed(row: &Row) -> Result<Claimed, Error> {
     Ok(Claimed {
         event_id: get(row, "event_id")?,
         claim_no: get(row, "claim_no")?,
         attempts: unsigned(get(row, "attempts")?),
+        refusals: unsigned(get(row, "refusals")?),
         age: duration(get(row, "age")?),
         kind: get(row, "event_type")?,
         tenant: get(row, "tenant_id")?,
@@ -132,17 +192,22 @@ fn claimed(row: &Row) -> Result<Claimed, Error> {
 
 // A lease of '-infinity': the claim of this number has got its verdict already. So a verdict that is said twice, as
 // after a lost answer, counts once.
-const FINISH: &str = "-- finish
+pub(super) const FINISH: &str = concat!(
+    "-- finish
 WITH x AS MATERIALIZED (
     SELECT * FROM unnest($2::uuid[], $3::int[], $4::text[], $5::int[], $6::text[])
       AS x(event_id, claim_no, outcome, status, error)
     ORDER BY x.event_id),
+found AS (
+    SELECT x.*, q.place FROM x CROSS JOIN ",
+    row_of!("x", "$1"),
+    "
+    WHERE q.event_id = x.event_id AND q.sink = $1),
 gone AS (
-    DELETE FROM outbox_queue q USING x
-    WHERE q.event_id = x.event_id AND q.sink = $1 AND q.claim_no = x.claim_no
-      AND q.lease_until <> '-infinity'
+    DELETE FROM outbox_queue q USING found x
+    WHERE q.ctid = x.place AND q.claim_no = x.claim_no AND q.lease_until <> '-infinity'
     RETURNING q.event_id, q.sink, q.claim_no, q.attempts + 1 AS attempts,
-              x.outcome, x.status, x.error),
+              x.outcome, x.status, x.error, q.ordering_key),
 kept AS (
     INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts, last_status, last_error,
                              finished_at)
@@ -152,58 +217,110 @@ kept AS (
     SET outcome = excluded.outcome, claim_no = excluded.claim_no, attempts = excluded.attempts,
         last_status = excluded.last_status, last_error = excluded.last_error,
         finished_at = excluded.finished_at)
-SELECT event_id FROM gone";
+SELECT event_id, ordering_key FROM gone"
+);
 
-// No delay: given back unsent, no attempt used.
-const FREE: &str = "-- free
+// No delay: given back unsent, as if nothing had been. Attempts and refusals: 1 where this was one, else 0.
+pub(super) const FREE: &str = concat!(
+    "-- free
 WITH x AS MATERIALIZED (
-    SELECT * FROM unnest($2::uuid[], $3::int[], $4::float8[], $5::int[], $6::text[])
-      AS x(event_id, claim_no, delay, status, error)
-    ORDER BY x.event_id)
+    SELECT * FROM unnest($2::uuid[], $3::int[], $4::float8[], $5::int[], $6::text[], $7::int[],
+                         $8::int[])
+      AS x(event_id, claim_no, delay, status, error, attempts, refusals)
+    ORDER BY x.event_id),
+found AS (
+    SELECT x.*, q.place FROM x CROSS JOIN ",
+    row_of!("x", "$1"),
+    "
+    WHERE q.event_id = x.event_id AND q.sink = $1)
 UPDATE outbox_queue q
 SET lease_until = '-infinity',
     lane = CASE WHEN x.delay IS NULL THEN q.lane ELSE 1 END,
-    attempts = CASE WHEN x.delay IS NULL THEN q.attempts ELSE q.attempts + 1 END,
+    attempts = q.attempts + x.attempts,
+    refusals = q.refusals + x.refusals,
     next_attempt_at = CASE WHEN x.delay IS NULL THEN q.next_attempt_at
                            ELSE clock_timestamp() + make_interval(secs => x.delay) END,
     last_status = CASE WHEN x.delay IS NULL THEN q.last_status ELSE x.status END,
     last_error = CASE WHEN x.delay IS NULL THEN q.last_error ELSE x.error END
-FROM x
-WHERE q.event_id = x.event_id AND q.sink = $1 AND q.claim_no = x.claim_no
-  AND q.lease_until <> '-infinity'
-RETURNING q.event_id";
+FROM found x
+WHERE q.ctid = x.place AND q.claim_no = x.claim_no AND q.lease_until <> '-infinity'
+RETURNING q.event_id, q.ordering_key"
+);
 
 /// Parallel arrays of verdicts that end a delivery, and of those that free it again.
 #[derive(Default)]
-struct Columns {
+pub(super) struct Columns {
     ids: Vec<Uuid>,
     claims: Vec<i32>,
     outcomes: Vec<&'static str>,
     delays: Vec<Option<f64>>,
     statuses: Vec<Option<i32>>,
     errors: Vec<Option<String>>,
+    attempts: Vec<i32>,
+    refusals: Vec<i32>,
 }
 
 impl Columns {
-    fn add(
+    /// A delivery that ended.
+    fn end(
         &mut self,
         verdict: &Acknowledgement,
         outcome: &'static str,
-        delay: Option<Duration>,
         status: Option<u16>,
         error: Option<&str>,
     ) {
+        self.outcomes.push(outcome);
+        self.add(verdict, None, status, error, (1, 0));
+    }
+
+    /// A delivery that is owed on; with how many attempts and refusals it was.
+    fn add(
+        &mut self,
+        verdict: &Acknowledgement,
+        delay: Option<Duration>,
+        status: Option<u16>,
+        error: Option<&str>,
+        (attempts, refusals): (i32, i32),
+    ) {
         self.ids.push(verdict.event_id);
         self.claims.push(verdict.claim_no);
-        self.outcomes.push(outcome);
         self.delays.push(delay.map(seconds));
         self.statuses.push(status.map(i32::from));
         self.errors.push(error.map(clean));
+        self.attempts.push(attempts);
+        self.refusals.push(refusals);
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.ids.is_empty()
+    }
+
+    /// As [`FINISH`] or [`FREE`] takes them.
+    pub(super) fn params<'a>(&'a self, sql: &str, sink: &'a &str) -> Vec<Param<'a>> {
+        let finishes = sql == FINISH;
+        let third: Param<'_> = if finishes {
+            (&self.outcomes, Type::TEXT_ARRAY)
+        } else {
+            (&self.delays, Type::FLOAT8_ARRAY)
+        };
+        let mut params: Vec<Param<'_>> = vec![
+            (sink, Type::TEXT),
+            (&self.ids, Type::UUID_ARRAY),
+            (&self.claims, Type::INT4_ARRAY),
+            third,
+            (&self.statuses, Type::INT4_ARRAY),
+            (&self.errors, Type::TEXT_ARRAY),
+        ];
+        if !finishes {
+            params.push((&self.attempts, Type::INT4_ARRAY));
+            params.push((&self.refusals, Type::INT4_ARRAY));
+        }
+        params
     }
 }
 
 /// An error's text as the column takes it: without NUL, at most 1 KiB.
-fn clean(text: &str) -> String {
+pub(super) fn clean(text: &str) -> String {
     let mut clean: String = text.chars().filter(|c| *c != '\0').take(1024).collect();
     while clean.len() > 1024 {
         clean.pop();
@@ -214,21 +331,30 @@ fn clean(text: &str) -> String {
 pub(super) async fn acknowledge(
     door: &Door,
     sink: &str,
+    order: Order,
     verdicts: &[Acknowledgement],
 ) -> Result<Vec<Uuid>, Error> {
     let mut finished = Columns::default();
     let mut freed = Columns::default();
     for verdict in verdicts {
         match &verdict.verdict {
-            Verdict::Sent { status } => finished.add(verdict, "sent", None, *status, None),
-            Verdict::Dead { status, error } => {
-                finished.add(verdict, "dead", None, *status, Some(error));
-            }
+            Verdict::Sent { status } => finished.end(verdict, "sent", *status, None),
+            Verdict::Dead { status, error } => finished.end(verdict, "dead", *status, Some(error)),
             Verdict::Retry { delay, status, error } => {
-                freed.add(verdict, "", Some(*delay), *status, Some(error));
+                freed.add(verdict, Some(*delay), *status, Some(error), (1, 0));
             }
-            Verdict::GivenBack => freed.add(verdict, "", None, None, None),
+            Verdict::Refused { delay, status, error } => {
+                freed.add(verdict, Some(*delay), *status, Some(error), (1, 1));
+            }
+            Verdict::Returned { delay, status, error } => {
+                freed.add(verdict, Some(*delay), *status, Some(error), (0, 0));
+            }
+            Verdict::GivenBack => freed.add(verdict, None, None, None, (0, 0)),
         }
+    }
+    if let Order::Key(on_dead) = order {
+        let (finished, freed) = (&finished, &freed);
+        return door.run(&AcknowledgingInOrder { sink, on_dead, verdicts, finished, freed }).await;
     }
     let mut found = settle(door, FINISH, sink, &finished).await?;
     found.extend(settle(door, FREE, sink, &freed).await?);
@@ -236,23 +362,10 @@ pub(super) async fn acknowledge(
 }
 
 async fn settle(door: &Door, sql: &str, sink: &str, columns: &Columns) -> Result<Vec<Uuid>, Error> {
-    if columns.ids.is_empty() {
+    if columns.is_empty() {
         return Ok(Vec::new());
     }
-    let third: Param<'_> = if sql == FINISH {
-        (&columns.outcomes, Type::TEXT_ARRAY)
-    } else {
-        (&columns.delays, Type::FLOAT8_ARRAY)
-    };
-    let params: Params<'_> = &[
-        (&sink, Type::TEXT),
-        (&columns.ids, Type::UUID_ARRAY),
-        (&columns.claims, Type::INT4_ARRAY),
-        third,
-        (&columns.statuses, Type::INT4_ARRAY),
-        (&columns.errors, Type::TEXT_ARRAY),
-    ];
-    let rows = door.write(sql, params).await?;
+    let rows = door.write(sql, &columns.params(sql, &sink)).await?;
     rows.iter().map(|row| get(row, "event_id")).collect()
 }
 

@@ -162,6 +162,7 @@ pub(super) fn event_row(row: &Row) -> Result<EventRow, Error> {
         last_error: get(row, "last_error")?,
         created_at: get(row, "created_at")?,
         sent_at: get(row, "sent_at")?,
+        blocks: get(row, "blocks")?,
     })
 }
 

@@ -101,8 +101,12 @@ pub(super) async fn show_record(door: &Door, id: RecordId) -> Result<Option<Reco
 
 const LIST_EVENTS: &str = "-- list_events
 SELECT id, event_key, event_type, tenant_id, operation, idempotency_key, record_id, sink,
-       ordering_key, payload, status, attempts, next_attempt_at, last_error, created_at, sent_at
-FROM outbox_events
+       ordering_key, payload, status, attempts, next_attempt_at, last_error, created_at, sent_at,
+       status = 'dead' AND EXISTS (
+           SELECT FROM outbox_turns t
+           WHERE t.sink = e.sink AND t.ordering_key = e.ordering_key AND t.event_id = e.id
+             AND t.lease_until = 'infinity') AS blocks
+FROM outbox_events e
 WHERE ($1 IS NULL OR id = $1) AND ($2 IS NULL OR record_id = $2)
   AND ($3 IS NULL OR tenant_id = $3) AND ($4 IS NULL OR operation = $4)
   AND ($5 IS NULL OR idempotency_key = $5) AND ($6 IS NULL OR sink = $6)
@@ -172,6 +176,11 @@ FROM outbox_queue GROUP BY sink ORDER BY sink";
 const DEAD: &str = "-- gauge_dead
 SELECT sink, count(*) AS count FROM outbox_done WHERE outcome = 'dead' GROUP BY sink ORDER BY sink";
 
+const BLOCKED: &str = "-- gauge_blocked
+SELECT t.sink, count(*) AS count FROM outbox_turns t
+JOIN outbox_done d ON d.event_id = t.event_id AND d.sink = t.sink AND d.outcome = 'dead'
+WHERE t.lease_until = 'infinity' GROUP BY t.sink ORDER BY t.sink";
+
 const UNKNOWN: &str = "-- gauge_unknown
 SELECT count(*) AS count FROM oncegate_unknown u
 JOIN idempotency_records r ON r.id = u.id WHERE r.status = 'unknown'";
@@ -184,6 +193,9 @@ pub(super) async fn gauges(door: &Door) -> Result<Gauges, Error> {
     }
     for row in &door.read(DEAD, &[]).await? {
         gauges.dead.push((get(row, "sink")?, number(row)?));
+    }
+    for row in &door.read(BLOCKED, &[]).await? {
+        gauges.blocked.push((get(row, "sink")?, number(row)?));
     }
     gauges.unknown_records = rows::count(&door.read(UNKNOWN, &[]).await?)?;
     Ok(gauges)

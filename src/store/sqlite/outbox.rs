@@ -11,8 +11,11 @@ use bytes::Bytes;
 use rusqlite::params;
 use uuid::Uuid;
 
-use super::super::{Acknowledgement, Claim, Claimed, Lane, Operator, Over, Redeliver, Verdict};
+use super::super::{
+    Acknowledgement, Claim, Claimed, Lane, Operator, Order, Over, Redeliver, Verdict,
+};
 use super::operator::{Action, audit};
+use super::order::{self, Look};
 use super::row::{self, left, micros};
 use super::thread::Tx;
 use crate::record::event::Event;
@@ -61,10 +64,38 @@ pub(super) fn write(
     Ok(())
 }
 
-/// The claim of one row: event, claim number, attempts.
-type Taken = (Uuid, i32, u32);
+/// The claim of one row: event, claim number, attempts, refusals.
+pub(super) type Taken = (Uuid, i32, u32, u32);
 
-pub(super) fn claim(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<Vec<Claimed>> {
+/// From a row of these four.
+pub(super) fn taken(row: &rusqlite::Row<'_>) -> rusqlite::Result<Taken> {
+    Ok((row::uuid(row, 0)?, row.get(1)?, row.get(2)?, row.get(3)?))
+}
+
+/// Claims what is due. Whether there is reason to claim again at once: all that was looked at has to wait for others.
+pub(super) fn claim(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<(Vec<Claimed>, bool)> {
+    let Look { taken, again } = match claim.order {
+        Order::None => Look { taken: take(tx, claim)?, again: false },
+        Order::Key(on_dead) => order::take(tx, claim, on_dead)?,
+    };
+    let mut claimed = Vec::with_capacity(taken.len());
+    for one in taken {
+        claimed.extend(message(tx, one)?);
+    }
+    // Oldest first, and the events of one record in their order.
+    claimed.sort_by_key(|(order, _)| *order);
+    Ok((claimed.into_iter().map(|(_, claimed)| claimed).collect(), again))
+}
+
+/// The value of the column.
+pub(super) fn lane(lane: Lane) -> i64 {
+    match lane {
+        Lane::Fresh => 0,
+        Lane::Retry => 1,
+    }
+}
+
+fn take(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<Vec<Taken>> {
     const SQL: &str = "UPDATE outbox_queue
         SET lease_until = ?1, claim_no = claim_no + 1, claimed_by = ?6
         WHERE sink = ?2 AND event_id IN (SELECT event_id FROM outbox_queue q
@@ -73,36 +104,25 @@ pub(super) fn claim(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<Vec<Claimed>
               SELECT 1 FROM oncegate_owners o
               WHERE o.owner = q.claimed_by AND o.lease_until > ?4)))
           ORDER BY next_attempt_at, event_id LIMIT ?5)
-        RETURNING event_id, claim_no, attempts";
-    let lane = match claim.lane {
-        Lane::Fresh => 0,
-        Lane::Retry => 1,
-    };
+        RETURNING event_id, claim_no, attempts, refusals";
     let until = tx.now + micros(claim.lease);
     let judges = claim.over == Over::EndedOrDead;
     let owner = claim.owner.to_string();
-    let params = params![until, claim.sink, lane, tx.now, claim.limit, owner, judges];
-    let taken: Vec<Taken> =
-        tx.rows(SQL, params, |row| Ok((row::uuid(row, 0)?, row.get(1)?, row.get(2)?)))?;
-    let mut claimed = Vec::with_capacity(taken.len());
-    for one in taken {
-        claimed.extend(message(tx, one)?);
-    }
-    // Oldest first, and the events of one record in their order.
-    claimed.sort_by_key(|(order, _)| *order);
-    Ok(claimed.into_iter().map(|(_, claimed)| claimed).collect())
+    let params = params![until, claim.sink, lane(claim.lane), tx.now, claim.limit, owner, judges];
+    tx.rows(SQL, params, taken)
 }
 
 fn message(tx: &Tx<'_>, taken: Taken) -> rusqlite::Result<Option<((i64, u32), Claimed)>> {
     const SQL: &str = "SELECT event_type, tenant_id, operation, idempotency_key, payload,
           created_at, seq FROM outbox_messages WHERE id = ?1";
-    let (event_id, claim_no, attempts) = taken;
+    let (event_id, claim_no, attempts, refusals) = taken;
     tx.first(SQL, [event_id.to_string()], |row| {
         let created_at: i64 = row.get(5)?;
         let claimed = Claimed {
             event_id,
             claim_no,
             attempts,
+            refusals,
             age: left(tx.now, created_at),
             kind: row.get(0)?,
             tenant: row.get(1)?,
@@ -117,20 +137,30 @@ fn message(tx: &Tx<'_>, taken: Taken) -> rusqlite::Result<Option<((i64, u32), Cl
 pub(super) fn acknowledge(
     tx: &Tx<'_>,
     sink: &str,
+    order: Order,
     verdicts: &[Acknowledgement],
 ) -> rusqlite::Result<Vec<Uuid>> {
     let mut current = Vec::with_capacity(verdicts.len());
     for verdict in verdicts {
-        if acknowledge_one(tx, sink, verdict)? {
-            current.push(verdict.event_id);
+        let id = verdict.event_id;
+        let ordered = match order {
+            Order::None => None,
+            Order::Key(on_dead) => order::key_of(tx, sink, id)?.map(|key| (key, on_dead)),
+        };
+        if !acknowledge_one(tx, sink, verdict)? {
+            continue;
+        }
+        current.push(id);
+        if let Some((key, on_dead)) = ordered {
+            order::pass_on(tx, sink, id, &key, order::blocks(verdict, on_dead))?;
         }
     }
     Ok(current)
 }
 
 fn acknowledge_one(tx: &Tx<'_>, sink: &str, ack: &Acknowledgement) -> rusqlite::Result<bool> {
-    const RETRY: &str = "UPDATE outbox_queue SET attempts = attempts + 1, lane = 1,
-          lease_until = 0, next_attempt_at = ?4, last_status = ?5, last_error = ?6
+    const OWED: &str = "UPDATE outbox_queue SET attempts = attempts + ?7, refusals = refusals + ?8,
+          lane = 1, lease_until = 0, next_attempt_at = ?4, last_status = ?5, last_error = ?6
         WHERE event_id = ?1 AND sink = ?2 AND claim_no = ?3";
     const BACK: &str = "UPDATE outbox_queue SET lease_until = 0
         WHERE event_id = ?1 AND sink = ?2 AND claim_no = ?3";
@@ -140,7 +170,15 @@ fn acknowledge_one(tx: &Tx<'_>, sink: &str, ack: &Acknowledgement) -> rusqlite::
         Verdict::Dead { status, error } => end(tx, sink, ack, "dead", *status, Some(error))?,
         Verdict::Retry { delay, status, error } => {
             let next = tx.now + micros(*delay);
-            tx.execute(RETRY, params![id, sink, ack.claim_no, next, status, error])?
+            tx.execute(OWED, params![id, sink, ack.claim_no, next, status, error, 1, 0])?
+        }
+        Verdict::Refused { delay, status, error } => {
+            let next = tx.now + micros(*delay);
+            tx.execute(OWED, params![id, sink, ack.claim_no, next, status, error, 1, 1])?
+        }
+        Verdict::Returned { delay, status, error } => {
+            let next = tx.now + micros(*delay);
+            tx.execute(OWED, params![id, sink, ack.claim_no, next, status, error, 0, 0])?
         }
         Verdict::GivenBack => tx.execute(BACK, params![id, sink, ack.claim_no])?,
     };

@@ -8,9 +8,9 @@ use rusqlite::{Row, params, params_from_iter};
 use uuid::Uuid;
 
 use super::super::{EventFilter, EventRow, EventStatus, Gauges, RecordFilter, RecordRow};
-use super::outbox;
 use super::row::{self, micros, stored};
 use super::thread::Tx;
+use super::{order, outbox};
 use crate::record::{OwnerId, RecordId};
 
 /// Conditions and their values, joined by AND.
@@ -104,6 +104,7 @@ fn event_row(row: &Row<'_>) -> rusqlite::Result<EventRow> {
         last_error: row.get(13)?,
         created_at: row::time(row.get(14)?),
         sent_at: row.get::<_, Option<i64>>(15)?.map(row::time),
+        blocks: row.get(16)?,
     })
 }
 
@@ -119,7 +120,7 @@ struct Arm {
 const PENDING: Arm = Arm {
     table: "outbox_queue",
     columns: "'pending' AS status, x.attempts, x.next_attempt_at, x.last_error, m.created_at,
-       NULL AS sent_at",
+       NULL AS sent_at, false AS blocks",
     holds: |status| match status {
         EventStatus::Pending => Some("true"),
         EventStatus::Sent | EventStatus::Dead | EventStatus::Discarded => None,
@@ -129,7 +130,10 @@ const PENDING: Arm = Arm {
 const DONE: Arm = Arm {
     table: "outbox_done",
     columns: "x.outcome AS status, x.attempts, NULL AS next_attempt_at, x.last_error, m.created_at,
-       CASE WHEN x.outcome = 'sent' THEN x.finished_at END AS sent_at",
+       CASE WHEN x.outcome = 'sent' THEN x.finished_at END AS sent_at,
+       x.outcome = 'dead' AND EXISTS (SELECT 1 FROM outbox_turns t
+         WHERE t.sink = x.sink AND t.ordering_key = m.ordering_key AND t.event_id = m.id
+           AND t.lease_until IS NULL) AS blocks",
     // Literals, so that the index of dead events can be used.
     holds: |status| match status {
         EventStatus::Pending => None,
@@ -200,5 +204,5 @@ pub(super) fn gauges(tx: &Tx<'_>) -> rusqlite::Result<Gauges> {
     let (pending, dead) = outbox::counts(tx)?;
     let unknown: Option<i64> = tx.first(UNKNOWN, [], |row| row.get(0))?;
     let unknown_records = u64::try_from(unknown.unwrap_or(0)).unwrap_or(0);
-    Ok(Gauges { pending, dead, unknown_records })
+    Ok(Gauges { pending, dead, blocked: order::blocked(tx)?, unknown_records })
 }

@@ -22,10 +22,66 @@ pub(crate) struct Row {
     pub(crate) leased: Instant,
     pub(crate) claim_no: i32,
     pub(crate) attempts: u32,
+    pub(crate) refusals: u32,
     pub(crate) status: EventStatus,
     pub(crate) error: String,
     pub(crate) written: Instant,
     pub(crate) payload: Bytes,
+}
+
+/// How a sink stands in it.
+#[derive(Clone, Debug)]
+pub(crate) struct Stand {
+    pub(crate) no: i64,
+    pub(crate) reason: Option<PauseReason>,
+    pub(crate) probe_at: Option<Instant>,
+    pub(crate) probing_until: Option<Instant>,
+    pub(crate) failed_probes: u32,
+    pub(crate) error: String,
+}
+
+impl Stand {
+    fn turn(&mut self, no: i64, turn: &SinkTurn) -> bool {
+        let now = Instant::now();
+        let probed = self.probing_until.is_some();
+        if no != self.no {
+            return false;
+        }
+        match turn {
+            SinkTurn::Pause { trouble, error, failed_probes } if self.reason.is_none() => {
+                self.reason = Some(trouble.reason());
+                self.probe_at = trouble.again().map(|again| now + again);
+                self.failed_probes = *failed_probes;
+                self.error.clone_from(error);
+            }
+            SinkTurn::Probe { lease, .. }
+                if self.probe_at.is_some_and(|at| at <= now)
+                    && self.probing_until.is_none_or(|until| until <= now) =>
+            {
+                self.probing_until = Some(now + *lease);
+            }
+            SinkTurn::ProbeFailed { trouble, error } if probed => {
+                self.failed_probes += u32::from(matches!(trouble, Trouble::Failing { .. }));
+                self.reason = Some(trouble.reason());
+                self.probe_at = trouble.again().map(|again| now + again);
+                self.error.clone_from(error);
+                self.probing_until = None;
+            }
+            SinkTurn::ProbeIdle { again } if probed => {
+                (self.probe_at, self.probing_until) = (Some(now + *again), None);
+            }
+            SinkTurn::Resume if probed => {
+                (self.reason, self.probe_at, self.probing_until) = (None, None, None);
+            }
+            SinkTurn::Pause { .. }
+            | SinkTurn::Probe { .. }
+            | SinkTurn::ProbeFailed { .. }
+            | SinkTurn::ProbeIdle { .. }
+            | SinkTurn::Resume => return false,
+        }
+        self.no += 1;
+        true
+    }
 }
 
 #[derive(Default)]
@@ -52,6 +108,9 @@ pub(crate) struct Fake {
     pub(crate) expired: AtomicU64,
     pub(crate) judged: AtomicU64,
     pub(crate) gauges: Mutex<Gauges>,
+    pub(crate) stands: Mutex<BTreeMap<String, Stand>>,
+    /// The turns that changed something.
+    pub(crate) turns: Mutex<Vec<SinkTurn>>,
 }
 
 fn no<T>() -> Result<T, Error> {
@@ -74,6 +133,7 @@ impl Fake {
             leased: now,
             claim_no: 0,
             attempts: 0,
+            refusals: 0,
             status: EventStatus::Pending,
             error: String::new(),
             written: now,
@@ -89,6 +149,18 @@ impl Fake {
 
     pub(crate) fn count(&self, status: EventStatus) -> usize {
         self.rows.lock().unwrap().values().filter(|row| row.status == status).count()
+    }
+
+    pub(crate) fn stand(&self, sink: &str) -> Stand {
+        let open = Stand {
+            no: 0,
+            reason: None,
+            probe_at: None,
+            probing_until: None,
+            failed_probes: 0,
+            error: String::new(),
+        };
+        self.stands.lock().unwrap().get(sink).cloned().unwrap_or(open)
     }
 
     fn reachable(&self) -> Result<(), Error> {
@@ -118,6 +190,7 @@ impl Fake {
                     event_id: *id,
                     claim_no: row.claim_no,
                     attempts: row.attempts,
+                    refusals: row.refusals,
                     age: now - row.written,
                     kind: "order.created".into(),
                     tenant: "t".into(),
@@ -144,6 +217,18 @@ impl Fake {
             }
             Verdict::Retry { delay, error, .. } => {
                 row.attempts += 1;
+                row.lane = Lane::Retry;
+                row.due = now + *delay;
+                row.error.clone_from(error);
+            }
+            Verdict::Refused { delay, error, .. } => {
+                row.attempts += 1;
+                row.refusals += 1;
+                row.lane = Lane::Retry;
+                row.due = now + *delay;
+                row.error.clone_from(error);
+            }
+            Verdict::Returned { delay, error, .. } => {
                 row.lane = Lane::Retry;
                 row.due = now + *delay;
                 row.error.clone_from(error);
@@ -215,7 +300,12 @@ impl Store for Fake {
         tokio::time::sleep(slow).await;
         Ok(claimed)
     }
-    async fn acknowledge(&self, _: &str, verdicts: &[Acknowledgement]) -> Result<Vec<Uuid>, Error> {
+    async fn acknowledge(
+        &self,
+        _: &str,
+        _: Order,
+        verdicts: &[Acknowledgement],
+    ) -> Result<Vec<Uuid>, Error> {
         self.reachable()?;
         let refuses = self.refuses.lock().unwrap().clone();
         for verdict in verdicts {
@@ -250,6 +340,49 @@ impl Store for Fake {
         let waiting =
             rows.values().filter(|row| row.status == EventStatus::Pending && row.sink == sink);
         Ok(waiting.map(|row| row.due.max(row.leased) - now).min())
+    }
+    async fn sinks(&self, _: Over) -> Result<Vec<SinkState>, Error> {
+        self.reachable()?;
+        let now = Instant::now();
+        let state = |(sink, stand): (&String, &Stand)| SinkState {
+            sink: sink.clone(),
+            no: stand.no,
+            since: std::time::SystemTime::UNIX_EPOCH,
+            pause: stand.reason.map(|reason| Pause {
+                reason,
+                probe_in: stand.probing_until.or(stand.probe_at).map(|at| at - now),
+                failed_probes: stand.failed_probes,
+                note: None,
+            }),
+            last_error: Some(stand.error.clone()),
+        };
+        Ok(self.stands.lock().unwrap().iter().map(state).collect())
+    }
+    async fn turn_sink(&self, sink: &str, no: i64, turn: &SinkTurn) -> Result<Changed, Error> {
+        self.reachable()?;
+        let mut stand = self.stand(sink);
+        if !stand.turn(no, turn) {
+            return Ok(Changed::No);
+        }
+        self.stands.lock().unwrap().insert(sink.to_owned(), stand);
+        self.turns.lock().unwrap().push(turn.clone());
+        Ok(Changed::Yes)
+    }
+    async fn operate_sink(
+        &self,
+        sink: &str,
+        order: SinkOrder,
+        _: &Operator,
+    ) -> Result<Changed, Error> {
+        let mut stand = self.stand(sink);
+        stand.no += 1;
+        stand.reason = (order == SinkOrder::Pause).then_some(PauseReason::Operator);
+        (stand.probe_at, stand.probing_until) = (None, None);
+        self.stands.lock().unwrap().insert(sink.to_owned(), stand);
+        Ok(Changed::Yes)
+    }
+    async fn last_failure(&self, _: &str) -> Result<Option<String>, Error> {
+        no()
     }
     async fn untold(&self, _: Untold, _: u32) -> Result<Vec<Doubt>, Error> {
         self.reachable().map(|()| Vec::new())

@@ -32,6 +32,13 @@ payload = { order_id = "{{ response.json.id }}" }
 type = "audit.order"
 "#;
 
+/// One event of each new order.
+pub(crate) const ONE_EVENT: &str = r#"
+[[route.event]]
+type = "order.created"
+payload = { order_id = "{{ response.json.id }}" }
+"#;
+
 /// The request of all these tests.
 pub(crate) fn order(key: &str) -> Ask {
     post("/orders", r#"{"customer":"c-1","amount":"129.90"}"#).tenant("acme").key(key)

@@ -1,8 +1,9 @@
 //! Who makes tokens: keys of its own, a set of them that is fetched, and tokens as good or as bad as a test wants them.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
@@ -137,9 +138,20 @@ impl KeyServer {
         self.answer_json(&json!({ "keys": keys }).to_string());
     }
 
+    /// As [`KeyServer::publish`], each time after a while.
+    pub(crate) fn publish_slowly(&self, keys: &[&Named], delay: Duration) {
+        self.publish(keys);
+        let mut answer = self.answer.lock().expect("the answer");
+        *answer = answer.clone().after(delay);
+    }
+
     pub(crate) fn answer_json(&self, body: &str) {
         let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", body.len());
         self.answer(Reply::fin(format!("{head}{body}")));
+    }
+
+    pub(crate) fn addr(&self) -> SocketAddr {
+        self.server.addr
     }
 
     /// From now on answers this.

@@ -16,8 +16,9 @@ use oncegate::record::{
 };
 use oncegate::store::{
     Acknowledgement, Acted, Asking, AuditRow, Beat, Changed, Claim, Claimed, Completion, Due,
-    Error, EventFilter, EventRow, EventStatus, Gauges, LateOutcome, Objection, Operator, Proposal,
-    RecordFilter, RecordRow, Redeliver, Reserved, Settled, Store, Takeover, Unresolved, Untold,
+    Error, EventFilter, EventRow, EventStatus, Gauges, LateOutcome, Objection, Operator, Order,
+    Over, Pause, PauseReason, Proposal, RecordFilter, RecordRow, Redeliver, Reserved, Settled,
+    SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
 };
 use uuid::Uuid;
 
@@ -37,6 +38,8 @@ pub(crate) struct Shelf {
     pub(crate) completions: Mutex<Vec<Completion>>,
     /// Another operator is quicker: every action finds that the record has moved.
     pub(crate) moves: Mutex<bool>,
+    pub(crate) sinks: Mutex<Vec<SinkState>>,
+    pub(crate) gauges: Mutex<Gauges>,
 }
 
 impl Default for Shelf {
@@ -48,6 +51,8 @@ impl Default for Shelf {
             audit: Mutex::default(),
             completions: Mutex::default(),
             moves: Mutex::default(),
+            sinks: Mutex::default(),
+            gauges: Mutex::default(),
         }
     }
 }
@@ -112,6 +117,7 @@ pub(crate) fn event(number: u128, record: &RecordRow, sink: &str, status: EventS
         last_error: (status == EventStatus::Dead).then(|| "500 from the sink".to_owned()),
         created_at: at(u64::try_from(number).unwrap()),
         sent_at: (status == EventStatus::Sent).then(|| at(90)),
+        blocks: false,
     }
 }
 
@@ -328,7 +334,12 @@ impl Store for Shelf {
     async fn claim(&self, _: &Claim) -> Result<Vec<Claimed>, Error> {
         Err(unavailable())
     }
-    async fn acknowledge(&self, _: &str, _: &[Acknowledgement]) -> Result<Vec<Uuid>, Error> {
+    async fn acknowledge(
+        &self,
+        _: &str,
+        _: Order,
+        _: &[Acknowledgement],
+    ) -> Result<Vec<Uuid>, Error> {
         Err(unavailable())
     }
     async fn next_due(&self, _: &str) -> Result<Option<Duration>, Error> {
@@ -352,7 +363,44 @@ impl Store for Shelf {
     async fn acted_on(&self, _: Duration) -> Result<Vec<RecordId>, Error> {
         Err(unavailable())
     }
-    async fn gauges(&self) -> Result<Gauges, Error> {
+    async fn sinks(&self, _: Over) -> Result<Vec<SinkState>, Error> {
+        self.reach().await?;
+        Ok(self.sinks.lock().unwrap().clone())
+    }
+    async fn turn_sink(&self, _: &str, _: i64, _: &SinkTurn) -> Result<Changed, Error> {
         Err(unavailable())
+    }
+    async fn operate_sink(
+        &self,
+        sink: &str,
+        order: SinkOrder,
+        by: &Operator,
+    ) -> Result<Changed, Error> {
+        self.reach().await?;
+        let mut sinks = self.sinks.lock().unwrap();
+        let index = sinks.iter().position(|state| state.sink == sink);
+        let paused = index.is_some_and(|index| sinks[index].pause.is_some());
+        if paused == (order == SinkOrder::Pause) {
+            return Ok(Changed::No);
+        }
+        sinks.retain(|state| state.sink != sink);
+        let pause = (order == SinkOrder::Pause).then(|| Pause {
+            reason: PauseReason::Operator,
+            probe_in: None,
+            failed_probes: 0,
+            note: by.why.clone(),
+        });
+        let since = std::time::SystemTime::UNIX_EPOCH;
+        sinks.push(SinkState { sink: sink.into(), no: 1, since, pause, last_error: None });
+        self.note(order.action(), None, None, by);
+        Ok(Changed::Yes)
+    }
+    async fn last_failure(&self, _: &str) -> Result<Option<String>, Error> {
+        self.reach().await?;
+        Ok(Some("the sink answered 500: why?".into()))
+    }
+    async fn gauges(&self) -> Result<Gauges, Error> {
+        self.reach().await?;
+        Ok(self.gauges.lock().unwrap().clone())
     }
 }

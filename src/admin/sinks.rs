@@ -1,0 +1,141 @@
+//! How the sinks stand, as operators see it: one table for the command and for the admin listener.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::view::time;
+use crate::store::{self, Changed, Operator, Over, SinkOrder, SinkState, Store};
+
+/// A sink as it is shown. Field names are promised.
+#[derive(Debug, Default, Serialize)]
+pub struct SinkView {
+    /// Its name.
+    pub name: String,
+    /// Whether the configuration has it: what is owed to one that it has not stays pending.
+    pub configured: bool,
+    /// Whether nothing but probes is sent to it.
+    pub paused: bool,
+    /// Why it is paused: failing, busy, gone or operator.
+    pub reason: Option<&'static str>,
+    /// The words of the operator who paused it.
+    pub note: Option<String>,
+    /// Since when it is paused, or open again. None: it was never paused.
+    pub since: Option<String>,
+    /// In how many seconds it may be probed next.
+    pub next_probe_seconds: Option<u64>,
+    /// Probes in a row that failed.
+    pub failed_probes: u32,
+    /// Events owed to it.
+    pub pending: u64,
+    /// How old the oldest of them is, in seconds.
+    pub oldest_age_seconds: u64,
+    /// Events given up for it.
+    pub dead: u64,
+    /// What went wrong last.
+    pub last_error: Option<String>,
+}
+
+/// All sinks.
+#[derive(Debug, Serialize)]
+pub struct SinkPage {
+    /// By their names.
+    pub sinks: Vec<SinkView>,
+}
+
+/// Why nothing was done to a sink.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NoChange {
+    /// No sink has this name: not in the configuration, and nothing is owed to one.
+    NotFound,
+    /// It stands so already.
+    Already,
+}
+
+/// What may be sent with an action.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Reason {
+    /// Why, for the audit table.
+    #[serde(default)]
+    pub reason: Option<String>,
+}
+
+/// How all sinks stand: those of the configuration, and those of which the store knows.
+///
+/// # Errors
+/// The store's.
+pub async fn list(store: &dyn Store, configured: &[String]) -> Result<SinkPage, store::Error> {
+    let states = store.sinks(Over::Ended).await?;
+    let gauges = store.gauges().await?;
+    let mut views: BTreeMap<String, SinkView> = BTreeMap::new();
+    for name in configured {
+        views.entry(name.clone()).or_default().configured = true;
+    }
+    for state in &states {
+        show(views.entry(state.sink.clone()).or_default(), state);
+    }
+    for (name, pending, oldest) in gauges.pending {
+        let view = views.entry(name).or_default();
+        (view.pending, view.oldest_age_seconds) = (pending, oldest.as_secs());
+    }
+    for (name, dead) in gauges.dead {
+        views.entry(name).or_default().dead = dead;
+    }
+    let mut sinks = Vec::with_capacity(views.len());
+    for (name, mut view) in views {
+        // What is owed and failed last is newer than what paused it, unless it is paused.
+        if view.pending > 0 && !view.paused {
+            view.last_error = store.last_failure(&name).await?.or(view.last_error);
+        }
+        view.name = name;
+        sinks.push(view);
+    }
+    Ok(SinkPage { sinks })
+}
+
+fn show(view: &mut SinkView, state: &SinkState) {
+    view.since = Some(time(state.since));
+    view.last_error.clone_from(&state.last_error);
+    if let Some(pause) = &state.pause {
+        view.paused = true;
+        view.reason = Some(pause.reason.as_str());
+        view.note.clone_from(&pause.note);
+        view.next_probe_seconds = pause.probe_in.map(round_up);
+        view.failed_probes = pause.failed_probes;
+    }
+}
+
+fn round_up(wait: Duration) -> u64 {
+    wait.as_secs() + u64::from(wait.subsec_nanos() > 0)
+}
+
+/// Pauses or resumes a sink. `Ok(None)`: done.
+///
+/// # Errors
+/// The store's.
+pub async fn operate(
+    store: &dyn Store,
+    configured: &[String],
+    name: &str,
+    order: SinkOrder,
+    by: &Operator,
+) -> Result<Option<NoChange>, store::Error> {
+    if !configured.iter().any(|known| known == name) {
+        let states = store.sinks(Over::Ended).await?;
+        let gauges = store.gauges().await?;
+        let known: BTreeSet<&str> = states
+            .iter()
+            .map(|state| state.sink.as_str())
+            .chain(gauges.pending.iter().map(|(sink, ..)| sink.as_str()))
+            .collect();
+        if !known.contains(name) {
+            return Ok(Some(NoChange::NotFound));
+        }
+    }
+    Ok(match store.operate_sink(name, order, by).await? {
+        Changed::Yes => None,
+        Changed::No | Changed::Locked => Some(NoChange::Already),
+    })
+}

@@ -1,0 +1,155 @@
+//! `oncegate sinks list|pause|resume`: how the sinks stand, and to whom nothing is delivered for now.
+//!
+//! What is paused here stays paused until it is resumed here: no probe and no restart resumes it. Every replica sees it
+//! within a second; deliveries that are under way then are finished.
+
+use std::io::Write;
+use std::time::Duration;
+
+use clap::{Args, Subcommand};
+use serde_json::json;
+
+use super::print::{self, Exit, Failure, Table, escape, refuse};
+use crate::admin::sinks::{self, NoChange, SinkView};
+use crate::store::{SinkOrder, Store};
+
+/// `oncegate sinks …`
+#[derive(Debug, Subcommand)]
+pub enum Sinks {
+    /// List sinks: whether and why they are paused, and what is owed to them
+    List,
+    /// Deliver nothing to a sink until it is resumed; its events wait
+    Pause(OrderArgs),
+    /// Deliver to a paused sink again, whatever paused it
+    Resume(OrderArgs),
+}
+
+/// Which sink, and why.
+#[derive(Args, Debug)]
+pub struct OrderArgs {
+    /// The sink's name
+    pub name: String,
+    /// Why, for the audit table
+    #[arg(long)]
+    pub reason: Option<String>,
+}
+
+/// Runs the command that was typed; `configured` names the sinks of the configuration.
+///
+/// # Errors
+/// The store's, or where the output cannot be written.
+pub async fn run(
+    command: &Sinks,
+    store: &dyn Store,
+    configured: &[String],
+    out: &mut dyn Write,
+    json: bool,
+) -> Result<Exit, Failure> {
+    match command {
+        Sinks::List => list(store, configured, out, json).await,
+        Sinks::Pause(args) => operate(store, configured, SinkOrder::Pause, args, out, json).await,
+        Sinks::Resume(args) => operate(store, configured, SinkOrder::Resume, args, out, json).await,
+    }
+}
+
+async fn list(
+    store: &dyn Store,
+    configured: &[String],
+    out: &mut dyn Write,
+    json: bool,
+) -> Result<Exit, Failure> {
+    let page = sinks::list(store, configured).await?;
+    if json {
+        print::json(out, &page)?;
+        return Ok(Exit::Done);
+    }
+    if page.sinks.is_empty() {
+        writeln!(out, "No sinks.")?;
+        return Ok(Exit::Done);
+    }
+    let mut table = Table::new([
+        "SINK",
+        "STATE",
+        "SINCE",
+        "NEXT PROBE",
+        "PENDING",
+        "OLDEST",
+        "DEAD",
+        "LAST ERROR",
+    ]);
+    for sink in &page.sinks {
+        let (pending, dead) = (sink.pending.to_string(), sink.dead.to_string());
+        let oldest = if sink.pending > 0 { age(sink.oldest_age_seconds) } else { "-".to_owned() };
+        let probe =
+            sink.next_probe_seconds.map_or("-".to_owned(), |wait| format!("in {}", age(wait)));
+        table.row([
+            &sink.name,
+            &state(sink),
+            sink.since.as_deref().unwrap_or("-"),
+            &probe,
+            &pending,
+            &oldest,
+            &dead,
+            sink.note.as_deref().or(sink.last_error.as_deref()).unwrap_or("-"),
+        ]);
+    }
+    table.print(out, "")?;
+    Ok(Exit::Done)
+}
+
+fn state(sink: &SinkView) -> String {
+    match (sink.reason, sink.configured) {
+        (Some(reason), _) => format!("paused: {reason}"),
+        (None, true) => "open".to_owned(),
+        (None, false) => "not configured".to_owned(),
+    }
+}
+
+fn age(seconds: u64) -> String {
+    humantime::format_duration(Duration::from_secs(seconds)).to_string()
+}
+
+async fn operate(
+    store: &dyn Store,
+    configured: &[String],
+    order: SinkOrder,
+    args: &OrderArgs,
+    out: &mut dyn Write,
+    json: bool,
+) -> Result<Exit, Failure> {
+    let by = print::operator(args.reason.as_deref());
+    let name = escape(&args.name);
+    let done = sinks::operate(store, configured, &args.name, order, &by).await;
+    match print::changed(done, "sinks list")? {
+        Some(NoChange::NotFound) => {
+            refuse(out, json, "not_found", &format!("There is no sink {name}."))
+        }
+        Some(NoChange::Already) => {
+            let how = match order {
+                SinkOrder::Pause => "paused by an operator already",
+                SinkOrder::Resume => "not paused",
+            };
+            refuse(out, json, "already", &format!("The sink {name} is {how}: nothing was changed."))
+        }
+        None if json => {
+            let paused = order == SinkOrder::Pause;
+            let done = json!({ "sink": args.name, "paused": paused, "by": by.who, "why": by.why });
+            print::json(out, &done)?;
+            Ok(Exit::Done)
+        }
+        None => {
+            match order {
+                SinkOrder::Pause => {
+                    writeln!(
+                        out,
+                        "The sink {name} is paused: its events wait until `oncegate sinks resume {name}`."
+                    )?;
+                }
+                SinkOrder::Resume => {
+                    writeln!(out, "The sink {name} is resumed: its events are delivered again.")?;
+                }
+            }
+            Ok(Exit::Done)
+        }
+    }
+}

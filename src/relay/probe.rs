@@ -1,0 +1,178 @@
+//! What the answers of a sink make of it: when it is paused, and how it is probed until it answers again.
+//!
+//! A paused sink is sent one event at a time, over all replicas, at a pace that grows with each failure up to the longest
+//! pause between two attempts. A probe that fails is no attempt: its event goes back, behind all that is due, with what it met.
+//! So no attempts are used up in an outage, and an event that always fails does not keep its sink paused: the next probe takes
+//! another one. A process that dies here leaves a probe and a claim that run out, as every other.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::sink::Delivered;
+use super::verdict::{Past, Tells, error, pause, returned, tells, verdict};
+use super::{Desk, Done, OUTAGE_FIRST, OUTAGE_MAX, Round, jitter};
+use crate::store::{Acknowledgement, Changed, Claimed, Error, Lane, SinkTurn, Trouble, Verdict};
+use crate::telemetry::Probe;
+
+/// Shortest pause of a probe that found nothing to send.
+const IDLE_MIN: Duration = Duration::from_millis(200);
+
+impl Desk {
+    /// What an attempt that was claimed while the sink was open under `no` means for its event; pauses the sink where it is time.
+    pub(super) async fn judge(&self, event: &Claimed, delivered: &Delivered, no: i64) -> Verdict {
+        match self.tells(delivered) {
+            Tells::Well => {
+                self.room.well();
+                self.metrics.sink_failures(self.sink.name(), 0);
+                self.verdict(event, delivered)
+            }
+            // The outage that it met is known by now, or over: it is no attempt.
+            Tells::Failing | Tells::Stop(_) if !self.board.is_open(no) => {
+                returned(&delivered.evidence)
+            }
+            Tells::Failing => {
+                let outage = self.room.failed();
+                self.metrics.sink_failures(self.sink.name(), self.room.failures());
+                if outage {
+                    let again = pause(self.room.level(), &self.sink.patience(), fastrand::f64());
+                    self.pause_sink(no, Trouble::Failing { again }, delivered).await;
+                }
+                self.verdict(event, delivered)
+            }
+            Tells::Stop(trouble) => {
+                self.pause_sink(no, trouble, delivered).await;
+                returned(&delivered.evidence)
+            }
+        }
+    }
+
+    fn tells(&self, delivered: &Delivered) -> Tells {
+        let hint = delivered.retry_after;
+        tells(&delivered.evidence, &self.sink.patience(), hint, fastrand::f64())
+    }
+
+    fn verdict(&self, event: &Claimed, delivered: &Delivered) -> Verdict {
+        let past = Past { attempts: event.attempts, refusals: event.refusals, age: event.age };
+        let hint = delivered.retry_after;
+        verdict(&delivered.evidence, past, &self.sink.patience(), hint, fastrand::f64())
+    }
+
+    /// Pauses what is open under `no`. Where the database does not take it, the next failure tries again.
+    async fn pause_sink(&self, no: i64, trouble: Trouble, delivered: &Delivered) {
+        let error = error(&delivered.evidence);
+        let turn = SinkTurn::Pause { trouble, error, failed_probes: self.room.level() };
+        if let Err(error) = self.store.turn_sink(self.sink.name(), no, &turn).await {
+            self.note_failure("pause", &error);
+        }
+        self.board.turned();
+    }
+
+    /// Probes the sink, whose pause has the number `no`, unless another replica does.
+    pub(super) async fn probe(self: &Arc<Self>, no: i64, failed: u32, round: &mut Round) {
+        let lease = self.lease();
+        let until = Instant::now() + lease;
+        let (owner, over) = (self.claimant.lease.current().owner, self.claimant.over());
+        let turn = SinkTurn::Probe { owner, lease, over };
+        match self.store.turn_sink(self.sink.name(), no, &turn).await {
+            Ok(Changed::Yes) => {
+                let turn = self.probe_once(failed, until, round).await;
+                // A turn makes the number grow by one.
+                self.end_probe(no + 1, &turn, until).await;
+            }
+            Ok(Changed::No | Changed::Locked) => {}
+            Err(error) => {
+                self.note_failure("probe", &error);
+                self.pause(jitter(OUTAGE_FIRST), false).await;
+            }
+        }
+        self.board.turned();
+    }
+
+    /// Sends one event; to what that leads.
+    async fn probe_once(
+        self: &Arc<Self>,
+        failed: u32,
+        until: Instant,
+        round: &mut Round,
+    ) -> SinkTurn {
+        let pace = pause(failed, &self.sink.patience(), fastrand::f64());
+        let idle = SinkTurn::ProbeIdle { again: pace.max(IDLE_MIN) };
+        let (lane, event) = match self.claim_oldest(failed).await {
+            Ok(Some(found)) => found,
+            Ok(None) => {
+                self.metrics.sink_probed(self.sink.name(), Probe::Idle);
+                return idle;
+            }
+            Err(error) => {
+                self.note_failure("claim", &error);
+                return idle;
+            }
+        };
+        let slot = self.room.take();
+        let (verdict, turn) = match self.attempt(&event, lane, until).await {
+            Ok(delivered) => self.judge_probe(&event, &delivered, failed),
+            Err(unsent) => (unsent, idle),
+        };
+        let (event_id, claim_no) = (event.event_id, event.claim_no);
+        let acknowledgement = Acknowledgement { event_id, claim_no, verdict };
+        let done = Done { acknowledgement, until, doubt: false, _slot: slot };
+        // Nobody listens only where the loop has ended: the claim runs out.
+        drop(round.done.send(done).await);
+        turn
+    }
+
+    /// The event that has been due longest; of both lanes in turn, so that neither can keep the other from being probed with.
+    async fn claim_oldest(&self, failed: u32) -> Result<Option<(Lane, Claimed)>, Error> {
+        let lanes = if failed.is_multiple_of(2) {
+            [Lane::Retry, Lane::Fresh]
+        } else {
+            [Lane::Fresh, Lane::Retry]
+        };
+        for lane in lanes {
+            let mut found = self.store.claim(&self.claim_of(lane, 1, true)).await?;
+            if let Some(event) = found.pop() {
+                return Ok(Some((lane, event)));
+            }
+        }
+        Ok(None)
+    }
+
+    fn judge_probe(
+        &self,
+        event: &Claimed,
+        delivered: &Delivered,
+        failed: u32,
+    ) -> (Verdict, SinkTurn) {
+        let (trouble, result) = match self.tells(delivered) {
+            Tells::Well => {
+                self.metrics.sink_probed(self.sink.name(), Probe::Well);
+                return (self.verdict(event, delivered), SinkTurn::Resume);
+            }
+            Tells::Failing => {
+                let failed = failed.saturating_add(1);
+                let again = pause(failed, &self.sink.patience(), fastrand::f64());
+                (Trouble::Failing { again }, Probe::Failed)
+            }
+            Tells::Stop(Trouble::Gone) => (Trouble::Gone, Probe::Gone),
+            Tells::Stop(trouble) => (trouble, Probe::Failed),
+        };
+        self.metrics.sink_probed(self.sink.name(), result);
+        let evidence = &delivered.evidence;
+        (returned(evidence), SinkTurn::ProbeFailed { trouble, error: error(evidence) })
+    }
+
+    /// Says how the probe ended, until the database takes it or the probe's time is over: then another one may be taken.
+    async fn end_probe(&self, no: i64, turn: &SinkTurn, until: Instant) {
+        let mut outage = OUTAGE_FIRST;
+        while let Err(error) = self.store.turn_sink(self.sink.name(), no, turn).await {
+            self.note_failure("probe", &error);
+            if Instant::now() >= until || self.stop.is_cancelled() {
+                return;
+            }
+            self.pause(jitter(outage), false).await;
+            outage = (outage * 2).min(OUTAGE_MAX);
+        }
+    }
+}

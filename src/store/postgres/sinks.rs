@@ -1,0 +1,209 @@
+//! How the sinks stand, for all replicas: one row each, and every turn a fenced statement on it.
+
+use tokio_postgres::Row;
+use tokio_postgres::types::Type;
+use uuid::Uuid;
+
+use super::door::{Door, Params};
+use super::outbox::clean;
+use super::rows::{self, duration, get, unsigned};
+use super::seconds;
+use crate::store::{
+    Changed, Error, Operator, Over, Pause, PauseReason, SinkOrder, SinkState, SinkTurn,
+};
+
+// A probe of a process whose lease has ended is over, for those who may judge.
+const STATES: &str = "-- sink_states
+WITH s AS (
+    SELECT *, probing_until > clock_timestamp() AND NOT ($1
+        AND coalesce((SELECT o.lease_until FROM oncegate_owners o WHERE o.owner = prober),
+                     '-infinity') <= clock_timestamp()) AS probing
+    FROM outbox_sinks)
+SELECT sink, pause_no, pause_reason, since, failed_probes, last_error, note,
+       extract(epoch FROM CASE WHEN probing THEN probing_until ELSE probe_at END
+                          - clock_timestamp())::float8 AS probe_in
+FROM s ORDER BY sink";
+
+pub(super) async fn states(door: &Door, over: Over) -> Result<Vec<SinkState>, Error> {
+    let judges = over == Over::EndedOrDead;
+    door.read(STATES, &[(&judges, Type::BOOL)]).await?.iter().map(state).collect()
+}
+
+fn state(row: &Row) -> Result<SinkState, Error> {
+    let reason = match get::<Option<&str>>(row, "pause_reason")? {
+        None => None,
+        Some(text) => Some(
+            PauseReason::parse(text)
+                .ok_or_else(|| rows::unreadable(format!("no such reason: {text}")))?,
+        ),
+    };
+    let pause = match reason {
+        None => None,
+        Some(reason) => Some(Pause {
+            reason,
+            probe_in: get::<Option<f64>>(row, "probe_in")?.map(duration),
+            failed_probes: unsigned(get(row, "failed_probes")?),
+            note: get(row, "note")?,
+        }),
+    };
+    Ok(SinkState {
+        sink: get(row, "sink")?,
+        no: get(row, "pause_no")?,
+        since: get(row, "since")?,
+        pause,
+        last_error: get(row, "last_error")?,
+    })
+}
+
+// The first row of a sink is made under the number 0 only; every other pause finds it under its number, and open.
+const PAUSE: &str = "-- pause_sink
+INSERT INTO outbox_sinks AS s (sink, pause_no, pause_reason, since, probe_at, failed_probes,
+                               last_error)
+SELECT $1, 1, $3, clock_timestamp(), clock_timestamp() + make_interval(secs => $4), $5, $6
+WHERE $2 = 0 OR EXISTS (SELECT FROM outbox_sinks o WHERE o.sink = $1)
+ON CONFLICT (sink) DO UPDATE
+SET pause_no = s.pause_no + 1, pause_reason = excluded.pause_reason, since = excluded.since,
+    probe_at = excluded.probe_at, failed_probes = excluded.failed_probes,
+    last_error = excluded.last_error, note = NULL
+WHERE s.pause_no = $2 AND s.pause_reason IS NULL
+RETURNING sink";
+
+const PROBE: &str = "-- probe_sink
+UPDATE outbox_sinks
+SET pause_no = pause_no + 1, prober = $3,
+    probing_until = clock_timestamp() + make_interval(secs => $4)
+WHERE sink = $1 AND pause_no = $2 AND pause_reason IN ('failing', 'busy')
+  AND probe_at <= clock_timestamp()
+  AND (probing_until IS NULL OR probing_until <= clock_timestamp()
+    OR ($5 AND coalesce((SELECT o.lease_until FROM oncegate_owners o WHERE o.owner = prober),
+                        '-infinity') <= clock_timestamp()))
+RETURNING sink";
+
+// No reason: the pause stays as it is, as after a probe that found nothing to send.
+const PROBE_ENDED: &str = "-- probe_ended
+UPDATE outbox_sinks
+SET pause_no = pause_no + 1, pause_reason = coalesce($3, pause_reason),
+    since = CASE WHEN $3 = 'gone' THEN clock_timestamp() ELSE since END,
+    probe_at = clock_timestamp() + make_interval(secs => $4),
+    prober = NULL, probing_until = NULL, failed_probes = failed_probes + $5,
+    last_error = coalesce($6, last_error)
+WHERE sink = $1 AND pause_no = $2 AND pause_reason IS NOT NULL AND prober IS NOT NULL
+RETURNING sink";
+
+const RESUME: &str = "-- resume_sink
+UPDATE outbox_sinks
+SET pause_no = pause_no + 1, pause_reason = NULL, since = clock_timestamp(), probe_at = NULL,
+    prober = NULL, probing_until = NULL, failed_probes = 0
+WHERE sink = $1 AND pause_no = $2 AND pause_reason IS NOT NULL AND prober IS NOT NULL
+RETURNING sink";
+
+pub(super) async fn turn(
+    door: &Door,
+    sink: &str,
+    no: i64,
+    turn: &SinkTurn,
+) -> Result<Changed, Error> {
+    let (sql, reason, again, count, error) = match turn {
+        SinkTurn::Probe { owner, lease, over } => {
+            let params: Params<'_> = &[
+                (&sink, Type::TEXT),
+                (&no, Type::INT8),
+                (&Uuid::from(*owner), Type::UUID),
+                (&seconds(*lease), Type::FLOAT8),
+                (&(*over == Over::EndedOrDead), Type::BOOL),
+            ];
+            return Ok(changed(&door.write(PROBE, params).await?));
+        }
+        SinkTurn::Resume => {
+            let params: Params<'_> = &[(&sink, Type::TEXT), (&no, Type::INT8)];
+            return Ok(changed(&door.write(RESUME, params).await?));
+        }
+        SinkTurn::Pause { trouble, error, failed_probes } => {
+            let probes = i32::try_from(*failed_probes).unwrap_or(i32::MAX);
+            (PAUSE, Some(trouble.reason()), trouble.again(), probes, Some(clean(error)))
+        }
+        SinkTurn::ProbeFailed { trouble, error } => {
+            let failed = i32::from(trouble.reason() == PauseReason::Failing);
+            (PROBE_ENDED, Some(trouble.reason()), trouble.again(), failed, Some(clean(error)))
+        }
+        SinkTurn::ProbeIdle { again } => (PROBE_ENDED, None, Some(*again), 0, None),
+    };
+    let params: Params<'_> = &[
+        (&sink, Type::TEXT),
+        (&no, Type::INT8),
+        (&reason.map(PauseReason::as_str), Type::TEXT),
+        (&again.map(seconds), Type::FLOAT8),
+        (&count, Type::INT4),
+        (&error, Type::TEXT),
+    ];
+    Ok(changed(&door.write(sql, params).await?))
+}
+
+fn changed(rows: &[Row]) -> Changed {
+    if rows.is_empty() { Changed::No } else { Changed::Yes }
+}
+
+const OPERATOR_PAUSE: &str = "-- operator_pause_sink
+WITH was AS MATERIALIZED (
+    SELECT pause_reason FROM outbox_sinks WHERE sink = $1 FOR UPDATE),
+done AS (
+    INSERT INTO outbox_sinks AS s (sink, pause_no, pause_reason, since, note)
+    VALUES ($1, 1, 'operator', clock_timestamp(), $3)
+    ON CONFLICT (sink) DO UPDATE
+    SET pause_no = s.pause_no + 1, pause_reason = 'operator', since = excluded.since,
+        probe_at = NULL, prober = NULL, probing_until = NULL, failed_probes = 0,
+        note = excluded.note
+    WHERE s.pause_reason IS DISTINCT FROM 'operator'
+    RETURNING sink),
+logged AS (
+    INSERT INTO audit_log (who, action, why, detail)
+    SELECT $2, $4, $3,
+           json_build_object('sink', sink, 'was', (SELECT pause_reason FROM was))::text
+    FROM done)
+SELECT sink FROM done";
+
+const OPERATOR_RESUME: &str = "-- operator_resume_sink
+WITH was AS MATERIALIZED (
+    SELECT pause_reason FROM outbox_sinks WHERE sink = $1 FOR UPDATE),
+done AS (
+    UPDATE outbox_sinks
+    SET pause_no = pause_no + 1, pause_reason = NULL, since = clock_timestamp(), probe_at = NULL,
+        prober = NULL, probing_until = NULL, failed_probes = 0, note = NULL
+    WHERE sink = $1 AND pause_reason IS NOT NULL
+    RETURNING sink),
+logged AS (
+    INSERT INTO audit_log (who, action, why, detail)
+    SELECT $2, $4, $3,
+           json_build_object('sink', sink, 'was', (SELECT pause_reason FROM was))::text
+    FROM done)
+SELECT sink FROM done";
+
+pub(super) async fn operate(
+    door: &Door,
+    sink: &str,
+    order: SinkOrder,
+    by: &Operator,
+) -> Result<Changed, Error> {
+    let sql = match order {
+        SinkOrder::Pause => OPERATOR_PAUSE,
+        SinkOrder::Resume => OPERATOR_RESUME,
+    };
+    let params: Params<'_> = &[
+        (&sink, Type::TEXT),
+        (&by.who, Type::TEXT),
+        (&by.why, Type::TEXT),
+        (&order.action(), Type::TEXT),
+    ];
+    Ok(changed(&door.write(sql, params).await?))
+}
+
+// What was tried stands in the retry lane; the head of its far end was tried last, but for the jitter of its pause.
+const LAST_FAILURE: &str = "-- last_failure
+SELECT last_error FROM outbox_queue
+WHERE sink = $1 AND lane = 1 AND last_error IS NOT NULL
+ORDER BY next_attempt_at DESC, event_id DESC LIMIT 1";
+
+pub(super) async fn last_failure(door: &Door, sink: &str) -> Result<Option<String>, Error> {
+    let rows = door.read(LAST_FAILURE, &[(&sink, Type::TEXT)]).await?;
+    rows.first().map(|row| get(row, "last_error")).transpose()
+}

@@ -1,0 +1,152 @@
+//! Claims and verdicts in the order of ordering keys: what `postgres/order.rs` says, without its locks, since one
+//! transaction writes at a time.
+
+use rusqlite::params;
+use uuid::Uuid;
+
+use super::super::{Acknowledgement, Claim, OnDead, Over, Verdict};
+use super::outbox::{Taken, lane, taken};
+use super::row::micros;
+use super::thread::Tx;
+
+/// How many rows are looked at in one transaction; for longer nobody else writes.
+const WINDOW: u32 = 1024;
+
+/// For how long followers are put off at most, in microseconds; half of it at least.
+const PUT_OFF: i64 = 600_000_000;
+
+/// What one look found: events that are claimed, and whether there is reason to look again at once.
+pub(super) struct Look {
+    pub(super) taken: Vec<Taken>,
+    pub(super) again: bool,
+}
+
+pub(super) fn take(tx: &Tx<'_>, claim: &Claim, on_dead: OnDead) -> rusqlite::Result<Look> {
+    const DUE: &str = "SELECT event_id, ordering_key FROM outbox_queue q
+        WHERE sink = ?1 AND lane = ?2 AND next_attempt_at <= ?3
+          AND (lease_until <= ?3 OR (?4 AND claimed_by IS NOT NULL AND NOT EXISTS (
+            SELECT 1 FROM oncegate_owners o
+            WHERE o.owner = q.claimed_by AND o.lease_until > ?3)))
+        ORDER BY next_attempt_at, event_id LIMIT ?5";
+    let judges = claim.over == Over::EndedOrDead;
+    let (window, limit) = (WINDOW.max(claim.limit), claim.limit as usize);
+    let due: Vec<(String, Option<String>)> =
+        tx.rows(DUE, params![claim.sink, lane(claim.lane), tx.now, judges, window], |row| {
+            Ok((row.get(0)?, row.get(1)?))
+        })?;
+    let full = due.len() >= window as usize;
+    let (mut claimed, mut put_off) = (Vec::new(), false);
+    for (id, key) in due {
+        let free = match &key {
+            None => true,
+            Some(key) => {
+                is_first(tx, &claim.sink, key, &id)?
+                    && (claimed.len() >= limit || take_turn(tx, claim, on_dead, key, &id)?)
+            }
+        };
+        if !free {
+            put_off_one(tx, &claim.sink, &id)?;
+            put_off = true;
+        } else if claimed.len() < limit {
+            claimed.extend(mark(tx, claim, &id)?);
+        }
+    }
+    Ok(Look { taken: claimed, again: full && put_off })
+}
+
+/// Whether nothing of the key stands before this event, in either lane.
+fn is_first(tx: &Tx<'_>, sink: &str, key: &str, id: &str) -> rusqlite::Result<bool> {
+    const FIRST: &str = "SELECT event_id FROM outbox_queue WHERE sink = ?1 AND ordering_key = ?2
+        ORDER BY created_at, seq, event_id LIMIT 1";
+    let first: Option<String> = tx.first(FIRST, params![sink, key], |row| row.get(0))?;
+    Ok(first.as_deref() == Some(id))
+}
+
+/// Takes the key's turn where nobody has it, or it is over.
+fn take_turn(
+    tx: &Tx<'_>,
+    claim: &Claim,
+    on_dead: OnDead,
+    key: &str,
+    id: &str,
+) -> rusqlite::Result<bool> {
+    const TURN: &str = "INSERT INTO outbox_turns AS t (sink, ordering_key, event_id, lease_until,
+          claimed_by) VALUES (?1, ?2, ?3, ?4, ?5)
+        ON CONFLICT (sink, ordering_key) DO UPDATE
+        SET event_id = excluded.event_id, lease_until = excluded.lease_until,
+            claimed_by = excluded.claimed_by
+        WHERE t.event_id = excluded.event_id
+          OR (t.lease_until IS NOT NULL AND (t.lease_until <= ?6 OR (?7 AND NOT EXISTS (
+            SELECT 1 FROM oncegate_owners o WHERE o.owner = t.claimed_by AND o.lease_until > ?6))))
+          OR (t.lease_until IS NULL AND (NOT ?8 OR NOT EXISTS (
+            SELECT 1 FROM outbox_done d
+            WHERE d.event_id = t.event_id AND d.sink = t.sink AND d.outcome = 'dead')))";
+    let until = tx.now + micros(claim.lease);
+    let (judges, blocks) = (claim.over == Over::EndedOrDead, on_dead == OnDead::Block);
+    let owner = claim.owner.to_string();
+    let params = params![claim.sink, key, id, until, owner, tx.now, judges, blocks];
+    tx.execute(TURN, params).map(|rows| rows > 0)
+}
+
+fn put_off_one(tx: &Tx<'_>, sink: &str, id: &str) -> rusqlite::Result<()> {
+    const LATER: &str =
+        "UPDATE outbox_queue SET next_attempt_at = ?3 WHERE event_id = ?1 AND sink = ?2";
+    let later = tx.now + PUT_OFF / 2 + fastrand::i64(0..=PUT_OFF / 2);
+    tx.execute(LATER, params![id, sink, later]).map(drop)
+}
+
+fn mark(tx: &Tx<'_>, claim: &Claim, id: &str) -> rusqlite::Result<Option<Taken>> {
+    const SQL: &str = "UPDATE outbox_queue
+        SET lease_until = ?3, claim_no = claim_no + 1, claimed_by = ?4
+        WHERE event_id = ?1 AND sink = ?2 RETURNING event_id, claim_no, attempts, refusals";
+    let until = tx.now + micros(claim.lease);
+    let params = params![id, claim.sink, until, claim.owner.to_string()];
+    Ok(tx.rows(SQL, params, taken)?.into_iter().next())
+}
+
+/// An event's ordering key towards a sink, while it is owed.
+pub(super) fn key_of(tx: &Tx<'_>, sink: &str, id: Uuid) -> rusqlite::Result<Option<String>> {
+    const SQL: &str = "SELECT ordering_key FROM outbox_queue WHERE event_id = ?1 AND sink = ?2";
+    tx.first(SQL, params![id.to_string(), sink], |row| row.get(0)).map(Option::flatten)
+}
+
+/// Gives up the turn of an event that has ended, or is free again, and makes the next of its key due. To be called after
+/// it ended or was freed, in the same transaction. `blocks`: those behind it shall wait.
+pub(super) fn pass_on(
+    tx: &Tx<'_>,
+    sink: &str,
+    id: Uuid,
+    key: &str,
+    blocks: bool,
+) -> rusqlite::Result<()> {
+    const DEAD: &str = "UPDATE outbox_turns SET lease_until = NULL, claimed_by = NULL
+        WHERE sink = ?1 AND ordering_key = ?2 AND event_id = ?3";
+    const END: &str = "DELETE FROM outbox_turns
+        WHERE sink = ?1 AND ordering_key = ?2 AND event_id = ?3";
+    // What this very verdict frees keeps the time that it gave it.
+    const WAKE: &str = "UPDATE outbox_queue SET next_attempt_at = ?4
+        WHERE sink = ?1 AND event_id <> ?3 AND event_id = (
+          SELECT event_id FROM outbox_queue WHERE sink = ?1 AND ordering_key = ?2
+          ORDER BY created_at, seq, event_id LIMIT 1)";
+    let id = id.to_string();
+    tx.execute(if blocks { DEAD } else { END }, params![sink, key, id])?;
+    tx.execute(WAKE, params![sink, key, id, tx.now]).map(drop)
+}
+
+/// Whether a verdict lets the events behind wait.
+pub(super) fn blocks(ack: &Acknowledgement, on_dead: OnDead) -> bool {
+    on_dead == OnDead::Block && matches!(ack.verdict, Verdict::Dead { .. })
+}
+
+/// Ends the turns of all claims.
+pub(super) fn end_turns(tx: &Tx<'_>) -> rusqlite::Result<()> {
+    tx.execute("DELETE FROM outbox_turns WHERE lease_until IS NOT NULL", []).map(drop)
+}
+
+/// How many keys wait behind a dead event, by sink.
+pub(super) fn blocked(tx: &Tx<'_>) -> rusqlite::Result<Vec<(String, u64)>> {
+    const SQL: &str = "SELECT t.sink, count(*) FROM outbox_turns t JOIN outbox_done d
+          ON d.event_id = t.event_id AND d.sink = t.sink AND d.outcome = 'dead'
+        WHERE t.lease_until IS NULL GROUP BY t.sink ORDER BY t.sink";
+    tx.rows(SQL, [], |row| Ok((row.get(0)?, u64::try_from(row.get::<_, i64>(1)?).unwrap_or(0))))
+}

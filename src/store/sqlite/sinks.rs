@@ -1,0 +1,160 @@
+//! How the sinks stand: one row each, and every turn a fenced change of it. The same rules as on Postgres.
+
+use rusqlite::{Row, params};
+
+use super::super::{
+    Changed, Operator, Over, Pause, PauseReason, SinkOrder, SinkState, SinkTurn, Trouble,
+};
+use super::operator::{Action, audit};
+use super::row::{self, left, micros};
+use super::thread::Tx;
+
+pub(super) fn states(tx: &Tx<'_>, over: Over) -> rusqlite::Result<Vec<SinkState>> {
+    // A probe of a process whose lease has ended is over, for those who may judge.
+    const SQL: &str = "SELECT sink, pause_no, pause_reason, since, failed_probes, last_error, note,
+          CASE WHEN probing_until > ?1 AND NOT (?2 AND NOT EXISTS (SELECT 1 FROM oncegate_owners o
+              WHERE o.owner = s.prober AND o.lease_until > ?1))
+            THEN probing_until ELSE probe_at END
+        FROM outbox_sinks s ORDER BY sink";
+    tx.rows(SQL, params![tx.now, over == Over::EndedOrDead], |found| state(tx, found))
+}
+
+fn state(tx: &Tx<'_>, found: &Row<'_>) -> rusqlite::Result<SinkState> {
+    let paused = found.get_ref(2)?.as_str_or_null()?.is_some();
+    let pause = if paused {
+        Some(Pause {
+            reason: row::parsed(found, 2, PauseReason::parse)?,
+            probe_in: found.get::<_, Option<i64>>(7)?.map(|at| left(at, tx.now)),
+            failed_probes: found.get(4)?,
+            note: found.get(6)?,
+        })
+    } else {
+        None
+    };
+    Ok(SinkState {
+        sink: found.get(0)?,
+        no: found.get(1)?,
+        since: row::time(found.get(3)?),
+        pause,
+        last_error: found.get(5)?,
+    })
+}
+
+pub(super) fn turn(tx: &Tx<'_>, sink: &str, no: i64, turn: &SinkTurn) -> rusqlite::Result<Changed> {
+    const PROBE: &str = "UPDATE outbox_sinks
+        SET pause_no = pause_no + 1, prober = ?3, probing_until = ?4
+        WHERE sink = ?1 AND pause_no = ?2 AND pause_reason IN ('failing', 'busy')
+          AND probe_at <= ?5
+          AND (probing_until IS NULL OR probing_until <= ?5 OR (?6 AND NOT EXISTS (
+            SELECT 1 FROM oncegate_owners o WHERE o.owner = prober AND o.lease_until > ?5)))";
+    const RESUME: &str = "UPDATE outbox_sinks
+        SET pause_no = pause_no + 1, pause_reason = NULL, since = ?3, probe_at = NULL,
+          prober = NULL, probing_until = NULL, failed_probes = 0
+        WHERE sink = ?1 AND pause_no = ?2 AND pause_reason IS NOT NULL AND prober IS NOT NULL";
+    match turn {
+        SinkTurn::Pause { trouble, error, failed_probes } => {
+            pause(tx, sink, no, *trouble, error, *failed_probes)
+        }
+        SinkTurn::Probe { owner, lease, over } => {
+            let until = tx.now + micros(*lease);
+            let judges = *over == Over::EndedOrDead;
+            let params = params![sink, no, owner.to_string(), until, tx.now, judges];
+            tx.execute(PROBE, params).map(changed)
+        }
+        SinkTurn::ProbeFailed { trouble, error } => {
+            let failed = u32::from(trouble.reason() == PauseReason::Failing);
+            let at = trouble.again().map(|again| tx.now + micros(again));
+            probe_ended(tx, sink, no, Some(trouble.reason()), at, failed, Some(error))
+        }
+        SinkTurn::ProbeIdle { again } => {
+            probe_ended(tx, sink, no, None, Some(tx.now + micros(*again)), 0, None)
+        }
+        SinkTurn::Resume => tx.execute(RESUME, params![sink, no, tx.now]).map(changed),
+    }
+}
+
+fn changed(rows: usize) -> Changed {
+    if rows > 0 { Changed::Yes } else { Changed::No }
+}
+
+fn pause(
+    tx: &Tx<'_>,
+    sink: &str,
+    no: i64,
+    trouble: Trouble,
+    error: &str,
+    failed_probes: u32,
+) -> rusqlite::Result<Changed> {
+    // The first row of a sink is made under the number 0 only; every other pause finds it under its number, and open.
+    const SQL: &str = "INSERT INTO outbox_sinks (sink, pause_no, pause_reason, since, probe_at,
+          failed_probes, last_error)
+        SELECT ?1, 1, ?3, ?4, ?5, ?6, ?7
+        WHERE ?2 = 0 OR EXISTS (SELECT 1 FROM outbox_sinks WHERE sink = ?1)
+        ON CONFLICT (sink) DO UPDATE
+        SET pause_no = pause_no + 1, pause_reason = excluded.pause_reason, since = excluded.since,
+          probe_at = excluded.probe_at, failed_probes = excluded.failed_probes,
+          last_error = excluded.last_error, note = NULL
+        WHERE pause_no = ?2 AND pause_reason IS NULL";
+    let at = trouble.again().map(|again| tx.now + micros(again));
+    let reason = trouble.reason().as_str();
+    tx.execute(SQL, params![sink, no, reason, tx.now, at, failed_probes, error]).map(changed)
+}
+
+/// Without a reason the pause stays as it is, as after a probe that found nothing to send.
+fn probe_ended(
+    tx: &Tx<'_>,
+    sink: &str,
+    no: i64,
+    reason: Option<PauseReason>,
+    at: Option<i64>,
+    failed: u32,
+    error: Option<&String>,
+) -> rusqlite::Result<Changed> {
+    const SQL: &str = "UPDATE outbox_sinks
+        SET pause_no = pause_no + 1, pause_reason = coalesce(?3, pause_reason),
+          since = CASE WHEN ?3 = 'gone' THEN ?4 ELSE since END, probe_at = ?5,
+          prober = NULL, probing_until = NULL, failed_probes = failed_probes + ?6,
+          last_error = coalesce(?7, last_error)
+        WHERE sink = ?1 AND pause_no = ?2 AND pause_reason IS NOT NULL AND prober IS NOT NULL";
+    let reason = reason.map(PauseReason::as_str);
+    tx.execute(SQL, params![sink, no, reason, tx.now, at, failed, error]).map(changed)
+}
+
+pub(super) fn operate(
+    tx: &Tx<'_>,
+    sink: &str,
+    order: SinkOrder,
+    by: &Operator,
+) -> rusqlite::Result<Changed> {
+    const WAS: &str = "SELECT pause_reason FROM outbox_sinks WHERE sink = ?1";
+    const PAUSE: &str = "INSERT INTO outbox_sinks (sink, pause_no, pause_reason, since, note)
+        VALUES (?1, 1, 'operator', ?2, ?3)
+        ON CONFLICT (sink) DO UPDATE
+        SET pause_no = pause_no + 1, pause_reason = 'operator', since = excluded.since,
+          probe_at = NULL, prober = NULL, probing_until = NULL, failed_probes = 0,
+          note = excluded.note
+        WHERE pause_reason IS NOT 'operator'";
+    const RESUME: &str = "UPDATE outbox_sinks
+        SET pause_no = pause_no + 1, pause_reason = NULL, since = ?2, probe_at = NULL,
+          prober = NULL, probing_until = NULL, failed_probes = 0, note = NULL
+        WHERE sink = ?1 AND pause_reason IS NOT NULL";
+    let was: Option<Option<String>> = tx.first(WAS, [sink], |row| row.get(0))?;
+    let rows = match order {
+        SinkOrder::Pause => tx.execute(PAUSE, params![sink, tx.now, by.why])?,
+        SinkOrder::Resume => tx.execute(RESUME, params![sink, tx.now])?,
+    };
+    if rows == 0 {
+        return Ok(Changed::No);
+    }
+    let detail = serde_json::json!({ "sink": sink, "was": was.flatten() });
+    audit(tx, by, &Action { name: order.action(), record: None, event: None, detail })?;
+    Ok(Changed::Yes)
+}
+
+pub(super) fn last_failure(tx: &Tx<'_>, sink: &str) -> rusqlite::Result<Option<String>> {
+    // What was tried stands in the retry lane; the head of its far end was tried last, but for the jitter of its pause.
+    const SQL: &str = "SELECT last_error FROM outbox_queue
+        WHERE sink = ?1 AND lane = 1 AND last_error IS NOT NULL
+        ORDER BY next_attempt_at DESC, event_id DESC LIMIT 1";
+    tx.first(SQL, [sink], |row| row.get(0))
+}

@@ -1,0 +1,375 @@
+//! What keeps the outbox quick and small, and what must not disturb it: statistics of another time, transactions that others
+//! hold open, deadlocks, and sweepers.
+
+use std::process::Stdio;
+use std::sync::Arc;
+use std::time::Duration;
+
+use oncegate::lease::Contact;
+use oncegate::record::OwnerId;
+use oncegate::store::{Acknowledgement, Claim, Lane, OnDead, Order, Over, Store, Verdict};
+use oncegate::sweep;
+use oncegate::telemetry::Metrics;
+use tokio::time::Instant;
+use tokio_postgres::{Client, NoTls};
+use tokio_util::sync::CancellationToken;
+
+use crate::order::{Relay, settings, store, write};
+use crate::support::eventually;
+use crate::support::postgres::{Cluster, command};
+use crate::support::process::eventually as happens;
+use crate::support::rig::{Place, Which, on_both_stores};
+use crate::support::sink::{Act, OK, Sink};
+
+on_both_stores! {
+    f51_f52_f53_sweepers_clear_what_is_over_however_much_it_is_and_nothing_else,
+}
+
+const LONG: Duration = Duration::from_secs(20);
+const MINUTE: Duration = Duration::from_secs(60);
+const MS: Duration = Duration::from_millis(1);
+
+async fn client(url: &str) -> Client {
+    let (client, connection) = tokio_postgres::connect(url, NoTls).await.unwrap();
+    tokio::spawn(connection);
+    client
+}
+
+fn claim(order: Order, limit: u32) -> Claim {
+    Claim {
+        sink: "main".into(),
+        lane: Lane::Fresh,
+        order,
+        limit,
+        owner: OwnerId::fresh(),
+        lease: MINUTE,
+        over: Over::Ended,
+        sweep: true,
+    }
+}
+
+/// What the server's log says of the pages that each run of a statement touched.
+fn pages(log: &str, database: &str, statement: &str) -> Vec<u64> {
+    let start = format!("{database} oncegate LOG:  duration:");
+    let plans = log.split(&start).skip(1);
+    let mine = plans.filter(|plan| plan.contains(&format!("-- {statement}\n")));
+    let touched = |plan: &str| {
+        // The first line of buffers is that of the whole plan.
+        let line = plan.lines().find(|line| line.trim_start().starts_with("Buffers: shared"))?;
+        let count = |what: &str| -> u64 {
+            let rest = line.split(&format!("{what}=")).nth(1);
+            rest.map_or(0, |rest| rest.split([' ', ',']).next().unwrap().parse().unwrap())
+        };
+        Some(count("hit") + count("read"))
+    };
+    mine.filter_map(touched).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f14_f47_a_claim_takes_what_it_asks_for_and_reads_little_whatever_statistics_say() {
+    let place = Place::new(Which::Postgres).await;
+    drop(store(&place).await);
+    let db = client(&place.url).await;
+    let database = place.url.rsplit('/').next().unwrap();
+    // The statistics are of an empty queue that has been full: almost no rows on many pages.
+    db.batch_execute(
+        "ALTER TABLE outbox_queue SET (autovacuum_enabled = off);
+         ALTER TABLE outbox_messages SET (autovacuum_enabled = off);
+         ALTER TABLE outbox_done SET (autovacuum_enabled = off)",
+    )
+    .await
+    .unwrap();
+    write(&place, Which::Postgres, 0..30_000, "CASE WHEN n % 2 = 0 THEN 'k' || (n % 500) END")
+        .await;
+    db.batch_execute(
+        "INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts, finished_at)
+         SELECT event_id, sink, CASE WHEN get_byte(uuid_send(event_id), 15) = 0 THEN 'dead' ELSE 'sent' END,
+                1, 1, now() FROM outbox_queue;
+         DELETE FROM outbox_queue WHERE event_id <> (SELECT max(event_id::text)::uuid FROM outbox_queue);
+         UPDATE outbox_queue SET sink = 'other'",
+    )
+    .await
+    .unwrap();
+    db.batch_execute("VACUUM ANALYZE outbox_queue").await.unwrap();
+    db.batch_execute("VACUUM ANALYZE outbox_done").await.unwrap();
+    let remembered = "select (relpages > 500 and reltuples < 10)::int from pg_class
+        where relname = 'outbox_queue'";
+    assert_eq!(place.count(remembered).await, 1);
+    write(&place, Which::Postgres, 30_000..60_000, "CASE WHEN n % 2 = 0 THEN 'k' || (n % 500) END")
+        .await;
+    for setting in [
+        "session_preload_libraries = auto_explain",
+        "auto_explain.log_min_duration = 0",
+        "auto_explain.log_analyze = on",
+        "auto_explain.log_timing = off",
+        "auto_explain.log_buffers = on",
+    ] {
+        db.batch_execute(&format!("ALTER DATABASE {database} SET {setting}")).await.unwrap();
+    }
+    let store = store(&place).await;
+    let free = Order::Key(OnDead::Free);
+    let leased = "select count(*) from outbox_queue where lease_until > clock_timestamp()";
+    let mut all = 0;
+    for (order, limit) in [(Order::None, 1), (Order::None, 64), (free, 1), (free, 64), (free, 64)] {
+        let claimed = store.claim(&claim(order, limit)).await.unwrap();
+        assert_eq!(claimed.len(), limit as usize);
+        all += i64::from(limit);
+        assert_eq!(place.count(leased).await, all, "no more than asked for is claimed");
+        let sent = |claimed: oncegate::store::Claimed| Acknowledgement {
+            event_id: claimed.event_id,
+            claim_no: claimed.claim_no,
+            verdict: Verdict::Sent { status: Some(200) },
+        };
+        let verdicts: Vec<_> = claimed.into_iter().map(sent).collect();
+        let written = store.acknowledge("main", order, &verdicts).await.unwrap();
+        assert_eq!(written.len(), limit as usize);
+        all -= i64::from(limit);
+    }
+    drop(store);
+    let log = Cluster::shared().log();
+    // A few pages for each event: its row, four indexes, its message. The queue alone has a thousand.
+    for (statement, most) in [
+        ("claim", 64 * 30),
+        ("claim_window", 256 * 12),
+        ("claim_in_order", 256 * 30),
+        ("wake", 64 * 30),
+        ("finish", 64 * 30),
+    ] {
+        let touched = pages(&log, database, statement);
+        assert!(!touched.is_empty(), "no plan of {statement}");
+        assert!(touched.iter().all(|pages| *pages <= most), "{statement}: {touched:?}");
+    }
+    let one = pages(&log, database, "claim");
+    assert!(one.iter().any(|pages| *pages < 60), "for one event: {one:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f02_f03_a_transaction_that_stays_open_holds_up_nothing_but_its_own_events() {
+    let place = Place::new(Which::Postgres).await;
+    let store = store(&place).await;
+    let sink = Sink::start(|_, _| OK).await;
+    // Its time is long before those of the others, and nobody sees it yet.
+    let (mut late, mut elsewhere) =
+        (client(&place.url).await, client(&Cluster::shared().database()).await);
+    let other = elsewhere.transaction().await.unwrap();
+    other.batch_execute("CREATE TABLE held (n int)").await.unwrap();
+    let held = late.transaction().await.unwrap();
+    held.batch_execute(
+        "INSERT INTO outbox_messages (id, event_key, seq, event_type, tenant_id, operation,
+             idempotency_key, record_id, payload, created_at)
+         SELECT gen_random_uuid(), 'late', 0, 'late', 't', 'o', 'k', gen_random_uuid(),
+             '{\"k\":\"late\",\"n\":0}', clock_timestamp() - interval '1 minute';
+         INSERT INTO outbox_queue (event_id, sink, next_attempt_at, created_at)
+         SELECT id, 'main', created_at, created_at FROM outbox_messages",
+    )
+    .await
+    .unwrap();
+    write(&place, Which::Postgres, 0..300, "NULL::text").await;
+    let relay = Relay::start(&store, settings(&sink, Order::None));
+    eventually("all others", LONG, || sink.seen().len() == 300).await;
+    let begun = Instant::now();
+    held.commit().await.unwrap();
+    eventually("the late one", LONG, || sink.seen().len() == 301).await;
+    // One complete look, five seconds after the last at most.
+    assert!(begun.elapsed() < Duration::from_secs(7), "{:?}", begun.elapsed());
+    drop(other);
+    relay.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f03_pending_events_of_a_dump_are_delivered_by_the_cluster_it_is_restored_to() {
+    let (from, to) = (Place::new(Which::Postgres).await, Cluster::own());
+    drop(store(&from).await);
+    write(&from, Which::Postgres, 0..20, "'k' || (n % 2)").await;
+    // Transactions of the old cluster lie in the future of the new one.
+    let url = to.database();
+    let mut dump = command("pg_dump").arg(&from.url).stdout(Stdio::piped()).spawn().unwrap();
+    let restore = command("psql")
+        .args(["-qX", "-v", "ON_ERROR_STOP=1", &url])
+        .stdin(dump.stdout.take().unwrap())
+        .stdout(Stdio::null())
+        .status()
+        .unwrap();
+    assert!(restore.success() && dump.wait().unwrap().success());
+    let (place, sink) = (Place::at(url), Sink::start(|_, _| OK).await);
+    let store = store(&place).await;
+    let relay = Relay::start(&store, settings(&sink, Order::Key(OnDead::Free)));
+    eventually("all arrived", LONG, || sink.ids().len() == 20).await;
+    relay.stop().await;
+    assert_eq!(place.count("select count(*) from outbox_queue").await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f27_what_is_written_while_a_verdict_looks_for_the_next_is_not_put_off() {
+    let place = Place::new(Which::Postgres).await;
+    let store = store(&place).await;
+    let order = Order::Key(OnDead::Free);
+    write(&place, Which::Postgres, 0..1, "'k'").await;
+    let first = store.claim(&claim(order, 9)).await.unwrap().remove(0);
+    // The verdict stands still after its look, before its commit.
+    let gate = client(&place.url).await;
+    gate.batch_execute(
+        "CREATE FUNCTION gate() RETURNS trigger LANGUAGE plpgsql AS $$
+         BEGIN
+             IF current_query() LIKE '-- wake%' THEN PERFORM pg_advisory_xact_lock(42); END IF;
+             RETURN NULL;
+         END $$;
+         CREATE TRIGGER gate AFTER UPDATE ON outbox_queue
+             FOR EACH STATEMENT EXECUTE FUNCTION gate();
+         SELECT pg_advisory_lock(42)",
+    )
+    .await
+    .unwrap();
+    let verdict = Acknowledgement {
+        event_id: first.event_id,
+        claim_no: first.claim_no,
+        verdict: Verdict::Sent { status: Some(200) },
+    };
+    let slow = Arc::clone(&store);
+    let task = tokio::spawn(async move { slow.acknowledge("main", order, &[verdict]).await });
+    let waits = "select count(*) from pg_stat_activity where wait_event = 'advisory'
+        and datname = current_database()";
+    happens("it stands still", async || place.count(waits).await == 1).await;
+    write(&place, Which::Postgres, 1..2, "'k'").await;
+    assert!(store.claim(&claim(order, 9)).await.unwrap().is_empty(), "the first is not gone yet");
+    gate.batch_execute("SELECT pg_advisory_unlock(42)").await.unwrap();
+    assert_eq!(task.await.unwrap().unwrap(), [first.event_id]);
+    assert_eq!(store.claim(&claim(order, 9)).await.unwrap().len(), 1, "it is due at once");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f48_a_deadlock_in_claim_or_verdict_is_repeated_and_costs_no_delivery() {
+    for order in [Order::None, Order::Key(OnDead::Free)] {
+        let place = Place::new(Which::Postgres).await;
+        let store = store(&place).await;
+        let sink = Sink::start(|_, _| OK).await;
+        write(&place, Which::Postgres, 0..60, "'k' || (n % 6)").await;
+        // Each third change of the queue ends as if it were the victim of a deadlock, or could not be serialized.
+        let db = client(&place.url).await;
+        db.batch_execute(
+            "CREATE SEQUENCE trips;
+             CREATE FUNCTION trip() RETURNS trigger LANGUAGE plpgsql AS $$
+             DECLARE n bigint := nextval('trips');
+             BEGIN
+                 IF n % 3 = 0 THEN
+                     RAISE EXCEPTION USING ERRCODE = CASE WHEN n % 2 = 0 THEN '40P01' ELSE '40001' END;
+                 END IF;
+                 RETURN NULL;
+             END $$;
+             CREATE TRIGGER trip BEFORE UPDATE OR DELETE ON outbox_queue
+                 FOR EACH STATEMENT EXECUTE FUNCTION trip();",
+        )
+        .await
+        .unwrap();
+        let relay = Relay::start(&store, settings(&sink, order));
+        let owed = "select count(*) from outbox_queue";
+        happens("all are delivered", async || place.count(owed).await == 0).await;
+        relay.stop().await;
+        assert_eq!((sink.seen().len(), sink.ids().len()), (60, 60), "{order:?}: each once");
+        assert!(place.count("select last_value from trips").await > 9, "there were some");
+        let claims = "select count(*) from outbox_done where claim_no = 1 and outcome = 'sent'";
+        assert_eq!(place.count(claims).await, 60);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f49_f50_no_transaction_is_open_during_a_delivery_and_nobody_notifies() {
+    let place = Place::new(Which::Postgres).await;
+    let db = client(&place.url).await;
+    let database = place.url.rsplit('/').next().unwrap();
+    let timeout =
+        format!("ALTER DATABASE {database} SET idle_in_transaction_session_timeout = '300ms'");
+    db.batch_execute(&timeout).await.unwrap();
+    let store = store(&place).await;
+    let sink = Sink::start(|_, _| Act::After(700 * MS, Box::new(OK))).await;
+    write(&place, Which::Postgres, 0..20, "'k' || n").await;
+    let relay = Relay::start(&store, settings(&sink, Order::Key(OnDead::Free)));
+    let open = "select count(*) from pg_stat_activity where application_name = 'oncegate'
+        and datname = current_database() and state like 'idle in transaction%'
+        and state_change < clock_timestamp() - interval '100 milliseconds'";
+    let sent = "select count(*) from outbox_done where outcome = 'sent'";
+    happens("all are delivered", async || {
+        assert_eq!(place.count(open).await, 0, "a transaction stays open");
+        place.count(sent).await == 20
+    })
+    .await;
+    relay.stop().await;
+    assert_eq!(sink.seen().len(), 20);
+    let ours = concat!(env!("CARGO_MANIFEST_DIR"), "/migrations/postgres");
+    for file in std::fs::read_dir(ours).unwrap() {
+        let text = std::fs::read_to_string(file.unwrap().path()).unwrap().to_lowercase();
+        assert!(!text.contains("pg_notify") && !text.contains("notify "), "a write that notifies");
+    }
+}
+
+/// A sweeper of a process without a relay or a sink.
+fn sweeper(store: &Arc<dyn Store>, retention: Duration, stop: &CancellationToken) {
+    let settings = sweep::Settings {
+        outbox_retention: retention,
+        unknown_events: None,
+        sinks: Vec::new(),
+        every: 50 * MS,
+        batch: 500,
+    };
+    let contact = Contact::sole(Instant::now().into_std());
+    let metrics = Arc::new(Metrics::default());
+    tokio::spawn(sweep::run(Arc::clone(store), settings, contact, metrics, stop.clone()));
+}
+
+async fn f51_f52_f53_sweepers_clear_what_is_over_however_much_it_is_and_nothing_else(which: Which) {
+    let place = Place::new(which).await;
+    let store = store(&place).await;
+    write(&place, which, 0..12_000, "'k'").await;
+    let (old, new) = match which {
+        Which::Postgres => ("now() - interval '2 hours'", "now() - interval '1 minute'"),
+        Which::Sqlite => ("(unixepoch() - 7200) * 1000000", "(unixepoch() - 60) * 1000000"),
+    };
+    // All were written long ago. One of hundred is owed; of the others one is dead, one was delivered only now, and one is
+    // owed to a second sink.
+    for statement in [
+        format!("UPDATE outbox_messages SET created_at = {old}"),
+        format!(
+            "INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts, finished_at)
+             SELECT id, 'main', CASE WHEN event_key LIKE '%01' THEN 'dead' ELSE 'sent' END, 1, 1,
+                    CASE WHEN event_key LIKE '%02' THEN {new} ELSE {old} END
+             FROM outbox_messages WHERE event_key NOT LIKE '%00'"
+        ),
+        "DELETE FROM outbox_queue WHERE event_id IN (SELECT event_id FROM outbox_done)".to_owned(),
+        "INSERT INTO outbox_queue (event_id, sink, next_attempt_at, seq, created_at)
+         SELECT id, 'second', created_at, seq, created_at FROM outbox_messages
+         WHERE event_key LIKE '%03'"
+            .to_owned(),
+    ] {
+        place.rows(&statement).await;
+    }
+    let kept = "select count(*) from outbox_messages where event_key like '%00'
+        or event_key like '%01' or event_key like '%02' or event_key like '%03'";
+    let kept = place.count(kept).await;
+    let stop = CancellationToken::new();
+    let begun = Instant::now();
+    for _ in 0..2 {
+        sweeper(&store, Duration::from_secs(3600), &stop);
+    }
+    if which == Which::Postgres {
+        // One dies in the middle, several times.
+        for _ in 0..5 {
+            place
+                .rows(
+                    "select pg_terminate_backend(pid) from pg_stat_activity
+                     where datname = current_database() and query like '-- %old_events%'",
+                )
+                .await;
+        }
+    }
+    let left = "select count(*) from outbox_messages";
+    happens("all that is over is gone", async || place.count(left).await <= kept).await;
+    assert!(begun.elapsed() < LONG, "{:?}", begun.elapsed());
+    stop.cancel();
+    assert_eq!(place.count(left).await, kept, "nothing else is gone");
+    let torn =
+        "select count(*) from outbox_done where event_id not in (select id from outbox_messages)";
+    assert_eq!(place.count(torn).await, 0);
+    let done = "select count(*) from outbox_done";
+    let ended = "select count(*) from outbox_messages where event_key not like '%00'";
+    assert_eq!(place.count(done).await, place.count(ended).await, "with how they ended");
+}

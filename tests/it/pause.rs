@@ -1,0 +1,420 @@
+//! Sinks that are away, busy or gone: what their outage costs, who notices, and how it ends.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicU16;
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::Duration;
+
+use oncegate::relay::sink;
+use oncegate::store::{
+    EventStatus, Lane, Over, PauseReason, SinkOrder, SinkState, SinkTurn, Store, Trouble, Verdict,
+};
+use serde_json::Value;
+use tokio::time::Instant;
+use uuid::Uuid;
+
+use crate::relay::{LONG, MS, Running, sent, settings};
+use crate::support::client::{get, post};
+use crate::support::fake::{Fake, Stand};
+use crate::support::fleet::{self, ONE_EVENT, command, order};
+use crate::support::rig::{Rig, Which, on_both_stores};
+use crate::support::sink::{Act, OK, Seen, Sink};
+use crate::support::{eventually, happens, process};
+
+on_both_stores! {
+    operators_see_a_paused_sink_and_resume_it_from_the_command_line_and_over_http,
+}
+
+/// A sink that answers with the status that stands there, after a while.
+async fn answering(pace: Duration) -> (Sink, Arc<AtomicU16>) {
+    let status = Arc::new(AtomicU16::new(500));
+    let says = Arc::clone(&status);
+    let act = move |_: &Seen, _| Act::After(pace, Box::new(Act::Answer(says.load(SeqCst), "")));
+    (Sink::start(act).await, status)
+}
+
+/// Quick to pause and to probe.
+fn hasty(sink: &Sink) -> sink::Settings {
+    sink::Settings {
+        pause_after: 5,
+        concurrency: 8,
+        backoff_base: MS,
+        backoff_max: 150 * MS,
+        ..settings(sink)
+    }
+}
+
+fn failed_probes(fake: &Fake) -> usize {
+    let turns = fake.turns.lock().unwrap();
+    turns.iter().filter(|turn| matches!(turn, SinkTurn::ProbeFailed { .. })).count()
+}
+
+fn attempts(fake: &Fake) -> u32 {
+    fake.rows.lock().unwrap().values().map(|row| row.attempts).sum()
+}
+
+#[tokio::test]
+async fn f16_f21_f23_an_outage_costs_a_few_probes_and_no_attempts_and_ends_without_a_rush() {
+    let pace = 30 * MS;
+    let (sink, status) = answering(pace).await;
+    let fake = Arc::new(Fake::default());
+    for _ in 0..200 {
+        fake.add("{}");
+    }
+    let running = Running::start(&fake, vec![hasty(&sink)]);
+    eventually("it is probed", LONG, || failed_probes(&fake) >= 2).await;
+    let (requests, used, probes) = (sink.seen().len(), attempts(&fake), failed_probes(&fake));
+    // Five make the pause, and as many as there are slots are under way then.
+    assert!(requests <= 5 + 8 + probes + 1 && used <= 5 + 8, "{requests} {used} {probes}");
+    let paused = r#"oncegate_sink_paused{sink="main",reason="failing"} 1"#;
+    assert!(running.metrics.render().contains(paused), "{}", running.metrics.render());
+    eventually("more probes", LONG, || failed_probes(&fake) >= probes + 4).await;
+    assert_eq!(attempts(&fake), used, "a failed probe is no attempt");
+    let (seen, probes) = (sink.seen(), failed_probes(&fake) - probes);
+    assert!(seen.len() <= requests + probes + 2, "only probes: {} {requests}", seen.len());
+    let probe = seen.last().unwrap().id().parse().unwrap();
+    eventually("the probe's error is kept", LONG, || fake.row(probe).error.contains("500")).await;
+
+    status.store(200, SeqCst);
+    let first = |sink: &Sink| {
+        let resumed = fake.turns.lock().unwrap().contains(&SinkTurn::Resume);
+        resumed.then(|| sink.seen().len())
+    };
+    eventually("it is resumed", LONG, || first(&sink).is_some()).await;
+    sent(&fake, 200).await;
+    running.stop().await;
+    // The probe that went well is the first that was taken; after it come one, two, four, and only then all.
+    let seen = sink.seen();
+    let taken: Vec<_> = seen.iter().rev().take(200).rev().map(|seen| seen.at).collect();
+    let within = |from: usize| taken[from..].iter().filter(|at| **at < taken[from] + pace).count();
+    assert_eq!(within(1), 1, "one slot at first");
+    assert!(within(2) <= 2 && within(4) <= 4, "then two, then four");
+    assert!(sink.most().0 <= 8);
+    assert_eq!(attempts(&fake), used + 200);
+}
+
+#[tokio::test]
+async fn f23_a_sink_of_which_every_other_answer_fails_is_not_paused() {
+    let every_other = |_: &Seen, before| if before % 2 == 0 { Act::Answer(500, "") } else { OK };
+    let sink = Sink::start(every_other).await;
+    let fake = Arc::new(Fake::default());
+    for _ in 0..20 {
+        fake.add("{}");
+    }
+    let one = sink::Settings { concurrency: 1, pause_after: 2, ..hasty(&sink) };
+    let running = Running::start(&fake, vec![one]);
+    sent(&fake, 20).await;
+    running.stop().await;
+    assert_eq!(*fake.turns.lock().unwrap(), []);
+}
+
+#[tokio::test]
+async fn f23_a_sink_that_answers_one_probe_and_no_more_is_paused_again_and_probed_no_faster() {
+    let answers = Arc::new(AtomicU16::new(0));
+    let left = Arc::clone(&answers);
+    let sink = Sink::start(move |_, _| {
+        let take = left.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(1));
+        if take.is_ok() { OK } else { Act::Answer(502, "") }
+    })
+    .await;
+    let fake = Arc::new(Fake::default());
+    for _ in 0..30 {
+        fake.add("{}");
+    }
+    let running = Running::start(&fake, vec![hasty(&sink)]);
+    eventually("it is probed", LONG, || failed_probes(&fake) >= 3).await;
+    answers.store(1, SeqCst);
+    let again = || {
+        let turns = fake.turns.lock().unwrap();
+        let mut pauses = turns.iter().filter_map(|turn| {
+            let SinkTurn::Pause { failed_probes, .. } = turn else { return None };
+            Some(*failed_probes)
+        });
+        (pauses.next(), pauses.next())
+    };
+    eventually("it is paused again", LONG, || again().1.is_some()).await;
+    let (first, second) = again();
+    assert!(first == Some(0) && second >= Some(3), "the pace goes on: {second:?}");
+    answers.store(1000, SeqCst);
+    sent(&fake, 30).await;
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn f17_f23_an_event_that_always_fails_does_not_keep_its_sink_paused() {
+    let bad = |seen: &Seen, _| if seen.text().contains("bad") { Act::Answer(500, "") } else { OK };
+    let sink = Sink::start(bad).await;
+    let fake = Arc::new(Fake::default());
+    let now = Instant::now();
+    for _ in 0..3 {
+        // The oldest of all, tried before.
+        let id = Uuid::new_v4();
+        fake.add_row(id, r#"{"bad":1}"#, |row| (row.lane, row.attempts) = (Lane::Retry, 7));
+    }
+    let good = fake.add(r#"{"good":1}"#);
+    let stand = Stand {
+        no: 7,
+        reason: Some(PauseReason::Failing),
+        probe_at: Some(now),
+        probing_until: None,
+        failed_probes: 4,
+        error: String::new(),
+    };
+    fake.stands.lock().unwrap().insert("main".into(), stand);
+    let running = Running::start(&fake, vec![hasty(&sink)]);
+    eventually("the good one", LONG, || fake.row(good).status == EventStatus::Sent).await;
+    eventually("resumed", LONG, || fake.stand("main").reason.is_none()).await;
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn f19_refused_events_die_early_and_pause_nothing() {
+    let judge = |seen: &Seen, _| match seen.text().as_str() {
+        "400" => Act::Answer(400, ""),
+        "413" => Act::Answer(413, ""),
+        "415" => Act::Answer(415, ""),
+        "422" => Act::Answer(422, ""),
+        _ => OK,
+    };
+    let sink = Sink::start(judge).await;
+    let fake = Arc::new(Fake::default());
+    let refused = ["400", "413", "415", "422"].map(|status| fake.add(status));
+    let one = sink::Settings { pause_after: 1, refusals_max: 3, ..hasty(&sink) };
+    let running = Running::start(&fake, vec![one]);
+    eventually("they are dead", LONG, || fake.count(EventStatus::Dead) == 4).await;
+    fake.add("{}");
+    sent(&fake, 1).await;
+    running.stop().await;
+    assert_eq!(sink.seen().len(), 4 * 3 + 1);
+    assert_eq!(*fake.turns.lock().unwrap(), []);
+    assert!(fake.row(refused[3]).error.contains("422: why?"), "{:?}", fake.row(refused[3]));
+}
+
+#[tokio::test]
+async fn f20_a_backlog_of_retries_does_not_delay_fresh_events() {
+    let sink = Sink::start(|_, _| Act::After(10 * MS, Box::new(OK))).await;
+    let fake = Arc::new(Fake::default());
+    for _ in 0..600 {
+        fake.add_row(Uuid::new_v4(), "{}", |row| (row.lane, row.attempts) = (Lane::Retry, 3));
+    }
+    let running = Running::start(&fake, vec![settings(&sink)]);
+    sent(&fake, 20).await;
+    for _ in 0..10 {
+        let (begun, id) = (Instant::now(), fake.add("{}"));
+        running.wake.notify_one();
+        eventually("a fresh one", LONG, || fake.row(id).status == EventStatus::Sent).await;
+        assert!(begun.elapsed() < 500 * MS, "{:?}", begun.elapsed());
+    }
+    assert!(fake.count(EventStatus::Pending) > 0, "the backlog drains still");
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn f32_a_sink_that_is_gone_is_left_alone_until_it_is_resumed_and_loses_nothing() {
+    let (sink, status) = answering(MS).await;
+    status.store(410, SeqCst);
+    let fake = Arc::new(Fake::default());
+    for _ in 0..20 {
+        fake.add("{}");
+    }
+    // Were it an attempt, each would be dead.
+    let strict = sink::Settings { attempts_max: 1, age_max: Duration::ZERO, ..hasty(&sink) };
+    let running = Running::start(&fake, vec![strict]);
+    let gone = r#"oncegate_sink_paused{sink="main",reason="gone"} 1"#;
+    eventually("it is known", LONG, || running.metrics.render().contains(gone)).await;
+    status.store(200, SeqCst);
+    let quiet = || fake.rows.lock().unwrap().values().all(|row| row.leased <= Instant::now());
+    eventually("what was under way is back", LONG, quiet).await;
+    let asked = sink.seen().len();
+    assert!(asked <= 8, "{asked}");
+    // Longer than any probe of this sink waits, and more than one reading.
+    let begun = Instant::now();
+    eventually("a while", LONG, || {
+        running.wake.notify_one();
+        begun.elapsed() > 400 * MS
+    })
+    .await;
+    assert_eq!((sink.seen().len(), attempts(&fake)), (asked, 0));
+    let by = oncegate::store::Operator { who: "olga".into(), why: None };
+    fake.operate_sink("main", SinkOrder::Resume, &by).await.unwrap();
+    sent(&fake, 20).await;
+    running.stop().await;
+    assert_eq!(attempts(&fake), 20);
+}
+
+#[tokio::test]
+async fn f33_a_sink_that_asks_for_a_pause_gets_it_for_all_events_and_no_event_dies_of_it() {
+    let busy = |_: &Seen, before| match before {
+        0..3 => Act::Answer(429, "retry-after: 1\r\n"),
+        _ => OK,
+    };
+    let sink = Sink::start(busy).await;
+    let fake = Arc::new(Fake::default());
+    for _ in 0..6 {
+        fake.add("{}");
+    }
+    let strict = sink::Settings {
+        concurrency: 2,
+        attempts_max: 1,
+        age_max: Duration::ZERO,
+        backoff_max: 1100 * MS,
+        ..hasty(&sink)
+    };
+    let running = Running::start(&fake, vec![strict]);
+    sent(&fake, 6).await;
+    running.stop().await;
+    let at: Vec<_> = sink.seen().iter().map(|seen| seen.at).collect();
+    // Two are under way when it says so; then one at a time.
+    for (one, next) in [(0, 2), (2, 3)] {
+        let pause = at[next] - at[one];
+        assert!(pause >= 990 * MS && pause < 3000 * MS, "{one}: {pause:?}");
+    }
+    assert_eq!(attempts(&fake), 6);
+    let turns = fake.turns.lock().unwrap().clone();
+    let busy = |turn: &SinkTurn| match turn {
+        SinkTurn::Pause { trouble, .. } | SinkTurn::ProbeFailed { trouble, .. } => {
+            matches!(trouble, Trouble::Busy { .. })
+        }
+        SinkTurn::Probe { .. } | SinkTurn::Resume => true,
+        SinkTurn::ProbeIdle { .. } => false,
+    };
+    assert!(turns.iter().all(busy), "{turns:?}");
+    let acknowledged = fake.acknowledged.lock().unwrap();
+    let back = acknowledged.iter().filter(|ack| matches!(ack.verdict, Verdict::Returned { .. }));
+    assert_eq!(back.count(), 3);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f16_f23_relays_on_one_database_pause_together_and_probe_one_at_a_time() {
+    let pace = 40 * MS;
+    let (sink, status) = answering(pace).await;
+    let store = crate::postgres::open().await;
+    let names: Vec<String> = (0..60).map(|n| format!("e{n}")).collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let (_, fence) = crate::store::announced(&store, "main", &names).await;
+    let relay = || Running::on(Arc::clone(&store), vec![hasty(&sink)], 20 * MS);
+    let mut relays = vec![relay(), relay()];
+    let state = async || -> Option<SinkState> { store.sinks(Over::Ended).await.unwrap().pop() };
+    let probes =
+        async || state().await.and_then(|state| state.pause).map_or(0, |pause| pause.failed_probes);
+    happens("it is probed", LONG, async || probes().await >= 2).await;
+    let (requests, before) = (sink.seen().len(), probes().await);
+    assert!(requests <= 2 * (5 + 8) + 4, "each pauses after a few: {requests}");
+    // A third one that starts in the middle of the outage begins with nothing.
+    relays.push(relay());
+    happens("more probes", LONG, async || probes().await >= before + 6).await;
+    let paused = r#"oncegate_sink_paused{sink="main",reason="failing"} 1"#;
+    assert!(relays.iter().all(|relay| relay.metrics.render().contains(paused)));
+    let seen = sink.seen();
+    let failed = (probes().await - before) as usize;
+    assert!(seen.len() <= requests + failed + 2, "{} {requests} {failed}", seen.len());
+    let at: Vec<_> = seen[requests..].iter().map(|seen| seen.at).collect();
+    let overlap = at.windows(2).any(|two| two[1] < two[0] + pace);
+    assert!(!overlap, "one probe at a time: {at:?}");
+    let filter =
+        oncegate::store::EventFilter { record: Some(fence.id), limit: 99, ..Default::default() };
+    let rows = async || store.list_events(&filter).await.unwrap();
+    let used: u32 = rows().await.iter().map(|row| row.attempts).sum();
+    assert!(used <= 2 * (5 + 8), "{used}");
+
+    status.store(200, SeqCst);
+    let all = async || rows().await.iter().all(|row| row.status == EventStatus::Sent);
+    happens("all is delivered", LONG, all).await;
+    for relay in relays {
+        relay.stop().await;
+    }
+    assert_eq!(rows().await.iter().map(|row| row.attempts).sum::<u32>(), used + 60);
+}
+
+async fn operators_see_a_paused_sink_and_resume_it_from_the_command_line_and_over_http(
+    which: Which,
+) {
+    let (sink, status) = answering(MS).await;
+    status.store(410, SeqCst);
+    let more = format!("{ONE_EVENT}{}", fleet::sink(sink.port));
+    let mut rig = Rig::start(which, &more).await;
+    let listed = |rig: &Rig| -> Value {
+        let (code, out, errors) = command(&rig.gateway, &["sinks", "list", "--json"]);
+        assert_eq!(code, 0, "{errors}");
+        let page: Value = serde_json::from_str(&out).unwrap();
+        page["sinks"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .find(|sink| sink["name"] == "main")
+            .unwrap()
+            .clone()
+    };
+    let pending = async |rig: &Rig, count: i64| {
+        let owed = "select count(*) from outbox_events where status = 'pending'";
+        process::eventually("owed", async || rig.place.count(owed).await == count).await;
+    };
+    let open = listed(&rig);
+    assert_eq!(
+        (&open["paused"], &open["configured"], &open["pending"]),
+        (&false.into(), &true.into(), &0.into())
+    );
+    order("k-1").to(rig.gateway.addr).await;
+    process::eventually("it is paused", async || listed(&rig)["reason"] == "gone").await;
+    process::eventually("it is said", async || {
+        rig.gateway.log().contains("oncegate sinks resume main")
+    })
+    .await;
+    let gone = listed(&rig);
+    assert_eq!((&gone["pending"], &gone["next_probe_seconds"]), (&1.into(), &Value::Null));
+    assert!(gone["last_error"].as_str().unwrap().contains("410"), "{gone}");
+    let (_, table, _) = command(&rig.gateway, &["sinks", "list"]);
+    assert!(table.contains("paused: gone"), "{table}");
+
+    status.store(200, SeqCst);
+    let resume = ["sinks", "resume", "main", "--reason", "deployed again"];
+    assert_eq!(command(&rig.gateway, &resume).0, 0);
+    pending(&rig, 0).await;
+    assert_eq!(command(&rig.gateway, &resume).0, 1, "it is not paused any more");
+    assert_eq!(command(&rig.gateway, &["sinks", "pause", "other"]).0, 1, "there is none");
+
+    let act = async |what: &str, body: &str| {
+        let target = format!("/api/v1/sinks/{what}");
+        let host = rig.gateway.admin;
+        post(&target, body).to(host).await.status.as_u16()
+    };
+    assert_eq!(act("main/pause", r#"{"reason":"a move"}"#).await, 200);
+    assert_eq!(act("main/pause", "").await, 409);
+    assert_eq!(act("other/pause", "").await, 404);
+    assert_eq!(act("main/resume", r#"{"why":"?"}"#).await, 400);
+    let over_http = get("/api/v1/sinks").to(rig.gateway.admin).await.json()["sinks"][0].clone();
+    assert_eq!((&over_http["reason"], &over_http["note"]), (&"operator".into(), &"a move".into()));
+    let shown = async || {
+        let text = get("/metrics").to(rig.gateway.admin).await.body;
+        String::from_utf8_lossy(&text).contains(r#"sink_paused{sink="main",reason="operator"} 1"#)
+    };
+    process::eventually("its relay knows", shown).await;
+    let delivered = sink.seen().len();
+    order("k-2").to(rig.gateway.addr).await;
+    pending(&rig, 1).await;
+    let audit = "select action, who, why from audit_log where action like 'sink.%' order by at";
+    let audit = rig.place.rows(audit).await;
+    let actions: Vec<_> = audit.iter().map(|row| row[0].as_deref().unwrap()).collect();
+    assert_eq!(actions, ["sink.resume", "sink.pause"]);
+    let (who, why) = (audit[1][1].as_deref(), audit[1][2].as_deref());
+    assert_eq!((who, why), (Some("admin listener"), Some("a move")));
+
+    // A restart keeps the pause, and what is owed to a sink that nobody knows any more is seen and stays.
+    let toml = std::fs::read_to_string(&rig.gateway.config).unwrap();
+    std::fs::write(&rig.gateway.config, toml.replace("name = \"main\"", "name = \"new\"")).unwrap();
+    rig.gateway.kill9();
+    rig.gateway = tokio::task::block_in_place(|| rig.gateway.restart());
+    let stranger = listed(&rig);
+    assert_eq!((&stranger["configured"], &stranger["pending"]), (&false.into(), &1.into()));
+    process::eventually("it is warned of", async || {
+        rig.gateway.log().contains("not in this configuration")
+    })
+    .await;
+    std::fs::write(&rig.gateway.config, toml).unwrap();
+    rig.gateway.kill9();
+    rig.gateway = tokio::task::block_in_place(|| rig.gateway.restart());
+    assert_eq!((listed(&rig)["reason"].clone(), sink.seen().len()), ("operator".into(), delivered));
+    let target = "/api/v1/sinks/main/resume";
+    assert_eq!(post(target, "").to(rig.gateway.admin).await.status.as_u16(), 200);
+    pending(&rig, 0).await;
+}
