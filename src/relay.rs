@@ -518,6 +518,9 @@ impl Desk {
         fault::point(Point::BeforeDelivery).await;
         let _under_way = self.metrics.delivering(self.sink.name());
         let delivered = self.deliver_guarded(event).await;
+        if let Some(ahead) = self.sink.clock_ahead() {
+            self.metrics.sink_clock(self.sink.name(), ahead);
+        }
         fault::point(Point::AfterDelivery).await;
         Ok(delivered)
     }

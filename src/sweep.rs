@@ -21,6 +21,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::lease::Contact;
 use crate::record::event::doubt::News;
+use crate::record::event::wanted::Subscriber;
 use crate::store::{Error, Gauges, Store, Untold};
 use crate::telemetry::{Metrics, Swept};
 
@@ -38,8 +39,8 @@ const PAUSE_MAX: Duration = Duration::from_secs(24 * 3600);
 pub struct Settings {
     /// How long delivered events are kept, counted from their delivery.
     pub outbox_retention: Duration,
-    /// To which sinks it is announced that a record is unknown, and that it no longer is; `None`: that is not announced.
-    pub unknown_events: Option<Vec<String>>,
+    /// To whom it is announced that a record is unknown, and that it no longer is; `None`: that is not announced.
+    pub unknown_events: Option<Vec<Subscriber>>,
     /// The sinks of the configuration: events that are owed to another one are warned of.
     pub sinks: Vec<String>,
     /// Pause between two rounds.

@@ -303,6 +303,7 @@ pub struct Metrics {
     pending: Family<BySink, Gauge>,
     oldest: Family<BySink, Seconds>,
     dead: Family<BySink, Gauge>,
+    sink_clock: Family<BySink, Gauge>,
     blocked_keys: Family<BySink, Gauge>,
     unknown_records: Gauge,
     swept: Family<BySwept, Counter>,
@@ -338,6 +339,7 @@ impl Default for Metrics {
             pending: Family::default(),
             oldest: Family::default(),
             dead: Family::default(),
+            sink_clock: Family::default(),
             blocked_keys: Family::default(),
             unknown_records: Gauge::default(),
             swept: Family::default(),
@@ -403,19 +405,6 @@ impl Metrics {
             self.late_outcomes.clone(),
         );
         r.register("event_errors", "Events whose template failed", self.event_errors.clone());
-        r.register("deliveries", "Delivery attempts by sink and result", self.deliveries.clone());
-        r.register("outbox_pending", "Events owed to a sink", self.pending.clone());
-        r.register(
-            "outbox_oldest_age_seconds",
-            "Age of the oldest event owed to a sink",
-            self.oldest.clone(),
-        );
-        r.register("outbox_dead", "Events given up for a sink", self.dead.clone());
-        r.register(
-            "outbox_blocked_keys",
-            "Ordering keys whose events wait behind a dead one",
-            self.blocked_keys.clone(),
-        );
         r.register(
             "unknown_records",
             "Records whose outcome is unknown",
@@ -433,6 +422,24 @@ impl Metrics {
 
     fn register_sinks(&mut self) {
         let r = &mut self.registry;
+        r.register("deliveries", "Delivery attempts by sink and result", self.deliveries.clone());
+        r.register("outbox_pending", "Events owed to a sink", self.pending.clone());
+        r.register(
+            "outbox_oldest_age_seconds",
+            "Age of the oldest event owed to a sink",
+            self.oldest.clone(),
+        );
+        r.register("outbox_dead", "Events given up for a sink", self.dead.clone());
+        r.register(
+            "sink_clock_ahead_seconds",
+            "By how much a sink's clock is ahead of ours, by its last answer with a date",
+            self.sink_clock.clone(),
+        );
+        r.register(
+            "outbox_blocked_keys",
+            "Ordering keys whose events wait behind a dead one",
+            self.blocked_keys.clone(),
+        );
         r.register(
             "sink_paused",
             "Whether a sink is paused, by the reason",
@@ -580,6 +587,12 @@ impl Metrics {
         self.pending.get_or_create(&by).set(clamp(pending));
         self.oldest.get_or_create(&by).set(oldest.as_secs_f64());
         self.dead.get_or_create(&by).set(clamp(dead));
+    }
+
+    /// A sink told its time.
+    pub fn sink_clock(&self, sink: &str, ahead_seconds: i64) {
+        let by = BySink { sink: sink.to_owned() };
+        self.sink_clock.get_or_create(&by).set(ahead_seconds);
     }
 
     /// How many ordering keys of a sink wait behind a dead event now.

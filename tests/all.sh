@@ -29,6 +29,11 @@ have_redis() {
     command -v redis-server >/dev/null 2>&1
 }
 
+# Debian keeps what makes a venv apart from Python.
+have_venv() {
+    python3 -c 'import ensurepip, venv' >/dev/null 2>&1
+}
+
 as_root() {
     if [ "$(id -u)" -eq 0 ]; then
         "$@"
@@ -46,6 +51,7 @@ have_pgbouncer || missing="$missing pgbouncer"
 have_faketime || missing="$missing faketime"
 have_nats || missing="$missing nats-server"
 have_redis || missing="$missing redis-server"
+have_venv || missing="$missing python3-venv"
 if [ -n "$missing" ]; then
     say "installing$missing"
     if ! command -v apt-get >/dev/null 2>&1; then
@@ -56,6 +62,15 @@ if [ -n "$missing" ]; then
     # shellcheck disable=SC2086 # one word for each package
     as_root env DEBIAN_FRONTEND=noninteractive \
         apt-get install -y -qq --no-install-recommends $missing >/dev/null
+fi
+
+# The libraries that consumers verify deliveries with, in the versions that are pinned; made anew when these change.
+if ! cmp -s tests/requirements.txt target/python/requirements.txt; then
+    say "installing what tests/verify.py needs into target/python"
+    rm -rf target/python
+    python3 -m venv target/python
+    target/python/bin/pip install --quiet --disable-pip-version-check -r tests/requirements.txt
+    cp tests/requirements.txt target/python/requirements.txt
 fi
 
 say "cargo fmt --check"

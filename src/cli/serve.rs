@@ -23,7 +23,8 @@ use crate::gateway::upstream::{self, Upstream};
 use crate::gateway::{Gateway, Parts, Serve};
 use crate::lease::{self, Contact};
 use crate::record::LeaseView;
-use crate::relay::Claimant;
+use crate::record::event::wanted::Subscriber;
+use crate::relay::{Claimant, sink};
 use crate::route::{ReplayAuth, Server};
 use crate::store::postgres::Postgres;
 use crate::store::sqlite::{self, FileLock, Sqlite};
@@ -108,10 +109,10 @@ fn sealed(store: Arc<dyn Store>, settings: &config::Store) -> Arc<dyn Store> {
 
 /// Opens the store for `serve`: locked where one process owns it, and cleared of what the last process left.
 ///
-/// `sinks`: their names, for what the database itself announces.
+/// `sinks`: for what applications announce in the database itself.
 async fn open_to_serve(
     settings: &config::Store,
-    sinks: &[String],
+    sinks: &[Subscriber],
     metrics: &Arc<Metrics>,
 ) -> Result<Opened, StartError> {
     let migrate = settings.migrate;
@@ -210,7 +211,7 @@ pub(super) fn claimant(lease: &LeaseView, may_judge: &MayJudge, alone: bool) -> 
 /// # Errors
 /// See [`StartError`]; nothing runs then.
 pub async fn start(config: Config) -> Result<Running, StartError> {
-    let sinks: Vec<String> = config.relay.sinks.iter().map(|sink| sink.name.clone()).collect();
+    let sinks: Vec<_> = config.relay.sinks.iter().map(sink::Settings::subscriber).collect();
     let (metrics, wake) = (Arc::new(Metrics::default()), Arc::new(Notify::new()));
     let opened = open_to_serve(&config.store, &sinks, &metrics).await?;
     let store = Arc::clone(&opened.store);
@@ -265,7 +266,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         token: config.admin.token.as_deref().and_then(Token::new),
         version: env!("CARGO_PKG_VERSION"),
         operations,
-        sinks: sinks.into(),
+        sinks: sinks.into_iter().map(|subscriber| subscriber.sink).collect(),
         explain: Some(Arc::<Gateway>::clone(&gateway)),
     };
     tasks.spawn(admin::serve(admin_listener, admin::router(state), rest()));

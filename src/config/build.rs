@@ -33,7 +33,7 @@ use crate::gateway::{self, OnUnavailable, accept, spill, upstream};
 use crate::record::event::{Spec, Templates};
 use crate::record::outcome::{Code, Lists};
 use crate::record::{Operation, Tenant};
-use crate::relay;
+use crate::relay::{self, sink};
 use crate::route::{Mode, OnUnknown, Pattern, Policy, ReplayAuth, Route, Routes};
 use crate::scope::{self, Derive, Source};
 use crate::store::postgres;
@@ -69,10 +69,11 @@ fn count(field: &Maybe<u32>, default: u32) -> usize {
 impl Builder<'_> {
     pub(super) fn config(&self, file: &File, without_file: bool) -> Config {
         let store = self.store(&file.store);
-        let sinks = self.sinks(&file.sinks);
-        let names: Vec<String> = sinks.iter().map(|sink| sink.name.clone()).collect();
+        let sinks = self.sinks(&file.sinks, &file.outbox);
+        let subscribers: Vec<_> = sinks.iter().map(sink::Settings::subscriber).collect();
+        let names = sinks.iter().map(|sink| sink.name.clone()).collect();
         let upstreams = self.upstreams(file);
-        let (routes, facts) = self.routes(file, without_file, &names, &upstreams);
+        let (routes, facts) = self.routes(file, without_file, &subscribers, &upstreams);
         let jwt = self.jwt(file.jwt.as_ref(), &routes);
         let relayed = self.relayed(&file.outbox, &store);
         let config = Config {
@@ -89,8 +90,8 @@ impl Builder<'_> {
             relayed,
             sweep: sweep::Settings {
                 outbox_retention: or(&file.outbox.retention, 7 * DAY),
-                sinks: names.clone(),
-                unknown_events: or(&file.outbox.unknown_events, false).then_some(names),
+                sinks: names,
+                unknown_events: or(&file.outbox.unknown_events, false).then_some(subscribers),
                 every: or(&file.store.sweep_every, 10 * SECOND),
                 batch: or(&file.store.sweep_batch, 500),
                 duty: sweep::Duty::All,

@@ -8,6 +8,7 @@ use http::Method;
 use crate::config::{Config, StoreKind, Warning};
 use crate::gateway::OnUnavailable;
 use crate::gateway::tokens::KeySource;
+use crate::record::event::wanted::{Pattern, Wanted};
 use crate::relay::sink::broker::Login;
 use crate::relay::sink::{self, Target};
 use crate::route::{Mode, OnUnknown, ReplayAuth, Route};
@@ -77,6 +78,7 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
     }
     for sink in &config.relay.sinks {
         about_sink(sink, &mut warn);
+        about_filter(config, sink, &mut warn);
         about_order(config, sink, &mut warn);
     }
     if matches!(config.store.kind, StoreKind::Sqlite(_)) && is_public(config) {
@@ -201,6 +203,31 @@ fn about_login(sink: &str, login: &Login, open: bool, warn: &mut impl FnMut(&str
 
 fn is_this_machine(host: &str) -> bool {
     host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+}
+
+/// A pattern that no event has is most likely a slip of the pen.
+fn about_filter(config: &Config, sink: &sink::Settings, warn: &mut impl FnMut(&str, String)) {
+    let Wanted::Some(patterns) = &sink.events else { return };
+    let doubts: &[&str] = match config.sweep.unknown_events {
+        Some(_) => &["record.unknown", "record.resolved"],
+        None => &[],
+    };
+    let emitted = |pattern: &Pattern| {
+        let of_routes = config.routes.iter().flat_map(|route| route.events.kinds());
+        of_routes.chain(doubts.iter().copied()).any(|kind| pattern.describes(kind))
+    };
+    for pattern in patterns.iter().filter(|pattern| !emitted(pattern)) {
+        let by_others = match config.store.kind {
+            StoreKind::Postgres(_) => ", unless an application announces it in the database",
+            StoreKind::Sqlite(_) => "",
+        };
+        let text = format!(
+            "{}: no route has an event whose type fits {:?}{by_others}",
+            sink.name,
+            pattern.as_str()
+        );
+        warn("sink.events", text);
+    }
 }
 
 /// Nobody verifies the tenant, and whoever is in it reads what is stored.

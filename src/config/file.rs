@@ -373,6 +373,18 @@ pub struct Sink {
     pub name: Maybe<String>,
     /// Where deliveries go.
     pub url: Maybe<String>,
+    /// Patterns of the types that it wants.
+    pub events: Maybe<Vec<Placed<String>>>,
+    /// `standard-webhooks`, `cloudevents` or `cloudevents-structured`.
+    pub format: Maybe<String>,
+    /// Headers of its deliveries.
+    pub headers: Vec<Header>,
+    /// The only certificates to trust.
+    pub ca_file: Maybe<String>,
+    /// The certificate that is shown to it.
+    pub client_cert_file: Maybe<String>,
+    /// The key of that certificate.
+    pub client_key_file: Maybe<String>,
     /// One secret.
     pub secret: Maybe<String>,
     /// The file with its secrets.
@@ -407,16 +419,25 @@ pub struct Sink {
     pub stream: Maybe<String>,
     /// About how many entries are kept there.
     pub max_length: Maybe<u32>,
-    /// The only certificates to trust.
-    pub ca_file: Maybe<String>,
-    /// The certificate that is shown.
-    pub client_cert_file: Maybe<String>,
-    /// Its key.
-    pub client_key_file: Maybe<String>,
     /// In which order events are delivered.
     pub ordering: Maybe<String>,
     /// What becomes of the events behind a dead one.
     pub on_dead: Maybe<String>,
+}
+
+/// `headers = { NAME = "...", NAME = { file = "..." }, NAME = { env = "..." } }`
+#[derive(Debug)]
+pub struct Header {
+    /// Its name.
+    pub name: String,
+    /// Where it stands.
+    pub place: Place,
+    /// Its value, where it stands here.
+    pub value: Maybe<String>,
+    /// The file with its value.
+    pub file: Maybe<String>,
+    /// The variable with its value.
+    pub env: Maybe<String>,
 }
 
 /// `[outbox]`
@@ -432,6 +453,8 @@ pub struct Outbox {
     pub poll: Maybe<Duration>,
     /// Whether `serve` delivers.
     pub relay: Maybe<bool>,
+    /// The source of CloudEvents.
+    pub source: Maybe<String>,
 }
 
 /// `[log]`
@@ -712,6 +735,12 @@ fn sink(mut s: Section<'_>) -> Sink {
         place: s.place().clone(),
         name: s.text("name"),
         url: s.text("url"),
+        events: s.texts("events"),
+        format: s.text("format"),
+        headers: s.named_words_or_sections("headers").into_iter().map(header).collect(),
+        ca_file: s.text("ca_file"),
+        client_cert_file: s.text("client_cert_file"),
+        client_key_file: s.text("client_key_file"),
         secret: s.text("secret"),
         secret_file: s.text("secret_file"),
         secret_env: s.text("secret_env"),
@@ -729,16 +758,26 @@ fn sink(mut s: Section<'_>) -> Sink {
         subject: s.text("subject"),
         stream: s.text("stream"),
         max_length: s.number("max_length", 1..=u32::MAX),
-        ca_file: s.text("ca_file"),
-        client_cert_file: s.text("client_cert_file"),
-        client_key_file: s.text("client_key_file"),
         ordering: s.text("ordering"),
         on_dead: s.text("on_dead"),
     };
-    s.only("format", "standard-webhooks", &["cloudevents", "cloudevents-structured"]);
-    s.not_yet(&["events"]);
     s.finish();
     read
+}
+
+fn header((name, said): (String, WordOrSection<'_>)) -> Header {
+    match said {
+        WordOrSection::Word(word) => {
+            let place = word.place.clone();
+            Header { name, place, value: Some(word), file: None, env: None }
+        }
+        WordOrSection::Section(mut s) => {
+            let place = s.place().clone();
+            let (file, env) = (s.text("file"), s.text("env"));
+            s.finish();
+            Header { name, place, value: None, file, env }
+        }
+    }
 }
 
 fn outbox(mut s: Section<'_>) -> Outbox {
@@ -748,6 +787,7 @@ fn outbox(mut s: Section<'_>) -> Outbox {
         unknown_events: s.flag("unknown_events"),
         poll: s.duration("poll"),
         relay: s.flag("relay"),
+        source: s.text("source"),
     };
     s.finish();
     read

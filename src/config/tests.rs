@@ -349,8 +349,8 @@ const CASES: &[(&str, &str)] = &[
         "og.toml:5: sink[0].secret_env: the variable NOT_SET is not set",
     ),
     (
-        "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret_file = \"sink.secret\"\nformat = \"cloudevents\"",
-        "og.toml:6: sink[0].format: \"cloudevents\" is not supported yet; only \"standard-webhooks\" is",
+        "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret_file = \"sink.secret\"\nformat = \"cloudevent\"",
+        "og.toml:6: sink[0].format: must be \"standard-webhooks\", \"cloudevents\" (binary mode) or \"cloudevents-structured\"",
     ),
     (
         "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret_file = \"sink.secret\"\nsubject = \"a\"",
@@ -570,6 +570,107 @@ fn a_route_overrides_the_policy_field_by_field() {
     assert_eq!(b.outcome.class(code(401), &http::HeaderMap::new()), Class::Stored);
     assert_eq!(b.policy.wait, Duration::from_secs(1));
     assert_eq!(b.policy.late_answer, Duration::from_secs(5));
+}
+
+/// What a sink says besides what it must, and the one mistake in it.
+#[test]
+fn what_a_sink_may_not_say_is_refused_with_its_place() {
+    for (line, wrong) in [
+        ("events = []", "sink[0].events: names no event; leave it out, and the sink gets all"),
+        ("events = [\"a\", \"\"]", "sink[0].events[1]: is not 1 to 255 bytes of visible text"),
+        (
+            "headers = { Host = \"x\" }",
+            "sink[0].headers.Host: is set by Oncegate itself; leave it out",
+        ),
+        (
+            "headers = { Webhook-Id = \"x\" }",
+            "sink[0].headers.Webhook-Id: is set by Oncegate itself; leave it out",
+        ),
+        ("headers = { \"a b\" = \"x\" }", "sink[0].headers.a b: cannot be the name of a header"),
+        (
+            "headers = { A = \"geheim\\né\" }",
+            "sink[0].headers.A: its value must be one line of visible ASCII characters",
+        ),
+        (
+            "headers = { A = { file = \"sink.secret\", env = \"A\" } }",
+            "sink[0].headers.A: needs a text, or exactly one of file and env: { file = \"sink.token\" }",
+        ),
+        ("headers = { A = { env = \"A\" } }", "sink[0].headers.A.env: the variable A is not set"),
+        (
+            "headers = { A = { fiel = \"A\" } }",
+            "sink[0].headers.A.fiel: unknown field; did you mean `file`?",
+        ),
+        (
+            "client_key_file = \"sink.secret\"",
+            "sink[0].client_key_file: stands alone; client_cert_file and client_key_file belong together",
+        ),
+    ] {
+        let text = format!(
+            "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret = \"{SECRET}\"\n{line}\n"
+        );
+        assert_eq!(mistakes(&with(&text)), [format!("og.toml:6: {wrong}")], "{line}");
+    }
+    let source = mistakes(&with("outbox.source = \"a b\""));
+    let wrong = "is no URI; write \"https://shop.example/orders\" or \"/orders\"";
+    assert_eq!(source, [format!("og.toml:2: outbox.source: {wrong}")]);
+}
+
+/// Tricks by which one server is read and another one dialled, and every notation of an address that is read here.
+#[test]
+fn f37_no_url_hides_where_deliveries_go() {
+    for url in [
+        "http://example.com#@127.0.0.1/",
+        "http://127.0.0.1#.example.com/",
+        "http://example.com\\\\@127.0.0.1/",
+        "http://127.0.0.1\\\\.example.com/",
+        "http://example.com@127.0.0.1/",
+        "http://127.0.0.1@example.com/",
+        "http://user:geheim@example.com/",
+        "http://127.0.0.1/",
+        "http://[::ffff:127.0.0.1]/",
+        "http://[::]/",
+        "http://0.0.0.0/",
+        "http://169.254.169.254/",
+        "http://100.64.0.1/",
+        "http://[64:ff9b::7f00:1]/",
+        "http://[2002:7f00:1::]/",
+        "http://exa mple.com/",
+        "http:///path",
+        "file:///etc/passwd",
+    ] {
+        let text = format!(
+            "[[sink]]\nname = \"a\"\nurl = \"{url}\"\nsecret = \"{SECRET}\"\nallow_http = true\n"
+        );
+        let found = mistakes(&with(&text));
+        assert!(found.len() == 1 && !found[0].contains("geheim"), "{url}: {found:?}");
+    }
+}
+
+#[test]
+fn what_a_sink_wants_and_how_it_is_spoken_to_is_read() {
+    let text = with(
+        "outbox.source = \"/shop\"\n[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\n\
+         secret_file = \"sink.secret\"\nevents = [\"order.*\", \"bill.*\", \"record.unknown\"]\n\
+         format = \"cloudevents\"\nheaders = { Authorization = { file = \"sink.secret\" }, X-A = \"b\", X-E = { env = \"E\" } }\n\
+         [[route]]\nmethod = \"POST\"\npath = \"/a\"\noperation = \"order.a\"\nforward_key = false\n",
+    );
+    // One line of a file is a value; this one has three.
+    let (one, three) = (text.replace("{ file = \"sink.secret\" }", "{ env = \"T\" }"), text);
+    let wrong = load(&three, &[("E", "e")]).unwrap_err().lines();
+    assert!(wrong[0].contains("visible ASCII") && wrong.len() == 1, "{wrong:?}");
+    let config = good(&one, &[("E", " e\n"), ("T", "Bearer t")]);
+    let read = webhook(&config);
+    assert_eq!((read.source.as_str(), read.format), ("/shop", sink::http::Format::CloudEvents));
+    let headers = ["authorization", "x-a", "x-e"].map(|name| read.headers[name].to_str().unwrap());
+    assert_eq!(headers, ["Bearer t", "b", "e"]);
+    assert!(read.secret_file.as_ref().is_some_and(|file| file.ends_with("sink.secret")));
+    let wanted = &config.relay.sinks[0].events;
+    assert!(wanted.includes("order.paid") && !wanted.includes("orders"));
+    let events: Vec<_> = config.routes.iter().flat_map(|route| route.events.kinds()).collect();
+    assert_eq!(events, ["order.a"]);
+    let told = check::warnings(&config).into_iter().map(|warning| warning.text);
+    let told: Vec<_> = told.filter(|text| text.contains("no route has an event")).collect();
+    assert_eq!(told.len(), 2, "bill.* and, as it is not announced, record.unknown: {told:?}");
 }
 
 fn webhook(config: &Config) -> &sink::http::Settings {

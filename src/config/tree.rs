@@ -500,19 +500,33 @@ impl<'a> Section<'a> {
     /// A word, or a table with more to say.
     pub fn word_or_section(&mut self, name: &'static str) -> Option<WordOrSection<'a>> {
         let node = self.ask(name)?;
-        Some(match &node.value.value {
-            Value::Text(text) => {
-                WordOrSection::Word(Placed { value: text.clone(), place: node.place })
-            }
+        Some(Self::word_or_table(node.value, node.place, self.notes))
+    }
+
+    fn word_or_table(node: &'a Node, place: Place, notes: &'a Notes) -> WordOrSection<'a> {
+        match &node.value {
+            Value::Text(text) => WordOrSection::Word(Placed { value: text.clone(), place }),
             Value::Integer(_)
             | Value::Float(_)
             | Value::Boolean(_)
             | Value::Datetime(_)
             | Value::Array(_)
-            | Value::Table(_) => {
-                WordOrSection::Section(Self::of(node.value, node.place, self.notes))
-            }
-        })
+            | Value::Table(_) => WordOrSection::Section(Self::of(node, place, notes)),
+        }
+    }
+
+    /// The fields of a table whose names are free, each a word or a table: `headers = { NAME = "..." }`.
+    pub fn named_words_or_sections(
+        &mut self,
+        name: &'static str,
+    ) -> Vec<(String, WordOrSection<'a>)> {
+        let Some(node) = self.ask(name) else { return Vec::new() };
+        let outer = Self::of(node.value, node.place, self.notes);
+        let read = |(name, field): (&&'a str, &&'a Node)| {
+            let place = field.place(outer.place.field(name).path);
+            ((*name).to_owned(), Self::word_or_table(field, place, self.notes))
+        };
+        outer.fields.iter().map(read).collect()
     }
 
     /// A field that means nothing so far: using it is a mistake, and this is why.

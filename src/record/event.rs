@@ -14,6 +14,7 @@ pub(in crate::record) mod context;
 pub mod doubt;
 mod ordered;
 pub(in crate::record) mod template;
+pub mod wanted;
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::SystemTime;
@@ -27,6 +28,7 @@ use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 
 use self::template::{Expression, Text, Tree};
+use self::wanted::{Subscriber, who_want};
 use crate::record::{Answer, Attempt, KeptBody, Operation, RecordId, Scope, lookup};
 
 /// The namespace of the ids of events.
@@ -37,6 +39,8 @@ const ORDERING_KEY_MAX: usize = 255;
 const ELEMENT_KEY_MAX: usize = 255;
 /// Most events of one record.
 const EVENTS_MAX: usize = 10_000;
+/// The messages of one record together take at most as much as this many of the largest.
+const PAYLOADS_MAX: usize = 64;
 
 /// An event as it is written in the completing transaction.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -161,7 +165,7 @@ impl Templates {
     pub fn compile(
         operation: &Operation,
         specs: &[Spec],
-        all_sinks: &[String],
+        subscribers: &[Subscriber],
         payload_max: usize,
     ) -> Result<Self, Vec<String>> {
         let default = [Spec { kind: operation.as_str().to_owned(), ..Spec::default() }];
@@ -170,13 +174,18 @@ impl Templates {
         let specs = if only_success { &default } else { specs };
         let specs = specs
             .iter()
-            .map(|spec| Compiled { only_success, ..compile(spec, all_sinks, &mut compiler) })
+            .map(|spec| Compiled { only_success, ..compile(spec, subscribers, &mut compiler) })
             .collect();
         if compiler.errors.is_empty() {
             Ok(Self { specs, needs: compiler.needs, payload_max })
         } else {
             Err(compiler.errors.iter().map(ToString::to_string).collect())
         }
+    }
+
+    /// The types of its events.
+    pub fn kinds(&self) -> impl Iterator<Item = &str> {
+        self.specs.iter().map(|spec| spec.kind.as_str())
     }
 
     /// The same, with what a look-up needs of the request kept too.
@@ -208,6 +217,7 @@ impl Templates {
             origin,
             at: humantime::format_rfc3339_micros(latest(origin.at)).to_string(),
             payload_max: self.payload_max,
+            bytes: 0,
             keys: HashMap::new(),
             rendered: Rendered::default(),
         };
@@ -239,13 +249,13 @@ fn latest(at: SystemTime) -> SystemTime {
     }
 }
 
-fn compile(spec: &Spec, all_sinks: &[String], compiler: &mut template::Compiler) -> Compiled {
+fn compile(spec: &Spec, subscribers: &[Subscriber], compiler: &mut template::Compiler) -> Compiled {
     compiler.event = spec.kind.clone();
     if Operation::parse(&spec.kind).is_none() {
         compiler.wrong("type", &spec.kind, "it is not 1 to 255 bytes of visible text");
     }
     for sink in spec.sinks.iter().flatten() {
-        if !all_sinks.contains(sink) {
+        if !subscribers.iter().any(|known| known.sink == *sink) {
             compiler.wrong("sinks", sink, "there is no such sink");
         }
     }
@@ -264,10 +274,20 @@ fn compile(spec: &Spec, all_sinks: &[String], compiler: &mut template::Compiler)
         for_each,
         element_key: compiler.text("event_key", spec.event_key.as_deref()),
         ordering_key: compiler.text("ordering_key", spec.ordering_key.as_deref()),
-        sinks: spec.sinks.clone().unwrap_or_else(|| all_sinks.to_vec()),
+        sinks: sinks_of(spec, subscribers),
     };
     compiler.in_element = false;
     compiled
+}
+
+/// The sinks that an event names, or all, as far as they want its type.
+fn sinks_of(spec: &Spec, subscribers: &[Subscriber]) -> Vec<String> {
+    let wanting = who_want(subscribers, &spec.kind);
+    match &spec.sinks {
+        // In the order in which the event names them.
+        Some(named) => named.iter().filter(|sink| wanting.contains(sink)).cloned().collect(),
+        None => wanting,
+    }
 }
 
 /// Collects the events of one record.
@@ -275,6 +295,8 @@ struct Writer<'o> {
     origin: &'o Origin<'o>,
     at: String,
     payload_max: usize,
+    /// Of the messages so far.
+    bytes: usize,
     /// The keys that are taken, and how many events asked for each.
     keys: HashMap<String, u32>,
     rendered: Rendered,
@@ -315,7 +337,7 @@ impl Writer<'_> {
 
     fn element(&mut self, spec: &Compiled, element: &str, variables: &Value) {
         let data = match &spec.data {
-            Some(tree) => tree.render(variables).and_then(|data| raw(&data)),
+            Some(tree) => tree.render(variables, self.payload_max).and_then(|data| raw(&data)),
             None => default_data(self.origin.answer),
         };
         let ordering = spec.ordering_key.as_ref().map(|key| key.render(variables)).transpose();
@@ -342,8 +364,15 @@ impl Writer<'_> {
         let key = self.unique(&spec.kind, element);
         let id = Uuid::new_v5(&NAMESPACE, key.as_bytes());
         let message = data.and_then(|data| self.message(spec, id, &data)).and_then(|message| {
-            let fits = message.len() <= self.payload_max;
-            fits.then_some(message).ok_or_else(|| "the message is too large".to_owned())
+            if message.len() > self.payload_max {
+                return Err("the message is too large".to_owned());
+            }
+            let together = self.bytes.saturating_add(message.len());
+            if together > self.payload_max.saturating_mul(PAYLOADS_MAX) {
+                return Err("the events of this record are too large together".to_owned());
+            }
+            self.bytes = together;
+            Ok(message)
         });
         let payload = message.or_else(|error| {
             self.rendered.failed += 1;
@@ -434,7 +463,8 @@ mod tests {
     }
 
     fn compile(specs: &[Spec]) -> Result<Templates, Vec<String>> {
-        let sinks = ["main".to_owned(), "audit".to_owned()];
+        let sinks = ["main", "audit"]
+            .map(|sink| Subscriber { sink: sink.to_owned(), events: wanted::Wanted::default() });
         Templates::compile(&Operation::parse("orders.create").unwrap(), specs, &sinks, 2000)
     }
 
@@ -558,6 +588,28 @@ mod tests {
     }
 
     #[test]
+    fn an_event_goes_to_the_sinks_that_it_names_as_far_as_they_want_it() {
+        let subscriber = |sink: &str, patterns: &[&str]| Subscriber {
+            sink: sink.to_owned(),
+            events: wanted::Wanted::Some(
+                patterns.iter().map(|text| wanted::Pattern::parse(text).unwrap()).collect(),
+            ),
+        };
+        let everything = Subscriber { sink: "all".into(), events: wanted::Wanted::All };
+        let subscribers =
+            [everything, subscriber("orders", &["order.*"]), subscriber("bills", &["bill.*"])];
+        let named = |kind: &str, sinks: &[&str]| {
+            let sinks =
+                (!sinks.is_empty()).then(|| sinks.iter().map(|s| (*s).to_owned()).collect());
+            sinks_of(&Spec { sinks, ..spec(kind) }, &subscribers)
+        };
+        assert_eq!(named("order.created", &[]), ["all", "orders"]);
+        assert_eq!(named("order.created", &["bills", "orders"]), ["orders"]);
+        assert_eq!(named("other", &["bills", "orders"]), [""; 0]);
+        assert_eq!(named("other", &[]), ["all"]);
+    }
+
+    #[test]
     fn each_element_has_an_event_with_a_key_of_its_own() {
         let lines = Spec {
             for_each: Some("response.json.lines".to_owned()),
@@ -640,6 +692,31 @@ mod tests {
         let rendered = render(&[], "", 201, &large);
         assert_eq!(rendered.failed, 1);
         assert_eq!(data(&rendered.events[0]), json!({"error": "the message is too large"}));
+    }
+
+    #[test]
+    fn a_large_answer_is_not_built_again_for_each_element_and_the_events_together_are_bounded() {
+        let each = |payload: Json| Spec {
+            for_each: Some("response.json.lines".to_owned()),
+            payload: Some(payload),
+            ..spec("e")
+        };
+        let lines = "0,".repeat(1999);
+        let response = format!(r#"{{"lines":[{lines}0],"blob":"{}"}}"#, "x".repeat(1 << 20));
+        let whole = render(&[each(json!({"all": "{{ response.json }}"}))], "", 201, &response);
+        assert_eq!((whole.events.len(), whole.failed), (2000, 2000));
+        let error = data(&whole.events[1999])["error"].as_str().unwrap().to_owned();
+        assert!(error.contains("response.json: its value is too large"), "{error}");
+
+        let some = each(json!({"text": "{{ response.json.blob[:1000] }}"}));
+        let many = render(&[some], "", 201, &response);
+        let bytes: usize = many.events.iter().map(|event| event.payload.len()).sum();
+        assert_eq!(many.events.len(), 2000);
+        assert!(many.failed > 1000 && many.failed < 2000, "{}", many.failed);
+        // 64 of the largest, and an error in place of each further one.
+        assert!(bytes < 64 * 2000 + 2000 * 400, "{bytes}");
+        let last = data(&many.events[1999]);
+        assert_eq!(last, json!({"error": "the events of this record are too large together"}));
     }
 
     #[test]

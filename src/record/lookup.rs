@@ -190,7 +190,7 @@ impl Template {
         if !self.found.verdict(&variables)? {
             return Ok(Verdict::NotFound);
         }
-        let status = kept_status(&self.status.render(&variables)?)
+        let status = kept_status(&self.status.render(&variables, usize::MAX)?)
             .ok_or_else(|| "the kept status would not be one from 200 to 599".to_owned())?;
         let own_type = || reply.headers.get(CONTENT_TYPE).cloned();
         let (kind, body) = match &self.body {
@@ -200,7 +200,7 @@ impl Template {
             }
             Some(tree @ (Tree::Leaf(_) | Tree::List(_) | Tree::Members(_))) => {
                 let json = HeaderValue::from_static("application/json");
-                (Some(json), Bytes::from(tree.render(&variables)?.to_string()))
+                (Some(json), Bytes::from(tree.render(&variables, usize::MAX)?.to_string()))
             }
         };
         let headers = kind.map(|kind| (CONTENT_TYPE, kind)).into_iter().collect();

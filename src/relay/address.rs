@@ -1,19 +1,15 @@
 //! Which addresses a sink may have, decided where they are dialled.
 //!
-//! The check sits in the resolver that the connector itself uses, so the address that was checked is the address
-//! that is dialled: there is no second look-up that could answer otherwise. Literal addresses never reach a
-//! resolver; a sink's URL is fixed and redirects are not followed, so they are checked once, when the sink is made.
+//! [`Rule::find`] resolves a name once and hands out what the rule admits, and only that is dialled: there is no second
+//! look-up that could answer otherwise. Literal addresses are judged in the same place, and once more when the sink is made.
 //! Odd spellings of an address (`127.1`, `0x7f.1`) are no literals here: the system's resolver reads them, and
 //! what it makes of them is checked. Dying here loses nothing: no packet was sent yet.
 
-use std::future::Future;
+use std::fmt;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::pin::Pin;
-use std::task::{Context, Poll};
 
-use hyper_util::client::legacy::connect::dns::Name;
-use tower_service::Service;
+use async_trait::async_trait;
 
 /// Which addresses may be dialled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,6 +21,23 @@ pub struct Rule {
 }
 
 impl Rule {
+    /// The addresses of a host that may be dialled: of a literal address (in brackets or not) or of a name.
+    ///
+    /// # Errors
+    /// The name cannot be resolved, or none of its addresses may be dialled.
+    pub async fn find(
+        self,
+        resolver: &dyn Resolve,
+        host: &str,
+        port: u16,
+    ) -> io::Result<Vec<SocketAddr>> {
+        let found = match host.trim_matches(['[', ']']).parse::<IpAddr>() {
+            Ok(literal) => vec![SocketAddr::new(literal, port)],
+            Err(_) => resolver.resolve(host, port).await?,
+        };
+        self.admit(found.into_iter())
+    }
+
     /// Why `address` may not be dialled, with the setting that would allow it; `None`: it may.
     #[must_use]
     pub fn objection(self, address: IpAddr) -> Option<String> {
@@ -105,25 +118,24 @@ fn is_public_v6(address: Ipv6Addr) -> bool {
     }
 }
 
-/// A resolver that yields only what its rule admits.
-#[derive(Clone, Debug)]
-pub struct Resolver(pub Rule);
+/// Finds the addresses of names.
+#[async_trait]
+pub trait Resolve: fmt::Debug + Send + Sync {
+    /// All addresses of a name.
+    ///
+    /// # Errors
+    /// There is no such name, or nobody who knows.
+    async fn resolve(&self, host: &str, port: u16) -> io::Result<Vec<SocketAddr>>;
+}
 
-impl Service<Name> for Resolver {
-    type Response = std::vec::IntoIter<SocketAddr>;
-    type Error = io::Error;
-    type Future = Pin<Box<dyn Future<Output = io::Result<Self::Response>> + Send>>;
+/// By the system's means.
+#[derive(Clone, Copy, Debug)]
+pub struct System;
 
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, name: Name) -> Self::Future {
-        let rule = self.0;
-        Box::pin(async move {
-            let found = tokio::net::lookup_host((name.as_str(), 0)).await?;
-            rule.admit(found).map(Vec::into_iter)
-        })
+#[async_trait]
+impl Resolve for System {
+    async fn resolve(&self, host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
+        tokio::net::lookup_host((host, port)).await.map(Iterator::collect)
     }
 }
 
@@ -206,10 +218,20 @@ mod tests {
 
     #[tokio::test]
     async fn odd_spellings_of_loopback_are_refused_after_resolution() {
-        for host in ["127.1", "2130706433", "0x7f.1", "localhost", "localhost."] {
-            let mut resolver = Resolver(Rule { public: true, private: false });
-            let name = host.parse().unwrap();
-            assert!(resolver.call(name).await.is_err(), "{host}");
+        for host in [
+            "127.1",
+            "2130706433",
+            "0x7f.1",
+            "0177.0.0.1",
+            "localhost",
+            "localhost.",
+            "127.0.0.1",
+            "[::1]",
+            "[::ffff:127.0.0.1]",
+        ] {
+            let rule = Rule { public: true, private: false };
+            let refused = rule.find(&System, host, 80).await.unwrap_err();
+            assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied, "{host}: {refused}");
         }
     }
 }

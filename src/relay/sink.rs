@@ -22,6 +22,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::verdict::{Evidence, Patience, clean};
+use crate::record::event::wanted::{Subscriber, Wanted};
 use crate::store::{Claimed, Order};
 
 /// Most deliveries at once to one sink.
@@ -53,6 +54,8 @@ pub struct Settings {
     pub pause_after: u32,
     /// In which order events are delivered.
     pub order: Order,
+    /// Which events it wants; whoever writes events reads it, the relay delivers what is owed.
+    pub events: Wanted,
     /// Where events go, and how.
     pub target: Target,
 }
@@ -70,6 +73,12 @@ pub enum Target {
 }
 
 impl Settings {
+    /// The sink as those see it who write events.
+    #[must_use]
+    pub fn subscriber(&self) -> Subscriber {
+        Subscriber { sink: self.name.clone(), events: self.events.clone() }
+    }
+
     /// Whether a sink can be made of these settings.
     ///
     /// # Errors
@@ -192,6 +201,17 @@ impl Sink {
             attempts_max: self.settings.attempts_max,
             age_max: self.settings.age_max,
             refusals_max: self.settings.refusals_max,
+        }
+    }
+
+    /// By how many seconds its clock is ahead of ours, where it has told.
+    #[must_use]
+    pub fn clock_ahead(&self) -> Option<i64> {
+        match &self.courier {
+            Courier::Http(courier) => courier.clock_ahead(),
+            Courier::Nats(_) => None,
+            #[cfg(feature = "redis")]
+            Courier::Redis(_) => None,
         }
     }
 

@@ -48,6 +48,7 @@ use super::{
 };
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
+use crate::record::event::wanted::Subscriber;
 use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 use crate::telemetry;
 use door::{Connection, Dial, Door, Effect, Lane, Task, place};
@@ -133,13 +134,13 @@ impl Postgres {
         migrate::migrate(&mut connection, allowed).await
     }
 
-    /// Tells the database the names of the configured sinks, for the events that applications announce there. Writes
+    /// Tells the database which sinks there are and what they want, for the events that applications announce there. Writes
     /// only what has changed.
     ///
     /// # Errors
     /// See [`Error`].
-    pub async fn name_sinks(&self, names: &[String]) -> Result<(), Error> {
-        outbox::name_sinks(&self.door, names).await
+    pub async fn name_sinks(&self, sinks: &[Subscriber]) -> Result<(), Error> {
+        outbox::name_sinks(&self.door, sinks).await
     }
 }
 

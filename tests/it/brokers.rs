@@ -10,6 +10,7 @@ use async_nats::ConnectOptions;
 use bytes::Bytes;
 use futures_util::StreamExt as _;
 use futures_util::future::join_all;
+use oncegate::record::event::wanted::Wanted;
 use oncegate::relay::sink::broker::{Login, Tls};
 use oncegate::relay::sink::{self, Delivered, Target, nats, redis};
 use oncegate::relay::verdict::Evidence;
@@ -40,6 +41,7 @@ fn settings(target: Target) -> sink::Settings {
         attempts_max: 1000,
         age_max: Duration::from_secs(3600),
         refusals_max: 5,
+        events: Wanted::default(),
         pause_after: 10,
         order: Order::None,
         target,
@@ -93,14 +95,18 @@ fn event(payload: &str) -> Claimed {
 fn failure(end: &Delivered) -> &str {
     match &end.evidence {
         Evidence::Failed { what } => what,
-        other => panic!("{other:?}"),
+        other @ (Evidence::Answered { .. } | Evidence::Taken | Evidence::Refused { .. }) => {
+            panic!("{other:?}")
+        }
     }
 }
 
 fn refusal(end: &Delivered) -> &str {
     match &end.evidence {
         Evidence::Refused { what } => what,
-        other => panic!("{other:?}"),
+        other @ (Evidence::Answered { .. } | Evidence::Taken | Evidence::Failed { .. }) => {
+            panic!("{other:?}")
+        }
     }
 }
 

@@ -12,6 +12,7 @@ use http_body_util::{BodyExt as _, Full};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
+use oncegate::record::event::wanted::{Pattern, Subscriber, Wanted};
 use oncegate::record::{
     Answer, Attempt, Fence, Fingerprint, KeptBody, Key, Operation, OwnerId, RecordId, Scope,
     Spelling, Tenant,
@@ -670,8 +671,7 @@ fn emit(record: RecordId, name: &str) -> String {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_event_is_one_by_its_name_and_stands_in_the_order_of_the_calls() {
     let bench = Bench::new().await;
-    let names = ["main".to_owned(), "audit".to_owned()];
-    bench.store.name_sinks(&names).await.unwrap();
+    bench.store.name_sinks(&["main", "audit"].map(|sink| subscriber(sink, &[]))).await.unwrap();
     let id = bench.held("k").await.id;
     // Before and after the completion, across savepoints, twice under one name.
     bench
@@ -702,6 +702,77 @@ async fn an_event_is_one_by_its_name_and_stands_in_the_order_of_the_calls() {
     bench.store.name_sinks(&[]).await.unwrap();
     let id = bench.held("k2").await.id;
     bench.run(&format!("BEGIN; {}; {}; COMMIT", complete(id), emit(id, "a"))).await;
+    let lone = format!("select sink, status from outbox_events where record_id = '{id}'");
+    let discarded = ["".to_owned(), "discarded".to_owned()].map(Some).to_vec();
+    assert_eq!(bench.place.rows(&lone).await, [discarded]);
+}
+
+fn subscriber(sink: &str, patterns: &[&str]) -> Subscriber {
+    let read = |text: &&str| Pattern::parse(text).unwrap();
+    let events = match patterns {
+        [] => Wanted::All,
+        patterns => Wanted::Some(patterns.iter().map(read).collect()),
+    };
+    Subscriber { sink: sink.to_owned(), events }
+}
+
+/// The gateway's own events are filtered by `Wanted::includes`, those that are announced here by SQL.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_event_goes_to_the_sinks_whose_patterns_describe_its_type_as_the_gateways_own_do() {
+    let bench = Bench::new().await;
+    let patterns: &[&[&str]] = &[
+        &[],
+        &["order.*"],
+        &["order.created", "bill.*"],
+        &["*.created"],
+        &["order_*", "100%*"],
+        &[r"a\*c"],
+        &["a*b*c"],
+        &["é*"],
+    ];
+    let subscribers: Vec<_> = patterns
+        .iter()
+        .enumerate()
+        .map(|(n, patterns)| subscriber(&format!("s{n}"), patterns))
+        .collect();
+    // What stood there before is replaced.
+    bench.store.name_sinks(&[subscriber("s1", &["x"]), subscriber("gone", &[])]).await.unwrap();
+    bench.store.name_sinks(&subscribers).await.unwrap();
+    let id = bench.held("k").await.id;
+    let kinds = [
+        "order.created",
+        "order_1",
+        "orderx1",
+        "100% sure",
+        "100 sure",
+        r"a\bc",
+        "abc",
+        "axxbyyc",
+        "été",
+        "bill.paid",
+    ];
+    let emit = |(n, kind): (usize, &&str)| {
+        format!("SELECT oncegate_emit('{id}', 'e{n}', '{kind}', 'null')")
+    };
+    let calls: Vec<_> = kinds.iter().enumerate().map(emit).collect();
+    bench.run(&format!("BEGIN; {}; {}; COMMIT", complete(id), calls.join("; "))).await;
+    for kind in kinds {
+        let sql =
+            format!("select sink from outbox_events where event_type = '{kind}' order by sink");
+        let rows = bench.place.rows(&sql).await;
+        let found: Vec<_> = rows.into_iter().map(|row| row[0].clone().unwrap()).collect();
+        let wanting = subscribers.iter().filter(|subscriber| subscriber.events.includes(kind));
+        assert_eq!(
+            found,
+            wanting.map(|wanting| wanting.sink.clone()).collect::<Vec<_>>(),
+            "{kind}"
+        );
+    }
+    // Nobody wants it: it is kept, and discarded.
+    bench.store.name_sinks(&subscribers[1..]).await.unwrap();
+    let id = bench.held("k2").await.id;
+    let none = format!("SELECT oncegate_emit('{id}', 'e', 'other', 'null')");
+    bench.run(&format!("BEGIN; {}; {none}; COMMIT", complete(id))).await;
     let lone = format!("select sink, status from outbox_events where record_id = '{id}'");
     let discarded = ["".to_owned(), "discarded".to_owned()].map(Some).to_vec();
     assert_eq!(bench.place.rows(&lone).await, [discarded]);

@@ -77,3 +77,4 @@ mod tenants;
 mod tokens;
 mod unknown_events;
 mod upstream;
+mod webhooks;

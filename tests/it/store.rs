@@ -11,6 +11,7 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode};
 use oncegate::record::event::Event;
 use oncegate::record::event::doubt::{Doubt, News, Resolution};
+use oncegate::record::event::wanted::{Subscriber, Wanted};
 use oncegate::record::{
     Answer, Attempt, Caller, Change, Fence, Fingerprint, KeptBody, Key, Next, Operation, OwnerId,
     RecordId, Scope, Settle, Spelling, State, Status, Tenant, transition,
@@ -1766,13 +1767,18 @@ async fn nothing_is_untold(store: &Tested) {
     assert_eq!(store.untold(Untold::All, 9).await.unwrap(), []);
 }
 
+fn wanting_all(sinks: &[String]) -> Vec<Subscriber> {
+    let all = |sink: &String| Subscriber { sink: sink.clone(), events: Wanted::All };
+    sinks.iter().map(all).collect()
+}
+
 /// A record in doubt, of which that was told to a sink.
 async fn told(store: &Tested, sinks: &[String]) -> (Scope, Fence) {
     let scope = scope();
     let (fence, _) = held(store, &scope).await;
     assert_eq!(store.mark_unknown(&scope, fence).await.unwrap(), Changed::Yes);
     let doubt = untold(store).await;
-    let told = store.tell(&doubt, doubt.event(sinks).as_ref()).await.unwrap();
+    let told = store.tell(&doubt, doubt.event(&wanting_all(sinks)).as_ref()).await.unwrap();
     assert_eq!(told, Changed::Yes);
     (scope, fence)
 }
@@ -1796,7 +1802,7 @@ async fn a_doubt_is_told_once_and_its_end_once(store: Tested) {
     let reserved = store.show_record(fence.id).await.unwrap().unwrap().created_at;
     assert!(reserved <= doubt.since && doubt.since <= doubt.at);
     assert_eq!(store.untold(Untold::Resolved, 9).await.unwrap(), []);
-    let event = doubt.event(&sinks);
+    let event = doubt.event(&wanting_all(&sinks));
     let tells = (0..8).map(|_| store.tell(&doubt, event.as_ref()));
     let yes = futures_util::future::join_all(tells).await.into_iter().map(Result::unwrap);
     assert_eq!(yes.filter(|told| *told == Changed::Yes).count(), 1, "one of many tells it");
@@ -1818,7 +1824,7 @@ async fn a_doubt_is_told_once_and_its_end_once(store: Tested) {
     assert_eq!((ended.attempt, ended.scope.as_ref()), (fence.attempt, Some(&scope)));
     assert_eq!(ended.news, News::Resolved(Resolution::Completed));
     assert_eq!(store.untold(Untold::Resolved, 9).await.unwrap().len(), 1);
-    let event = ended.event(&sinks);
+    let event = ended.event(&wanting_all(&sinks));
     for expected in [Changed::Yes, Changed::No] {
         assert_eq!(store.tell(&ended, event.as_ref()).await.unwrap(), expected);
     }

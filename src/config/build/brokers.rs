@@ -26,7 +26,7 @@ impl Builder<'_> {
             servers: servers?,
             subject: subject?,
             login: login?,
-            tls: tls?,
+            tls,
         }))
     }
 
@@ -50,7 +50,7 @@ impl Builder<'_> {
             stream: stream?,
             length_max: raw.max_length.as_ref().map(|placed| placed.value),
             login: login?,
-            tls: tls?,
+            tls,
         }))
     }
 
@@ -74,6 +74,8 @@ impl Builder<'_> {
         for place in [place(&raw.allow_private), place(&raw.allow_http)].into_iter().flatten() {
             self.notes.mistake(place, why);
         }
+        let shape = [place(&raw.format), raw.headers.first().map(|header| &header.place)];
+        self.refuse(raw, "a broker", &shape);
     }
 
     fn refuse(&self, raw: &file::Sink, what: &str, fields: &[Option<&Place>]) {
@@ -134,20 +136,9 @@ impl Builder<'_> {
         Some(line.to_owned())
     }
 
-    /// `None`: a mistake is noted.
-    fn tls(&self, raw: &file::Sink) -> Option<Tls> {
-        let client = match (&raw.client_cert_file, &raw.client_key_file) {
-            (Some(certificate), Some(key)) => {
-                Some((self.readable(certificate), self.readable(key)))
-            }
-            (None, None) => None,
-            (Some(alone), None) | (None, Some(alone)) => {
-                let wrong = "client_cert_file and client_key_file go together";
-                self.notes.mistake(&alone.place, wrong);
-                return None;
-            }
-        };
-        Some(Tls { ca_file: raw.ca_file.as_ref().map(|file| self.readable(file)), client })
+    fn tls(&self, raw: &file::Sink) -> Tls {
+        let client = self.identity(raw).map(|identity| (identity.cert_file, identity.key_file));
+        Tls { ca_file: raw.ca_file.as_ref().map(|file| self.readable(file)), client }
     }
 }
 

@@ -7,6 +7,7 @@
 
 use std::time::Duration;
 
+use crate::record::event::wanted::Subscriber;
 use crate::scope::jwt::ClaimPath;
 
 use super::{
@@ -31,7 +32,7 @@ fn pick_or<T: Clone>(route: &Maybe<T>, policy: &Maybe<T>, default: T) -> T {
 /// What all routes share.
 pub(super) struct Common<'f> {
     pub(super) file: &'f File,
-    sinks: &'f [String],
+    sinks: &'f [Subscriber],
     upstreams: &'f BTreeMap<String, upstream::Settings>,
 }
 
@@ -40,7 +41,7 @@ impl Builder<'_> {
         &self,
         file: &File,
         without_file: bool,
-        sinks: &[String],
+        sinks: &[Subscriber],
         upstreams: &BTreeMap<String, upstream::Settings>,
     ) -> (Routes, Vec<RouteFacts>) {
         let common = Common { file, sinks, upstreams };

@@ -3,15 +3,19 @@
 //! What must stay true: the relay's own check has the last word, so that nothing is found out at the first delivery.
 
 use std::net::IpAddr;
+use std::sync::Arc;
 
-use ::http::Uri;
+use ::http::{HeaderMap, HeaderValue, Uri};
 
-use super::{BTreeSet, Builder, DAY, HOUR, SECOND, count, file, or};
+use super::{BTreeSet, Builder, DAY, HOUR, Maybe, Placed, SECOND, count, file, or, read_header};
+use crate::record::event::wanted::{Pattern, Wanted};
+use crate::relay::sink::http::Format;
 use crate::relay::sink::{self, Target, http};
 use crate::store::{OnDead, Order};
 
 impl Builder<'_> {
-    pub(super) fn sinks(&self, raws: &[file::Sink]) -> Vec<sink::Settings> {
+    pub(super) fn sinks(&self, raws: &[file::Sink], outbox: &file::Outbox) -> Vec<sink::Settings> {
+        let source = self.source(outbox);
         let mut names = BTreeSet::new();
         for raw in raws {
             if let Some(name) = &raw.name
@@ -20,17 +24,17 @@ impl Builder<'_> {
                 self.notes.mistake(&name.place, format!("{:?} names two sinks", name.value));
             }
         }
-        raws.iter().filter_map(|raw| self.sink(raw)).collect()
+        raws.iter().filter_map(|raw| self.sink(raw, &source)).collect()
     }
 
-    fn sink(&self, raw: &file::Sink) -> Option<sink::Settings> {
+    fn sink(&self, raw: &file::Sink, source: &str) -> Option<sink::Settings> {
         self.above_zero(&raw.timeout);
         let (base, max) = (or(&raw.backoff_base, SECOND), or(&raw.backoff_max, HOUR));
         if base > max || base.is_zero() {
             let place = raw.place.field("backoff");
             self.notes.mistake(&place, "base must be longer than nothing and not longer than max");
         }
-        let target = self.target(raw);
+        let target = self.target(raw, source);
         let name = self.required(raw.name.as_ref(), &raw.place, "name");
         let name = name.and_then(|name| self.checked(name, read_name));
         let settings = sink::Settings {
@@ -41,6 +45,7 @@ impl Builder<'_> {
             backoff_max: max,
             attempts_max: or(&raw.max_attempts, 20),
             age_max: or(&raw.max_age, 3 * DAY),
+            events: self.wanted(raw),
             refusals_max: or(&raw.max_refusals, 5),
             pause_after: or(&raw.pause_after, 10),
             order: self.order(raw),
@@ -53,6 +58,17 @@ impl Builder<'_> {
             self.notes.mistake(&raw.place, wrong);
         }
         Some(settings)
+    }
+
+    /// Which events it wants: none named means all.
+    fn wanted(&self, raw: &file::Sink) -> Wanted {
+        if let Some(none) = raw.events.as_ref().filter(|list| list.value.is_empty()) {
+            self.notes.mistake(&none.place, "names no event; leave it out, and the sink gets all");
+        }
+        match &raw.events {
+            Some(_) => Wanted::Some(self.each(&raw.events, Pattern::parse)),
+            None => Wanted::All,
+        }
     }
 
     fn order(&self, raw: &file::Sink) -> Order {
@@ -83,20 +99,35 @@ impl Builder<'_> {
         }
     }
 
+    /// The source of CloudEvents: a URI reference.
+    fn source(&self, raw: &file::Outbox) -> String {
+        let read = |text: &str| {
+            let plain = |byte: u8| byte.is_ascii_graphic() && !b"\"<>\\^`{|}".contains(&byte);
+            if text.is_empty() || text.len() > 255 || !text.bytes().all(plain) {
+                return Err(
+                    "is no URI; write \"https://shop.example/orders\" or \"/orders\"".to_owned()
+                );
+            }
+            Ok(text.to_owned())
+        };
+        let source = raw.source.as_ref().and_then(|placed| self.checked(placed, read));
+        source.unwrap_or_else(|| "/oncegate".to_owned())
+    }
+
     /// The scheme of its URL says what kind of target it is.
-    fn target(&self, raw: &file::Sink) -> Option<Target> {
+    fn target(&self, raw: &file::Sink, source: &str) -> Option<Target> {
         let url = raw.url.as_ref().map(|url| (url, url.value.split("://").next()));
         match url {
             Some((url, Some("nats" | "tls"))) => self.nats(raw, url),
             Some((url, Some("redis" | "rediss"))) => self.redis(raw, url),
             Some(_) | None => {
                 self.refuse_broker_fields(raw);
-                self.webhook(raw).map(Target::Http)
+                self.webhook(raw, source).map(Target::Http)
             }
         }
     }
 
-    fn webhook(&self, raw: &file::Sink) -> Option<http::Settings> {
+    fn webhook(&self, raw: &file::Sink, source: &str) -> Option<http::Settings> {
         let (allow_private, allow_http) =
             (or(&raw.allow_private, false), or(&raw.allow_http, false));
         let url = self.required(raw.url.as_ref(), &raw.place, "url");
@@ -104,7 +135,90 @@ impl Builder<'_> {
             self.checked(url, |text| read_sink_url(text, allow_private, allow_http))
         });
         let secrets = self.secrets(raw);
-        Some(http::Settings { url: url?, secrets, allow_private, allow_http })
+        let headers = self.headers(&raw.headers);
+        let format = raw.format.as_ref().and_then(|placed| self.checked(placed, read_format));
+        let readable = |file: &Maybe<String>| file.as_ref().map(|placed| self.readable(placed));
+        Some(http::Settings {
+            url: url?,
+            secrets,
+            secret_file: raw.secret_file.as_ref().map(|file| self.folder.join(&file.value)),
+            secrets_every: http::SECRETS_EVERY,
+            format: format.unwrap_or_default(),
+            source: source.to_owned(),
+            headers,
+            ca_file: readable(&raw.ca_file),
+            identity: self.identity(raw),
+            allow_private,
+            allow_http,
+            resolver: Arc::new(http::System),
+        })
+    }
+
+    pub(super) fn identity(&self, raw: &file::Sink) -> Option<http::Identity> {
+        match (&raw.client_cert_file, &raw.client_key_file) {
+            (Some(cert), Some(key)) => {
+                let key_file = self.readable(key);
+                self.private(&key.place, &key_file);
+                Some(http::Identity { cert_file: self.readable(cert), key_file })
+            }
+            (Some(alone), None) | (None, Some(alone)) => {
+                let wrong = "stands alone; client_cert_file and client_key_file belong together";
+                self.notes.mistake(&alone.place, wrong);
+                None
+            }
+            (None, None) => None,
+        }
+    }
+
+    fn headers(&self, raws: &[file::Header]) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        for raw in raws {
+            let Ok(name) = read_header(&raw.name) else {
+                self.notes.mistake(&raw.place, "cannot be the name of a header");
+                continue;
+            };
+            if http::is_reserved(&name) {
+                self.notes.mistake(&raw.place, "is set by Oncegate itself; leave it out");
+                continue;
+            }
+            let Some(text) = self.header_text(raw) else { continue };
+            // What may be a secret is not repeated.
+            match HeaderValue::from_str(text.trim()) {
+                Ok(mut value) => {
+                    value.set_sensitive(true);
+                    headers.append(name, value);
+                }
+                Err(_) => {
+                    let wrong = "its value must be one line of visible ASCII characters";
+                    self.notes.mistake(&raw.place, wrong);
+                }
+            }
+        }
+        headers
+    }
+
+    fn header_text(&self, raw: &file::Header) -> Option<String> {
+        match (&raw.value, &raw.file, &raw.env) {
+            (Some(value), None, None) => Some(value.value.clone()),
+            (None, Some(file), None) => self.secret_text(file),
+            (None, None, Some(env)) => self.variable(env),
+            _ => {
+                let wrong =
+                    "needs a text, or exactly one of file and env: { file = \"sink.token\" }";
+                if !self.notes.has_mistake_under(&raw.place) {
+                    self.notes.mistake(&raw.place, wrong);
+                }
+                None
+            }
+        }
+    }
+
+    fn variable(&self, named: &Placed<String>) -> Option<String> {
+        let value = self.variables.get(&named.value).cloned();
+        if value.is_none() {
+            self.notes.mistake(&named.place, format!("the variable {} is not set", named.value));
+        }
+        value
     }
 
     /// The sink's secrets, from where they are named: one a line, blank lines and `#` comments left out.
@@ -119,17 +233,12 @@ impl Builder<'_> {
         let text = if raw.secret_file.is_some() {
             self.secret_text(one)
         } else if raw.secret_env.is_some() {
-            let value = self.variables.get(&one.value).cloned();
-            if value.is_none() {
-                self.notes.mistake(&one.place, format!("the variable {} is not set", one.value));
-            }
-            value
+            self.variable(one)
         } else {
             Some(one.value.clone())
         };
         let Some(text) = text else { return Vec::new() };
-        let lines = text.lines().map(str::trim).filter(|l| !l.is_empty() && !l.starts_with('#'));
-        let secrets: Vec<String> = lines.map(str::to_owned).collect();
+        let secrets = http::secret_lines(&text);
         if secrets.is_empty() || !secrets.iter().all(|secret| is_secret(secret)) {
             let wrong = "each line must be `whsec_` and the base64 of 24 to 64 random bytes: \
                          `echo whsec_$(head -c 32 /dev/urandom | base64)`";
@@ -141,6 +250,9 @@ impl Builder<'_> {
 
 fn read_sink_url(text: &str, allow_private: bool, allow_http: bool) -> Result<Uri, String> {
     let wrong = || "not a URL; write \"https://host/path\"".to_owned();
+    if text.contains('#') {
+        return Err("a fragment (`#...`) is never sent: leave it out, or write %23".to_owned());
+    }
     let url: Uri = text.parse().map_err(|_| wrong())?;
     let host = url.host().filter(|host| !host.is_empty()).ok_or_else(wrong)?;
     match url.scheme_str() {
@@ -171,6 +283,15 @@ pub(super) fn is_private(address: IpAddr) -> bool {
             let link_local = v6.segments().first().is_some_and(|first| first & 0xffc0 == 0xfe80);
             v6.is_loopback() || v6.is_unique_local() || link_local || v6.is_unspecified()
         }
+    }
+}
+
+fn read_format(text: &str) -> Result<Format, String> {
+    match text {
+        "standard-webhooks" => Ok(Format::StandardWebhooks),
+        "cloudevents" => Ok(Format::CloudEvents),
+        "cloudevents-structured" => Ok(Format::CloudEventsStructured),
+        _ => Err("must be \"standard-webhooks\", \"cloudevents\" (binary mode) or \"cloudevents-structured\"".to_owned()),
     }
 }
 

@@ -9,6 +9,7 @@ use bytes::Bytes;
 use serde_json::json;
 use uuid::Uuid;
 
+use super::wanted::{Subscriber, who_want};
 use super::{Event, Message, NAMESPACE, latest, raw};
 use crate::record::{Attempt, RecordId, Scope};
 
@@ -67,7 +68,7 @@ impl Resolution {
 impl Doubt {
     /// The event that tells of it. `None`: its scope is not known any more.
     #[must_use]
-    pub fn event(&self, sinks: &[String]) -> Option<Event> {
+    pub fn event(&self, subscribers: &[Subscriber]) -> Option<Event> {
         let scope = self.scope.as_ref()?;
         let since = time(self.since);
         let (record, attempt) = (self.record.to_string(), self.attempt.number());
@@ -96,7 +97,7 @@ impl Doubt {
         };
         let payload = Bytes::from(serde_json::to_vec(&message).ok()?);
         let ordering_key = Some(record);
-        let (kind, sinks) = (kind.to_owned(), sinks.to_vec());
+        let (sinks, kind) = (who_want(subscribers, kind), kind.to_owned());
         Some(Event { id, key, kind, position: 0, ordering_key, payload, sinks })
     }
 }
@@ -110,6 +111,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::record::event::wanted::{Pattern, Wanted};
     use crate::record::{Key, Operation, Tenant};
 
     fn doubt(news: News) -> Doubt {
@@ -140,6 +142,17 @@ mod tests {
             },
         });
         assert_eq!(message, expected);
+    }
+
+    #[test]
+    fn it_goes_to_the_sinks_that_want_it() {
+        let wanted = |pattern| Wanted::Some(vec![Pattern::parse(pattern).unwrap()]);
+        let subscribers = ["order.*", "record.unknown", "record.*"]
+            .map(|pattern| Subscriber { sink: pattern.into(), events: wanted(pattern) });
+        let began = doubt(News::Unknown).event(&subscribers).unwrap();
+        assert_eq!(began.sinks, ["record.unknown", "record.*"]);
+        let ended = doubt(News::Resolved(Resolution::Released)).event(&subscribers).unwrap();
+        assert_eq!(ended.sinks, ["record.*"]);
     }
 
     #[test]

@@ -96,8 +96,17 @@ impl Expression {
         Ok(items)
     }
 
-    fn json(&self, variables: &Value) -> Result<serde_json::Value, String> {
+    /// Its value as JSON of at most `max` bytes. What is longer is not built: it may be as long as an answer, once for each
+    /// element of a list.
+    fn json(&self, variables: &Value, max: usize) -> Result<serde_json::Value, String> {
         let value = self.value(variables)?;
+        if matches!(
+            value.kind(),
+            ValueKind::Seq | ValueKind::Iterable | ValueKind::Map | ValueKind::String
+        ) {
+            serde_json::to_writer(Measured { left: max }, &value)
+                .map_err(|error| format!("{}: {error}", self.source))?;
+        }
         serde_json::to_value(&value).map_err(|error| format!("{}: {error}", self.source))
     }
 }
@@ -145,6 +154,23 @@ impl io::Write for Bounded {
     }
 }
 
+/// Takes so many bytes and keeps none.
+struct Measured {
+    left: usize,
+}
+
+impl io::Write for Measured {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let left = self.left.checked_sub(bytes.len());
+        self.left = left.ok_or_else(|| io::Error::other("its value is too large"))?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 #[derive(Debug)]
 pub(in crate::record) enum Leaf {
     Value(serde_json::Value),
@@ -161,15 +187,20 @@ pub(in crate::record) enum Tree {
 }
 
 impl Tree {
-    pub(in crate::record) fn render(&self, variables: &Value) -> Result<serde_json::Value, String> {
+    /// With values of at most `max` bytes each.
+    pub(in crate::record) fn render(
+        &self,
+        variables: &Value,
+        max: usize,
+    ) -> Result<serde_json::Value, String> {
         match self {
             Self::Leaf(Leaf::Value(value)) => Ok(value.clone()),
-            Self::Leaf(Leaf::Expression(expression)) => expression.json(variables),
+            Self::Leaf(Leaf::Expression(expression)) => expression.json(variables, max),
             Self::Leaf(Leaf::Text(text)) => text.render(variables).map(Into::into),
-            Self::List(items) => items.iter().map(|item| item.render(variables)).collect(),
+            Self::List(items) => items.iter().map(|item| item.render(variables, max)).collect(),
             Self::Members(members) => members
                 .iter()
-                .map(|(name, member)| Ok((name.clone(), member.render(variables)?)))
+                .map(|(name, member)| Ok((name.clone(), member.render(variables, max)?)))
                 .collect(),
         }
     }

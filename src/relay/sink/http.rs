@@ -2,57 +2,64 @@
 //!
 //! What must stay true:
 //!
-//! - The id is the event's and the body its stored bytes in every attempt; time and signatures are the attempt's own.
-//! - Each secret signs, so that a sink that knows only one of them during a rotation accepts.
+//! - The id is the event's and the body the same bytes in every attempt; time and signatures are the attempt's own.
+//! - Whatever the format, the signature is over the body that is sent. Each secret signs, so that a sink that knows only one
+//!   of them during a rotation accepts.
 //! - One deadline covers resolving, connecting, TLS, sending, headers and body. The status decides: a 2xx whose body
 //!   is cut, endless or late is a delivery; without a complete head nothing is known, and the event is sent again.
 //! - No redirect is followed, and no address is dialled that the settings do not allow ([`crate::relay::address`]).
 //! - Secrets appear in no log, no error and no Debug output.
 //!
-//! Connections are kept for a short while, shorter than sinks usually do. A reset on a reused connection before
-//! anything was written is repeated at once on a fresh one, which the stable id allows; any other reset is an
-//! ordinary failure. A process that dies here leaves a claim that runs out: the event is delivered again.
+//! A process that dies here leaves a claim that runs out: the event is delivered again.
+
+mod connection;
+mod message;
+mod secrets;
 
 use std::fmt;
 use std::net::IpAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
-use bytes::{Bytes, BytesMut};
-use http::header::{CONTENT_LENGTH, CONTENT_TYPE, USER_AGENT};
-use http::{HeaderMap, HeaderValue, Method, Request, Uri};
-use http_body_util::{BodyExt as _, Full};
+use bytes::BytesMut;
+use http::header::{ACCEPT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, DATE, HOST, USER_AGENT};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri};
+use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
-use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
-use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::{HttpConnector, capture_connection};
-use hyper_util::rt::{TokioExecutor, TokioTimer};
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use standardwebhooks::{
     HEADER_WEBHOOK_ID, HEADER_WEBHOOK_SIGNATURE, HEADER_WEBHOOK_TIMESTAMP, Webhook,
 };
 use tokio::time::{Instant, timeout_at};
+use tokio_rustls::TlsConnector;
 
+use self::connection::{Client, Server};
+pub use self::message::Format;
+use self::message::{Outgoing, outgoing};
+use self::secrets::Secrets;
+pub use self::secrets::lines as secret_lines;
 use super::Delivered;
-use crate::relay::address::{Resolver, Rule};
+use crate::relay::address::Rule;
+pub use crate::relay::address::{Resolve, System};
 use crate::relay::verdict::{ERROR_MAX, Evidence, clean, retry_after};
 use crate::store::Claimed;
-use crate::telemetry::causes;
-
-/// How long an unused connection is kept: below the five seconds at which common servers close theirs.
-const IDLE_MAX: Duration = Duration::from_secs(4);
 
 /// How much of an answer's body is read before the connection is dropped, in bytes.
 const BODY_MAX: usize = 64 * 1024;
 
-/// Largest head of an answer, in bytes.
-const HEAD_MAX: usize = 128 * 1024;
+/// How often a file of secrets is looked at, unless the settings say otherwise.
+pub const SECRETS_EVERY: Duration = Duration::from_secs(2);
 
-/// Sizes of a secret's key that Standard Webhooks allows, in bytes.
-const SECRET_BYTES: std::ops::RangeInclusive<usize> = 24..=64;
+/// Receivers refuse a signature whose time is five minutes off: from here on it is told.
+const CLOCK_OFF_MAX: u64 = 4 * 60;
 
-const SECRET_PREFIX: &str = "whsec_";
+/// No clock of the sink's has been seen.
+const NO_CLOCK: i64 = i64::MIN;
+
+const ATTEMPT: HeaderName = HeaderName::from_static("oncegate-attempt");
 const AGENT: &str = concat!("oncegate/", env!("CARGO_PKG_VERSION"));
 
 /// A webhook as configured.
@@ -62,22 +69,76 @@ pub struct Settings {
     pub url: Uri,
     /// Its secrets, `whsec_` and base64; the first is the newest, all of them sign.
     pub secrets: Vec<String>,
+    /// The file they came from: read again while events are delivered.
+    pub secret_file: Option<PathBuf>,
+    /// How often.
+    pub secrets_every: Duration,
+    /// How body and headers are made of a message.
+    pub format: Format,
+    /// The source of its CloudEvents.
+    pub source: String,
+    /// Headers that go out with each delivery; none of [`is_reserved`].
+    pub headers: HeaderMap,
+    /// The only certificates to trust; none: the system's.
+    pub ca_file: Option<PathBuf>,
+    /// What is shown to a sink that asks who delivers.
+    pub identity: Option<Identity>,
     /// Whether private, local and reserved addresses may be dialled.
     pub allow_private: bool,
     /// Whether plain `http` may be used for public addresses.
     pub allow_http: bool,
+    /// Who finds the addresses of its name.
+    pub resolver: Arc<dyn Resolve>,
+}
+
+/// A certificate with its key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Identity {
+    /// The file with the certificate, and those up to the root.
+    pub cert_file: PathBuf,
+    /// The file with the private key.
+    pub key_file: PathBuf,
 }
 
 impl fmt::Debug for Settings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The URL's path and query may hold a token, the secrets are secret.
+        // The URL's path and query may hold a token, the secrets are secret, and so are the values of headers.
         f.debug_struct("Settings")
             .field("host", &self.url.host())
             .field("secrets", &self.secrets.len())
+            .field("format", &self.format)
+            .field("source", &self.source)
+            .field("headers", &self.headers.keys())
+            .field("ca_file", &self.ca_file)
+            .field("identity", &self.identity)
             .field("allow_private", &self.allow_private)
             .field("allow_http", &self.allow_http)
             .finish_non_exhaustive()
     }
+}
+
+/// Whether a header is ours, or the connection's, and cannot be set.
+#[must_use]
+pub fn is_reserved(name: &HeaderName) -> bool {
+    const NAMES: [&str; 14] = [
+        "accept-encoding",
+        "connection",
+        "content-encoding",
+        "content-length",
+        "content-type",
+        "expect",
+        "host",
+        "keep-alive",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "user-agent",
+    ];
+    const PREFIXES: [&str; 3] = ["webhook-", "ce-", "oncegate-"];
+    let name = name.as_str();
+    NAMES.contains(&name) || PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
 impl Settings {
@@ -92,11 +153,25 @@ impl Settings {
         if host.is_empty() || user_info {
             return Err("url needs a host, and no user name or password".into());
         }
-        let literal = host.trim_start_matches('[').trim_end_matches(']');
+        let literal = host.trim_matches(['[', ']']);
         if let Some(objection) = literal.parse().ok().and_then(|ip: IpAddr| rule.objection(ip)) {
             return Err(objection);
         }
-        self.signers().map(drop)
+        if let Some(name) = self.headers.keys().find(|name| is_reserved(name)) {
+            return Err(format!("the header {name} is set by Oncegate itself"));
+        }
+        let asks = self.ca_file.is_some() || self.identity.is_some();
+        if asks && !self.is_secure() {
+            return Err("certificates have no meaning for an http url: use https".into());
+        }
+        if asks {
+            tls(self)?;
+        }
+        secrets::signers(&self.secrets).map(drop)
+    }
+
+    fn is_secure(&self) -> bool {
+        self.url.scheme_str() == Some("https")
     }
 
     fn rule(&self) -> Result<Rule, String> {
@@ -113,167 +188,228 @@ impl Settings {
         }
     }
 
-    fn signers(&self) -> Result<Vec<Webhook>, String> {
-        if self.secrets.is_empty() {
-            return Err("there is no secret to sign with".into());
-        }
-        let signer = |(line, secret): (usize, &String)| {
-            let key =
-                secret.strip_prefix(SECRET_PREFIX).and_then(|text| STANDARD.decode(text).ok());
-            let key = key.filter(|key| SECRET_BYTES.contains(&key.len()));
-            key.and_then(|key| Webhook::from_bytes(key).ok()).ok_or_else(|| {
-                format!(
-                    "secret {} is not {SECRET_PREFIX} followed by the base64 of {} to {} bytes",
-                    line + 1,
-                    SECRET_BYTES.start(),
-                    SECRET_BYTES.end()
-                )
-            })
+    fn server(&self, sink: &str) -> Result<Server, String> {
+        let host = self.url.host().unwrap_or_default().to_owned();
+        let secure = self.is_secure();
+        let tls = if secure {
+            let config = tls(self)?;
+            if self.ca_file.is_none() && config.1 == 0 {
+                tracing::warn!(sink, "the system has no root certificates");
+            }
+            let name = ServerName::try_from(host.trim_matches(['[', ']']).to_owned())
+                .map_err(|error| format!("the url's host: {error}"))?;
+            Some((TlsConnector::from(Arc::new(config.0)), name))
+        } else {
+            None
         };
-        self.secrets.iter().enumerate().map(signer).collect()
+        Ok(Server {
+            port: self.url.port_u16().unwrap_or(if secure { 443 } else { 80 }),
+            host,
+            rule: self.rule()?,
+            resolver: Arc::clone(&self.resolver),
+            tls,
+        })
     }
 }
 
-type Connector = HttpsConnector<HttpConnector<Resolver>>;
+/// TLS, and how many roots it trusts. Without any, each delivery fails and says so, and the next start looks again.
+fn tls(settings: &Settings) -> Result<(rustls::ClientConfig, usize), String> {
+    let mut roots = rustls::RootCertStore::empty();
+    if let Some(path) = &settings.ca_file {
+        let wrong = |error: &dyn fmt::Display| format!("ca_file {}: {error}", path.display());
+        for certificate in CertificateDer::pem_file_iter(path).map_err(|error| wrong(&error))? {
+            let certificate = certificate.map_err(|error| wrong(&error))?;
+            roots.add(certificate).map_err(|error| wrong(&error))?;
+        }
+        if roots.is_empty() {
+            return Err(wrong(&"there is no certificate in it"));
+        }
+    } else {
+        // A few broken certificates among the system's are normal, and no reason to refuse the others.
+        roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+    }
+    let trusted = roots.len();
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let builder = rustls::ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .map_err(|error| error.to_string())?
+        .with_root_certificates(roots);
+    let Some(Identity { cert_file, key_file }) = &settings.identity else {
+        return Ok((builder.with_no_client_auth(), trusted));
+    };
+    let wrong =
+        |error: &dyn fmt::Display| format!("client_cert_file {}: {error}", cert_file.display());
+    let chain: Vec<_> = CertificateDer::pem_file_iter(cert_file)
+        .and_then(Iterator::collect)
+        .map_err(|error| wrong(&error))?;
+    let key = PrivateKeyDer::from_pem_file(key_file)
+        .map_err(|error| format!("client_key_file {}: {error}", key_file.display()))?;
+    let config = builder.with_client_auth_cert(chain, key).map_err(|error| wrong(&error))?;
+    Ok((config, trusted))
+}
 
 /// Carries events to one webhook.
 pub(super) struct Courier {
-    url: Uri,
+    sink: String,
     timeout: Duration,
-    signers: Vec<Webhook>,
-    client: Client<Connector, Full<Bytes>>,
+    settings: Settings,
+    secrets: Secrets,
+    client: Client,
+    /// By how many seconds the sink's clock is ahead of ours, or [`NO_CLOCK`].
+    ahead: AtomicI64,
 }
 
 impl Courier {
     /// With a connection pool of its own.
     pub(super) fn new(sink: &super::Settings, settings: &Settings) -> Result<Self, String> {
+        let file = settings.secret_file.clone();
         Ok(Self {
-            url: settings.url.clone(),
+            sink: sink.name.clone(),
             timeout: sink.timeout,
-            signers: settings.signers()?,
-            client: client(sink, settings)?,
+            secrets: Secrets::new(&sink.name, &settings.secrets, file, settings.secrets_every)?,
+            client: Client::new(settings.server(&sink.name)?, sink.concurrency),
+            settings: settings.clone(),
+            ahead: AtomicI64::new(NO_CLOCK),
         })
+    }
+
+    /// By how many seconds the sink's clock is ahead of ours, by the last answer that told.
+    pub(super) fn clock_ahead(&self) -> Option<i64> {
+        Some(self.ahead.load(Ordering::Relaxed)).filter(|ahead| *ahead != NO_CLOCK)
     }
 
     /// Sends an event once and returns by the deadline.
     pub(super) async fn deliver(&self, event: &Claimed, deadline: Instant) -> Delivered {
-        let mut request = match self.request(event) {
-            Ok(request) => request,
+        let Settings { format, source, .. } = &self.settings;
+        let outgoing = match outgoing(*format, source, &event.payload) {
+            Ok(outgoing) => outgoing,
             Err(what) => return Delivered::failed(&what),
         };
-        let connection = capture_connection(&mut request);
-        let response = match timeout_at(deadline, self.client.request(request)).await {
-            Ok(Ok(response)) => response,
-            Ok(Err(error)) => return Delivered::failed(&causes(&error)),
-            Err(_) => {
-                let connected = connection.connection_metadata().is_some();
-                return Delivered::failed(&self.late(connected));
-            }
+        let signers = self.secrets.signers(deadline).await;
+        let headers = match self.headers(event, &outgoing, &signers) {
+            Ok(headers) => headers,
+            Err(what) => return Delivered::failed(&what),
+        };
+        let target = self.settings.url.path_and_query().map_or("/", |target| target.as_str());
+        let target: Uri = target.parse().unwrap_or_default();
+        let request = |body| {
+            let mut request = Request::new(body);
+            *request.method_mut() = Method::POST;
+            *request.uri_mut() = target.clone();
+            *request.headers_mut() = headers.clone();
+            request
+        };
+        let (response, connection) = match self.client.send(request, &outgoing.body, deadline).await
+        {
+            Ok(answered) => answered,
+            Err(failure) => return Delivered::failed(&failure.text(self.timeout)),
         };
         let (head, body) = response.into_parts();
-        let text = read_text(body, deadline).await;
+        self.note_clock(&head.headers);
+        let (text, whole) = read_text(body, deadline).await;
+        if whole {
+            self.client.park(connection);
+        }
         Delivered {
             evidence: Evidence::Answered { status: head.status, text },
             retry_after: retry_after(&head.headers, wall_clock()),
         }
     }
 
-    fn late(&self, connected: bool) -> String {
-        let phase = if connected { "answering" } else { "resolving or connecting" };
-        format!("time-out after {:?} while {phase}", self.timeout)
-    }
-
-    fn request(&self, event: &Claimed) -> Result<Request<Full<Bytes>>, String> {
+    fn headers(
+        &self,
+        event: &Claimed,
+        outgoing: &Outgoing,
+        signers: &[Webhook],
+    ) -> Result<HeaderMap, String> {
         let seconds = wall_clock().duration_since(UNIX_EPOCH).map_or(0, |age| age.as_secs());
-        let headers = self.sign(&event.event_id.to_string(), seconds, &event.payload)?;
-        let mut request = Request::new(Full::new(event.payload.clone()));
-        *request.method_mut() = Method::POST;
-        *request.uri_mut() = self.url.clone();
-        *request.headers_mut() = headers;
-        Ok(request)
-    }
-
-    fn sign(&self, id: &str, seconds: u64, payload: &[u8]) -> Result<HeaderMap, String> {
-        let stamp = i64::try_from(seconds).unwrap_or(i64::MAX);
-        let sign = |signer: &Webhook| signer.sign(id, stamp, payload);
-        let signatures: Result<Vec<_>, _> = self.signers.iter().map(sign).collect();
-        let signatures = signatures.map_err(|_| "the payload is not UTF-8 text".to_owned())?;
-        let value = |text: &str| {
-            HeaderValue::from_str(text).map_err(|_| "a header has no valid value".to_owned())
-        };
-        let mut headers = HeaderMap::new();
-        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        let mut headers = self.settings.headers.clone();
+        if let Some(authority) = self.settings.url.authority() {
+            headers.insert(HOST, value(authority.as_str())?);
+        }
+        headers.insert(CONTENT_TYPE, outgoing.content_type.clone());
         // Named also where it is 0: some servers refuse a POST without it.
-        headers.insert(CONTENT_LENGTH, payload.len().into());
+        headers.insert(CONTENT_LENGTH, outgoing.body.len().into());
         headers.insert(USER_AGENT, HeaderValue::from_static(AGENT));
-        headers.insert(HEADER_WEBHOOK_ID, value(id)?);
-        headers.insert(HEADER_WEBHOOK_TIMESTAMP, stamp.into());
-        headers.insert(HEADER_WEBHOOK_SIGNATURE, value(&signatures.join(" "))?);
+        // What comes back is read as it is, so that its bound is one of what it holds.
+        headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
+        headers.insert(ATTEMPT, event.attempts.saturating_add(1).into());
+        headers.extend(outgoing.attributes.iter().cloned());
+        sign(&mut headers, &event.event_id.to_string(), seconds, &outgoing.body, signers)?;
         Ok(headers)
     }
+
+    fn note_clock(&self, headers: &HeaderMap) {
+        let date = headers.get(DATE).and_then(|value| value.to_str().ok());
+        let Some(date) = date.and_then(|text| httpdate::parse_http_date(text).ok()) else { return };
+        let seconds = |age: Duration| i64::try_from(age.as_secs()).unwrap_or(i64::MAX);
+        let now = wall_clock();
+        let ahead = match date.duration_since(now) {
+            Ok(ahead) => seconds(ahead),
+            Err(behind) => -seconds(behind.duration()),
+        };
+        let off = |ahead: i64| ahead != NO_CLOCK && ahead.unsigned_abs() > CLOCK_OFF_MAX;
+        let before = self.ahead.swap(ahead, Ordering::Relaxed);
+        if off(ahead) && !off(before) {
+            let sink = &self.sink;
+            tracing::warn!(
+                sink,
+                ahead,
+                "the sink's clock differs by so many seconds from ours: from 300 on it refuses our signatures"
+            );
+        }
+    }
+}
+
+fn value(text: &str) -> Result<HeaderValue, String> {
+    HeaderValue::from_str(text).map_err(|_| "a header has no valid value".to_owned())
+}
+
+fn sign(
+    headers: &mut HeaderMap,
+    id: &str,
+    seconds: u64,
+    body: &[u8],
+    signers: &[Webhook],
+) -> Result<(), String> {
+    let stamp = i64::try_from(seconds).unwrap_or(i64::MAX);
+    let sign = |signer: &Webhook| signer.sign(id, stamp, body);
+    let signatures: Result<Vec<_>, _> = signers.iter().map(sign).collect();
+    let signatures = signatures.map_err(|_| "the payload is not UTF-8 text".to_owned())?;
+    headers.insert(HEADER_WEBHOOK_ID, value(id)?);
+    headers.insert(HEADER_WEBHOOK_TIMESTAMP, stamp.into());
+    headers.insert(HEADER_WEBHOOK_SIGNATURE, value(&signatures.join(" "))?);
+    Ok(())
 }
 
 #[expect(
     clippy::disallowed_methods,
-    reason = "receivers compare the signed timestamp, and Retry-After's date, with the time of day"
+    reason = "receivers compare the signed timestamp, and dates of answers are compared, with the time of day"
 )]
 fn wall_clock() -> SystemTime {
     SystemTime::now()
 }
 
-fn client(
-    sink: &super::Settings,
-    settings: &Settings,
-) -> Result<Client<Connector, Full<Bytes>>, String> {
-    let mut http = HttpConnector::new_with_resolver(Resolver(settings.rule()?));
-    http.enforce_http(false);
-    http.set_nodelay(true);
-    let https = HttpsConnectorBuilder::new()
-        .with_tls_config(tls(&sink.name, settings)?)
-        .https_or_http()
-        .enable_http1()
-        .wrap_connector(http);
-    let client = Client::builder(TokioExecutor::new())
-        .pool_timer(TokioTimer::new())
-        .pool_idle_timeout(IDLE_MAX)
-        .pool_max_idle_per_host(sink.concurrency)
-        .http1_max_buf_size(HEAD_MAX)
-        .build(https);
-    Ok(client)
-}
-
-/// TLS with the system's roots. Without any, each delivery fails and says so, and the next start looks again.
-fn tls(name: &str, settings: &Settings) -> Result<rustls::ClientConfig, String> {
-    let mut roots = rustls::RootCertStore::empty();
-    if settings.url.scheme_str() == Some("https") {
-        let found = rustls_native_certs::load_native_certs();
-        let (added, _) = roots.add_parsable_certificates(found.certs);
-        if added == 0 {
-            tracing::warn!(sink = name, "the system has no root certificates");
-        }
-    }
-    let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let config = rustls::ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .map_err(|error| error.to_string())?;
-    Ok(config.with_root_certificates(roots).with_no_client_auth())
-}
-
-/// Reads the body to its end, to [`BODY_MAX`] or to the deadline, and keeps the beginning of its text. A body that is
-/// dropped before its end takes its connection along.
-async fn read_text(mut body: Incoming, deadline: Instant) -> String {
+/// Reads the body to its end, to [`BODY_MAX`] or to the deadline, and keeps the beginning of its text; also, whether
+/// it was read to its end. A body that is dropped before takes its connection along.
+async fn read_text(mut body: Incoming, deadline: Instant) -> (String, bool) {
     let mut kept = BytesMut::new();
     let mut seen = 0_usize;
-    while let Ok(Some(Ok(frame))) = timeout_at(deadline, body.frame()).await {
+    let whole = loop {
+        let frame = match timeout_at(deadline, body.frame()).await {
+            Ok(Some(Ok(frame))) => frame,
+            Ok(None) => break true,
+            Ok(Some(Err(_))) | Err(_) => break false,
+        };
         let Some(data) = frame.data_ref() else { continue };
         seen = seen.saturating_add(data.len());
         let room = ERROR_MAX.saturating_sub(kept.len()).min(data.len());
         kept.extend_from_slice(data.get(..room).unwrap_or_default());
         if seen > BODY_MAX {
-            break;
+            break false;
         }
-    }
-    clean(&String::from_utf8_lossy(&kept))
+    };
+    (clean(&String::from_utf8_lossy(&kept)), whole)
 }
 
 #[cfg(test)]
@@ -287,26 +423,17 @@ mod tests {
         Settings {
             url: url.parse().unwrap(),
             secrets: vec![SECRET.into()],
+            secret_file: None,
+            secrets_every: SECRETS_EVERY,
+            format: Format::StandardWebhooks,
+            source: "/oncegate".into(),
+            headers: HeaderMap::new(),
+            ca_file: None,
+            identity: None,
             allow_private: false,
             allow_http: true,
+            resolver: Arc::new(System),
         }
-    }
-
-    fn courier(target: &Settings) -> Courier {
-        let sink = crate::relay::sink::Settings {
-            name: "main".into(),
-            timeout: Duration::from_secs(1),
-            concurrency: 1,
-            backoff_base: Duration::from_secs(1),
-            backoff_max: Duration::from_secs(60),
-            attempts_max: 3,
-            age_max: Duration::from_secs(60),
-            refusals_max: 5,
-            pause_after: 10,
-            order: crate::store::Order::None,
-            target: crate::relay::sink::Target::Http(target.clone()),
-        };
-        Courier::new(&sink, target).unwrap()
     }
 
     #[test]
@@ -327,6 +454,7 @@ mod tests {
             assert_eq!(open.check(), Ok(()), "{url}");
         }
         assert!(settings("http://user:pw@example.com/").check().is_err());
+        assert!(settings("http://example.com@127.0.0.1/").check().is_err());
         assert!(settings("ftp://example.com/").check().is_err());
     }
 
@@ -351,17 +479,31 @@ mod tests {
             assert!(secret.is_empty() || !error.contains(secret), "{error}");
         }
         assert!(Settings { secrets: vec![], ..settings("https://e.com") }.check().is_err());
-        assert!(!format!("{:?}", settings("https://example.com")).contains("MDEyMzQ1"));
+        let mut known = settings("https://example.com");
+        known.headers.insert("authorization", "Bearer s3cr3t".parse().unwrap());
+        let shown = format!("{known:?}");
+        assert!(!shown.contains("MDEyMzQ1") && !shown.contains("s3cr3t"), "{shown}");
+    }
+
+    #[test]
+    fn no_setting_replaces_what_the_signature_or_the_connection_depends_on() {
+        for name in ["webhook-id", "ce-type", "content-length", "host", "oncegate-attempt", "te"] {
+            let mut bad = settings("https://example.com");
+            bad.headers.insert(name, HeaderValue::from_static("1"));
+            assert!(bad.check().unwrap_err().contains(name), "{name}");
+        }
+        let mut fine = settings("https://example.com");
+        fine.headers.insert("authorization", HeaderValue::from_static("Bearer x"));
+        assert_eq!(fine.check(), Ok(()));
     }
 
     #[test]
     fn during_a_rotation_both_secrets_verify_and_a_stranger_does_not() {
-        let mut both = settings("http://example.com/");
-        both.secrets.insert(0, OTHER.into());
-        let sink = courier(&both);
+        let signers = secrets::signers(&[OTHER.into(), SECRET.into()]).unwrap();
         let payload = r#"{"b":1.0,"a":12345678901234567890,"u":"é\/<"}"#.as_bytes();
         let now = wall_clock().duration_since(UNIX_EPOCH).unwrap().as_secs();
-        let headers = sink.sign("8e0f7a3c", now, payload).unwrap();
+        let mut headers = HeaderMap::new();
+        sign(&mut headers, "8e0f7a3c", now, payload, &signers).unwrap();
         for secret in [SECRET, OTHER] {
             Webhook::new(secret).unwrap().verify(payload, &headers).unwrap();
         }

@@ -71,6 +71,11 @@ const MIGRATIONS: &[Migration] = &[
         name: "attempts",
         sql: include_str!("../../../migrations/postgres/0010_attempts.sql"),
     },
+    Migration {
+        version: 11,
+        name: "event_filters",
+        sql: include_str!("../../../migrations/postgres/0011_event_filters.sql"),
+    },
 ];
 
 /// The version that this program knows.

@@ -15,17 +15,35 @@ use super::door::{Connection, Door, Param, Params, Task};
 use super::order::{self, AcknowledgingInOrder};
 use super::rows::{self, duration, get, unsigned};
 use super::seconds;
+use crate::record::event::wanted::{Pattern, Subscriber, Wanted};
 use crate::store::batch::RunError;
 use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Order, Over, Verdict};
 
+// A pattern holds no line end, so the patterns of a sink fit one text, and arrays of different lengths one parameter.
 const NAME_SINKS: &str = "-- name_sinks
 WITH gone AS (
     DELETE FROM oncegate_sinks s WHERE s.name <> ALL ($1::text[]))
-INSERT INTO oncegate_sinks (name) SELECT n FROM unnest($1::text[]) AS n ORDER BY n
-ON CONFLICT DO NOTHING";
+INSERT INTO oncegate_sinks AS s (name, events)
+SELECT x.name, string_to_array(x.events, E'\\n') FROM unnest($1::text[], $2::text[]) AS x(name, events)
+ORDER BY x.name
+ON CONFLICT (name) DO UPDATE SET events = excluded.events
+WHERE s.events IS DISTINCT FROM excluded.events";
 
-pub(super) async fn name_sinks(door: &Door, names: &[String]) -> Result<(), Error> {
-    door.write(NAME_SINKS, &[(&names, Type::TEXT_ARRAY)]).await.map(drop)
+pub(super) async fn name_sinks(door: &Door, sinks: &[Subscriber]) -> Result<(), Error> {
+    let names: Vec<&str> = sinks.iter().map(|sink| sink.sink.as_str()).collect();
+    let events: Vec<Option<String>> = sinks.iter().map(|sink| likes(&sink.events)).collect();
+    let params: Params<'_> = &[(&names, Type::TEXT_ARRAY), (&events, Type::TEXT_ARRAY)];
+    door.write(NAME_SINKS, params).await.map(drop)
+}
+
+/// The patterns as LIKE has them, one a line; `None`: all events.
+fn likes(wanted: &Wanted) -> Option<String> {
+    let Wanted::Some(patterns) = wanted else { return None };
+    let like = |pattern: &Pattern| {
+        let plain = pattern.as_str().replace('\\', r"\\").replace('%', r"\%").replace('_', r"\_");
+        plain.replace('*', "%")
+    };
+    Some(patterns.iter().map(like).collect::<Vec<_>>().join("\n"))
 }
 
 // The planner may have met the queue when it was empty, and would then read all of it for each claim.

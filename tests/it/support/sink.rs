@@ -22,11 +22,18 @@ pub(crate) struct Seen {
     pub(crate) headers: HeaderMap,
     pub(crate) body: Vec<u8>,
     pub(crate) verified: bool,
+    /// How many requests came before it on its connection.
+    pub(crate) before: usize,
 }
 
 impl Seen {
     pub(crate) fn id(&self) -> String {
         self.headers["webhook-id"].to_str().unwrap().to_owned()
+    }
+
+    /// The time that its signatures cover, in seconds since 1970.
+    pub(crate) fn signed_at(&self) -> u64 {
+        self.headers["webhook-timestamp"].to_str().unwrap().parse().unwrap()
     }
 
     pub(crate) fn text(&self) -> String {
@@ -130,7 +137,10 @@ impl Sink {
 
 async fn serve(mut stream: TcpStream, book: Arc<Mutex<Book>>, script: Arc<Script>) {
     let mut buffer = Vec::new();
+    let mut before = 0;
     while let Some(seen) = read(&mut stream, &mut buffer).await {
+        let seen = Seen { before, ..seen };
+        before += 1;
         let id = seen.id();
         let act = {
             let mut book = book.lock().unwrap();
@@ -169,7 +179,7 @@ async fn read(stream: &mut TcpStream, buffer: &mut Vec<u8>) -> Option<Seen> {
                 let body = buffer.split_off(end + 4);
                 *buffer = rest;
                 let verified = Webhook::new(SECRET).unwrap().verify(&body, &headers).is_ok();
-                return Some(Seen { at: Instant::now(), path, headers, body, verified });
+                return Some(Seen { at: Instant::now(), path, headers, body, verified, before: 0 });
             }
         }
         if stream.read_buf(buffer).await.ok()? == 0 {

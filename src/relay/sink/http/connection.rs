@@ -1,0 +1,331 @@
+//! Connections to one webhook: made step by step under one deadline, kept for a short while, and repeated once.
+//!
+//! What must stay true:
+//!
+//! - A name is resolved once for each connection, and only an address that the rule admits is dialled. A literal address is
+//!   judged in the same way. No variable of the environment leads anywhere else.
+//! - Each step ends by the deadline, and an error names the step in which it came.
+//! - A connection that waited is not trusted: a server may close it at the moment of its use. What such a one does not
+//!   carry to an answer is sent once more, at once, on a new one. The stable id of the event allows it.
+//!
+//! Dying here loses nothing: the event is still owed.
+
+use std::error::Error as _;
+use std::future::Future;
+use std::io;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
+use hyper::client::conn::http1::{self, SendRequest};
+use hyper_util::rt::TokioIo;
+use rustls::pki_types::ServerName;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout, timeout_at};
+use tokio_rustls::TlsConnector;
+
+use crate::relay::address::{Resolve, Rule};
+use crate::telemetry::causes;
+
+/// How long an unused connection is kept: below the five seconds at which common servers close theirs.
+const IDLE_MAX: Duration = Duration::from_secs(4);
+
+/// Largest head of an answer, in bytes.
+const HEAD_MAX: usize = 128 * 1024;
+
+/// How much of a body is handed over at a time.
+const PIECE: usize = 16 * 1024;
+
+/// The steps of a delivery up to the answer's head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    Resolve,
+    Connect,
+    Tls,
+    Send,
+    Answer,
+}
+
+impl Step {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Resolve => "resolving the name",
+            Self::Connect => "connecting",
+            Self::Tls => "TLS handshake",
+            Self::Send => "sending the event",
+            Self::Answer => "waiting for the answer",
+        }
+    }
+}
+
+/// What came instead of an answer.
+#[derive(Debug)]
+pub(super) struct Failure {
+    step: Step,
+    /// `None`: the deadline.
+    cause: Option<String>,
+    /// The connection ended before there was an answer.
+    cut: bool,
+}
+
+impl Failure {
+    fn of(step: Step, error: &dyn std::error::Error) -> Self {
+        Self { step, cause: Some(causes(error)), cut: false }
+    }
+
+    fn late(step: Step) -> Self {
+        Self { step, cause: None, cut: false }
+    }
+
+    /// For the column `last_error`: the step, and what happened in it.
+    pub(super) fn text(&self, timeout: Duration) -> String {
+        let step = self.step.name();
+        match &self.cause {
+            Some(cause) => format!("{step}: {cause}"),
+            None => format!("{step}: time-out after {timeout:?}"),
+        }
+    }
+}
+
+/// Where connections lead.
+pub(super) struct Server {
+    pub(super) host: String,
+    pub(super) port: u16,
+    pub(super) rule: Rule,
+    pub(super) resolver: Arc<dyn Resolve>,
+    pub(super) tls: Option<(TlsConnector, ServerName<'static>)>,
+}
+
+/// Sends requests to a server, on connections that it keeps for a while.
+pub(super) struct Client {
+    server: Server,
+    pool: Arc<Pool>,
+}
+
+impl Client {
+    pub(super) fn new(server: Server, idle_max: usize) -> Self {
+        Self { server, pool: Arc::new(Pool { idle: Mutex::default(), idle_max }) }
+    }
+
+    /// The head of the answer, with the connection on which its body comes.
+    pub(super) async fn send(
+        &self,
+        request: impl Fn(Piecewise) -> Request<Piecewise>,
+        body: &Bytes,
+        deadline: Instant,
+    ) -> Result<(Response<Incoming>, Connection), Failure> {
+        if let Some(waited) = self.pool.take() {
+            match waited.send(&request, body, deadline).await {
+                Err(failure) if failure.cut => {
+                    tracing::debug!(?failure, "a connection that waited was closed: once more");
+                }
+                ended => return ended,
+            }
+        }
+        self.connect(deadline).await?.send(&request, body, deadline).await
+    }
+
+    /// Keeps a connection whose answer was read to its end.
+    pub(super) fn park(&self, connection: Connection) {
+        self.pool.park(connection);
+    }
+
+    async fn connect(&self, deadline: Instant) -> Result<Connection, Failure> {
+        let Server { host, port, rule, resolver, tls } = &self.server;
+        let found = rule.find(resolver.as_ref(), host, *port);
+        let addresses = by(deadline, Step::Resolve, found).await?;
+        let stream = by(deadline, Step::Connect, connect_any(addresses, deadline)).await?;
+        // Small messages should not wait for an acknowledgement of the one before.
+        stream.set_nodelay(true).map_err(|error| Failure::of(Step::Connect, &error))?;
+        let Some((connector, name)) = tls else { return Connection::open(stream).await };
+        let stream = by(deadline, Step::Tls, connector.connect(name.clone(), stream)).await?;
+        Connection::open(stream).await
+    }
+}
+
+/// A step under the deadline.
+async fn by<T>(
+    deadline: Instant,
+    step: Step,
+    doing: impl Future<Output = io::Result<T>>,
+) -> Result<T, Failure> {
+    match timeout_at(deadline, doing).await {
+        Ok(Ok(done)) => Ok(done),
+        Ok(Err(error)) => Err(Failure::of(step, &error)),
+        Err(_) => Err(Failure::late(step)),
+    }
+}
+
+/// Tries the addresses in order, each with its share of the time that is left.
+async fn connect_any(addresses: Vec<SocketAddr>, deadline: Instant) -> io::Result<TcpStream> {
+    let mut left = u32::try_from(addresses.len()).unwrap_or(u32::MAX);
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    for address in addresses {
+        let share = deadline.saturating_duration_since(Instant::now()) / left.max(1);
+        left = left.saturating_sub(1);
+        last = match timeout(share, TcpStream::connect(address)).await {
+            Ok(Ok(stream)) => return Ok(stream),
+            Ok(Err(error)) => io::Error::new(error.kind(), format!("{address}: {error}")),
+            // Of the last address it is the deadline, which says so itself.
+            Err(_) if left == 0 => return std::future::pending().await,
+            Err(_) => io::Error::new(io::ErrorKind::TimedOut, format!("{address}: time-out")),
+        };
+    }
+    Err(last)
+}
+
+/// A connection with the task that drives it; dropping it closes the socket.
+pub(super) struct Connection {
+    sender: SendRequest<Piecewise>,
+    _driver: JoinSet<()>,
+}
+
+impl Connection {
+    async fn open(
+        stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    ) -> Result<Self, Failure> {
+        let made =
+            http1::Builder::new().max_buf_size(HEAD_MAX).handshake(TokioIo::new(stream)).await;
+        let (sender, driving) = made.map_err(|error| Failure::of(Step::Connect, &error))?;
+        let mut driver = JoinSet::new();
+        driver.spawn(async move {
+            if let Err(error) = driving.await {
+                tracing::debug!(error = causes(&error), "a connection to a sink ended");
+            }
+        });
+        Ok(Self { sender, _driver: driver })
+    }
+
+    async fn send(
+        mut self,
+        request: impl Fn(Piecewise) -> Request<Piecewise>,
+        body: &Bytes,
+        deadline: Instant,
+    ) -> Result<(Response<Incoming>, Self), Failure> {
+        let taken = Arc::new(AtomicBool::new(body.is_empty()));
+        let body = Piecewise { rest: body.clone(), taken: Arc::clone(&taken) };
+        let sending = async {
+            self.sender.ready().await?;
+            self.sender.send_request(request(body)).await
+        };
+        let ended = timeout_at(deadline, sending).await;
+        let step = if taken.load(Ordering::Relaxed) { Step::Answer } else { Step::Send };
+        match ended {
+            Ok(Ok(response)) => Ok((response, self)),
+            Ok(Err(error)) => {
+                let cut = is_cut(&error);
+                Err(Failure { cut, ..Failure::of(step, &error) })
+            }
+            Err(_) => Err(Failure::late(step)),
+        }
+    }
+}
+
+/// Whether the connection ended; everything else was said by the server, or by us.
+fn is_cut(error: &hyper::Error) -> bool {
+    let broken = error.source().is_some_and(|cause| cause.is::<io::Error>());
+    error.is_canceled() || error.is_closed() || error.is_incomplete_message() || broken
+}
+
+/// A body that tells when the last of it was taken.
+pub(super) struct Piecewise {
+    rest: Bytes,
+    taken: Arc<AtomicBool>,
+}
+
+impl Body for Piecewise {
+    type Data = Bytes;
+    type Error = std::convert::Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        let length = self.rest.len().min(PIECE);
+        let piece = self.rest.split_to(length);
+        if self.rest.is_empty() {
+            self.taken.store(true, Ordering::Relaxed);
+        }
+        Poll::Ready((!piece.is_empty()).then_some(Ok(Frame::data(piece))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.rest.is_empty()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(u64::try_from(self.rest.len()).unwrap_or(u64::MAX))
+    }
+}
+
+/// Connections that wait for their next request.
+struct Pool {
+    idle: Mutex<Idle>,
+    idle_max: usize,
+}
+
+#[derive(Default)]
+struct Idle {
+    waiting: Vec<(Instant, Connection)>,
+    /// Whether somebody will look for those that have waited for too long.
+    watched: bool,
+}
+
+impl Pool {
+    /// The connection that was used last, unless it has waited for too long.
+    fn take(&self) -> Option<Connection> {
+        let mut idle = self.lock();
+        let fresh = |(since, connection): &mut (Instant, Connection)| {
+            since.elapsed() < IDLE_MAX && !connection.sender.is_closed()
+        };
+        while let Some(mut waiting) = idle.waiting.pop() {
+            if fresh(&mut waiting) {
+                return Some(waiting.1);
+            }
+        }
+        None
+    }
+
+    fn park(self: &Arc<Self>, connection: Connection) {
+        let mut idle = self.lock();
+        if idle.waiting.len() >= self.idle_max || connection.sender.is_closed() {
+            return;
+        }
+        idle.waiting.push((Instant::now(), connection));
+        if !std::mem::replace(&mut idle.watched, true) {
+            tokio::spawn(watch(Arc::downgrade(self)));
+        }
+    }
+
+    /// Whether none is left.
+    fn drop_old(&self) -> bool {
+        let mut idle = self.lock();
+        idle.waiting.retain(|(since, _)| since.elapsed() < IDLE_MAX);
+        idle.watched = !idle.waiting.is_empty();
+        !idle.watched
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Idle> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Closes what nobody uses, as long as there is something.
+async fn watch(pool: Weak<Pool>) {
+    loop {
+        tokio::time::sleep(IDLE_MAX).await;
+        match pool.upgrade() {
+            Some(pool) if !pool.drop_old() => {}
+            Some(_) | None => return,
+        }
+    }
+}
