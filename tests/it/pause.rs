@@ -222,9 +222,9 @@ async fn f32_a_sink_that_is_gone_is_left_alone_until_it_is_resumed_and_loses_not
     let running = Running::start(&fake, vec![strict]);
     let gone = r#"oncegate_sink_paused{sink="main",reason="gone"} 1"#;
     eventually("it is known", LONG, || running.metrics.render().contains(gone)).await;
-    status.store(200, SeqCst);
     let quiet = || fake.rows.lock().unwrap().values().all(|row| row.leased <= Instant::now());
     eventually("what was under way is back", LONG, quiet).await;
+    status.store(200, SeqCst);
     let asked = sink.seen().len();
     assert!(asked <= 8, "{asked}");
     // Longer than any probe of this sink waits, and more than one reading.
