@@ -21,4 +21,5 @@ VOLUME /var/lib/oncegate
 EXPOSE 8080 9090
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["oncegate"]
+# The relay alone: `relay --config /etc/oncegate/oncegate.toml` in place of this.
 CMD ["serve", "--config", "/etc/oncegate/oncegate.toml"]

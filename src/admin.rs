@@ -1,5 +1,4 @@
-//! The operators' listener: probes, metrics, and records, events and sinks as JSON. It only reads, also where it is sent a
-//! question, but for the sinks, which are paused and resumed here, too.
+//! The operators' listener: probes, metrics, records, events and sinks as JSON, and what is done to events and sinks by hand.
 //!
 //! - It is a listener of its own: nothing here is reachable on the port that callers use.
 //! - `/healthz` says that the process runs, `/readyz` that it may be sent requests. Both are open to everybody and say
@@ -10,11 +9,11 @@
 //! - A query parameter that is not known is refused by name, since a filter that is ignored shows the wrong records.
 //! - Keys, tenants and bodies are shown, escaped, and never logged.
 //!
-//! Actions on records and events are commands for now. Those on sinks are POST routes behind the same `guard`, and in the
-//! audit table their operator is [`OPERATOR`]. The guard also refuses a foreign `Origin`, since a browser sends questions for other pages without their reading the
-//! answer.
+//! Actions on events and sinks are POST routes behind the same `guard` (see `act`); those on records are commands. It also refuses a
+//! foreign `Origin`, since a browser sends questions for other pages without their reading the answer.
 //! When the process dies here, nothing is lost: no state is kept.
 
+pub mod act;
 pub mod explain;
 pub(crate) mod query;
 pub mod sinks;
@@ -48,11 +47,12 @@ use uuid::Uuid;
 
 use crate::explain::Explain;
 use crate::record::RecordId;
-use crate::store::{self, EventFilter, Operator, SinkOrder, Store};
+use crate::store::{self, SinkOrder, Store};
 use crate::telemetry::Metrics;
+use act::Action;
 use query::Query;
-use sinks::{NoChange, SinkPage};
-use view::{EventPage, EventView, Life, RecordPage, RecordView};
+use sinks::SinkPage;
+use view::{EventLife, EventPage, EventView, Life, RecordPage, RecordView};
 
 /// How long `/readyz` waits for the store.
 const PING_TIMEOUT: Duration = Duration::from_secs(1);
@@ -66,12 +66,9 @@ const STOP_GRACE: Duration = Duration::from_secs(5);
 const CONNECTIONS_MAX: usize = 512;
 /// How long a question about a request may be, in bytes.
 const QUESTION_MAX: usize = 8 << 20;
-/// How long the words to an action may be, in bytes.
-const REASON_MAX: usize = 16 << 10;
+
 /// Who acts here, in the audit table: whoever has the token.
 pub const OPERATOR: &str = "admin listener";
-/// How many rows of one event (one a sink) are shown.
-const EVENT_ROWS_MAX: u32 = 500;
 
 /// What the admin listener shows, and to whom.
 #[derive(Clone)]
@@ -90,8 +87,8 @@ pub struct State {
     pub operations: Arc<[String]>,
     /// The sinks that the configuration names.
     pub sinks: Arc<[String]>,
-    /// Who says what is made of a request.
-    pub explain: Arc<dyn Explain>,
+    /// Who says what is made of a request; `None` in a process that takes none.
+    pub explain: Option<Arc<dyn Explain>>,
 }
 
 /// Where the process stands between its start and its end. All clones see one value.
@@ -165,6 +162,10 @@ pub fn router(state: State) -> Router {
         .route("/api/v1/records/{id}", get(show_record))
         .route("/api/v1/events", get(list_events))
         .route("/api/v1/events/{id}", get(show_event))
+        .route("/api/v1/events/{id}/redeliver", post(redeliver_one))
+        .route("/api/v1/events/{id}/discard", post(discard_one))
+        .route("/api/v1/events/redeliver", post(redeliver_dead))
+        .route("/api/v1/events/discard", post(discard_dead))
         .route("/api/v1/sinks", get(list_sinks))
         .route("/api/v1/sinks/{name}/pause", post(pause_sink))
         .route("/api/v1/sinks/{name}/resume", post(resume_sink))
@@ -351,15 +352,40 @@ async fn show_event(
     axum::extract::State(state): axum::extract::State<State>,
     id: Result<Path<String>, PathRejection>,
     RawQuery(query): RawQuery,
-) -> Result<Json<EventPage>, Problem> {
+) -> Result<Json<EventLife>, Problem> {
     Query::parse(query.as_deref(), &[]).map_err(Problem::Query)?;
-    let filter =
-        EventFilter { id: Some(id_of(id)?), limit: EVENT_ROWS_MAX, ..EventFilter::default() };
-    let rows = in_time(state.store.list_events(&filter)).await?;
-    if rows.is_empty() {
-        return Err(Problem::NotFound);
-    }
-    Ok(Json(EventPage { events: rows.iter().map(EventView::whole).collect(), next: None }))
+    let life = in_time(view::event_life(state.store.as_ref(), id_of(id)?)).await?;
+    life.map(Json).ok_or(Problem::NotFound)
+}
+
+async fn redeliver_one(
+    axum::extract::State(state): axum::extract::State<State>,
+    id: Result<Path<String>, PathRejection>,
+    request: Request,
+) -> Result<Json, Problem> {
+    act::one(Action::Redeliver, state, id, request).await
+}
+
+async fn discard_one(
+    axum::extract::State(state): axum::extract::State<State>,
+    id: Result<Path<String>, PathRejection>,
+    request: Request,
+) -> Result<Json, Problem> {
+    act::one(Action::Discard, state, id, request).await
+}
+
+async fn redeliver_dead(
+    axum::extract::State(state): axum::extract::State<State>,
+    request: Request,
+) -> Result<Json, Problem> {
+    act::dead(Action::Redeliver, state, request).await
+}
+
+async fn discard_dead(
+    axum::extract::State(state): axum::extract::State<State>,
+    request: Request,
+) -> Result<Json, Problem> {
+    act::dead(Action::Discard, state, request).await
 }
 
 async fn list_sinks(
@@ -376,7 +402,7 @@ async fn pause_sink(
     RawQuery(query): RawQuery,
     request: Request,
 ) -> Result<Json, Problem> {
-    operate_sink(&state, SinkOrder::Pause, name, query.as_deref(), request).await
+    act::sink(SinkOrder::Pause, state, name, query.as_deref(), request).await
 }
 
 async fn resume_sink(
@@ -385,35 +411,7 @@ async fn resume_sink(
     RawQuery(query): RawQuery,
     request: Request,
 ) -> Result<Json, Problem> {
-    operate_sink(&state, SinkOrder::Resume, name, query.as_deref(), request).await
-}
-
-async fn operate_sink(
-    state: &State,
-    order: SinkOrder,
-    name: Result<Path<String>, PathRejection>,
-    query: Option<&str>,
-    request: Request,
-) -> Result<Json, Problem> {
-    Query::parse(query, &[]).map_err(Problem::Query)?;
-    let Path(name) = name.map_err(|_| Problem::NoSink)?;
-    let bytes = axum::body::to_bytes(request.into_body(), REASON_MAX);
-    let bytes = tokio::time::timeout(READ_TIMEOUT, bytes).await;
-    let bytes = bytes.ok().and_then(Result::ok);
-    let bytes =
-        bytes.ok_or_else(|| Problem::Question("it is too long, or broke off".to_owned()))?;
-    let sinks::Reason { reason } = if bytes.trim_ascii().is_empty() {
-        sinks::Reason::default()
-    } else {
-        serde_json::from_slice(&bytes).map_err(|error| Problem::Question(error.to_string()))?
-    };
-    let by = Operator { who: OPERATOR.to_owned(), why: reason };
-    let done = in_time(sinks::operate(state.store.as_ref(), &state.sinks, &name, order, &by)).await;
-    match done? {
-        None => Ok(Json(json!({ "sink": name, "paused": order == SinkOrder::Pause }))),
-        Some(NoChange::NotFound) => Err(Problem::NoSink),
-        Some(NoChange::Already) => Err(Problem::Already),
-    }
+    act::sink(SinkOrder::Resume, state, name, query.as_deref(), request).await
 }
 
 async fn explain_request(
@@ -434,7 +432,7 @@ async fn explain_request(
         .await
         .unwrap_or_else(|_| Err("it did not come in time".to_owned()))
         .map_err(Problem::Question)?;
-    let by = state.explain.as_ref();
+    let Some(by) = state.explain.as_deref() else { return Err(Problem::NoSuchPage) };
     let answer = async {
         match explain::answer(by, Some(state.store.as_ref()), asked).await {
             Ok(answer) => Ok(Some(answer)),
@@ -497,6 +495,9 @@ enum Problem {
     ForeignHost,
     Query(Vec<String>),
     Question(String),
+    Action(Vec<String>),
+    Refused { name: &'static str, detail: String },
+    InDoubt,
     Id,
     NotFound,
     NoSink,
@@ -530,6 +531,17 @@ impl Problem {
                 "question-invalid",
                 "Send a JSON object of the fields that are asked for; `errors` says what is wrong.",
             ),
+            Self::Action(_) => (
+                StatusCode::BAD_REQUEST,
+                "action-invalid",
+                "Send a JSON object that says what is to be done; `errors` says what is wrong.",
+            ),
+            Self::Refused { name, .. } => (StatusCode::CONFLICT, name, ""),
+            Self::InDoubt => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                "in-doubt",
+                "Nobody knows whether that was done, or all of it: look before you ask for it again.",
+            ),
             Self::Id => (StatusCode::BAD_REQUEST, "id-invalid", "An id is a UUID."),
             Self::NotFound => (
                 StatusCode::NOT_FOUND,
@@ -552,7 +564,7 @@ impl Problem {
             Self::MethodNotAllowed => (
                 StatusCode::METHOD_NOT_ALLOWED,
                 "method-not-allowed",
-                "Here it is only read; sinks are paused and resumed by POST, other actions are commands of `oncegate`.",
+                "This page is read, or acted on, in another way: see docs/operations.md.",
             ),
             Self::StoreUnavailable => (
                 StatusCode::SERVICE_UNAVAILABLE,
@@ -571,13 +583,14 @@ impl Problem {
 impl IntoResponse for Problem {
     fn into_response(self) -> Response {
         let (status, name, detail) = self.entry();
+        let detail = if let Self::Refused { detail, .. } = &self { detail } else { detail };
         let mut body = json!({
             "type": format!("urn:oncegate:problem:{name}"),
             "title": name.replace('-', " "),
             "status": status.as_u16(),
             "detail": detail,
         });
-        let errors = if let Self::Query(errors) = &self {
+        let errors = if let Self::Query(errors) | Self::Action(errors) = &self {
             json!(errors)
         } else if let Self::Question(error) = &self {
             json!([error])

@@ -4,6 +4,7 @@ pub mod events;
 pub mod explain;
 pub mod print;
 pub mod records;
+pub mod relay;
 pub mod serve;
 pub mod sinks;
 
@@ -14,10 +15,11 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use clap::{Args, Parser, Subcommand};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing_subscriber::EnvFilter;
 
 use self::print::{Exit, Failure};
+use self::serve::StartError;
 use crate::config::{self, Config, LogFormat};
 use crate::demo;
 use crate::fault;
@@ -42,6 +44,8 @@ struct Cli {
 enum Command {
     /// Run the gateway
     Serve(ServeArgs),
+    /// Deliver events, and nothing else: the relay as a process of its own, several at once on one Postgres
+    Relay(RelayArgs),
     /// See it work: an API, a webhook consumer and the gateway in one, with the acceptance cases played
     Demo(DemoArgs),
     /// Check a configuration: mistakes, and what is unsafe
@@ -53,7 +57,7 @@ enum Command {
     /// Look at records, and resolve them
     #[command(subcommand_required = true)]
     Records(RecordsArgs),
-    /// Look at events, and redeliver them
+    /// Look at events, redeliver them, or give them up
     #[command(subcommand_required = true)]
     Events(EventsArgs),
     /// Look at sinks, pause them and resume them
@@ -79,6 +83,13 @@ struct ServeArgs {
     /// The API to protect, instead of upstream.url
     #[arg(long, value_name = "URL")]
     upstream: Option<String>,
+}
+
+#[derive(Debug, Args)]
+struct RelayArgs {
+    /// The configuration file (TOML): the one of `serve`
+    #[arg(long, short, value_name = "FILE", env = "ONCEGATE_CONFIG")]
+    config: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -145,6 +156,7 @@ pub fn main() -> ExitCode {
 async fn run(command: Command) -> ExitCode {
     match command {
         Command::Serve(args) => serve(args).await,
+        Command::Relay(args) => relay_alone(&args).await,
         Command::Demo(args) => demo::run(args.exit).await,
         Command::Check(args) => check(&args),
         Command::Explain(args) => explain_request(&args).await,
@@ -252,35 +264,77 @@ async fn serve(args: ServeArgs) -> ExitCode {
     for warning in warnings {
         tracing::warn!("{warning}");
     }
-    // Before the store connects: a signal that comes during the start ends it.
-    let (mut terminate, mut interrupt) =
-        match (signal(SignalKind::terminate()), signal(SignalKind::interrupt())) {
-            (Ok(terminate), Ok(interrupt)) => (terminate, interrupt),
-            (Err(error), _) | (_, Err(error)) => {
-                return fail(1, &format!("cannot listen for signals: {error}"));
-            }
-        };
+    let mut signals = match Signals::new() {
+        Ok(signals) => signals,
+        Err(error) => return fail(1, &format!("cannot listen for signals: {error}")),
+    };
     let listen = config.server.listen.clone();
     let running = tokio::select! {
         started = serve::start(config) => match started {
             Ok(running) => running,
             Err(error) => return fail(1, &causes(&error)),
         },
-        _ = terminate.recv() => return ExitCode::SUCCESS,
-        _ = interrupt.recv() => return ExitCode::SUCCESS,
+        () = signals.next() => return ExitCode::SUCCESS,
     };
     let listen = running.addr.map_or(listen, |addr| addr.to_string());
-    say(&format!(
-        "ready {}",
-        serde_json::json!({ "listen": listen, "admin": running.admin.to_string() })
-    ));
-    tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
+    let ready = serde_json::json!({ "listen": listen, "admin": running.admin.to_string() });
+    say(&format!("ready {ready}"));
+    signals.next().await;
     tracing::info!("stopping: what is reserved is finished first");
     tokio::select! {
         () = running.stop() => ExitCode::SUCCESS,
         // A second signal means now. What is reserved is found as unknown once the lease has run out.
-        _ = terminate.recv() => ExitCode::FAILURE,
-        _ = interrupt.recv() => ExitCode::FAILURE,
+        () = signals.next() => ExitCode::FAILURE,
+    }
+}
+
+async fn relay_alone(args: &RelayArgs) -> ExitCode {
+    let (config, warnings) =
+        match load(args.config.as_deref(), args.config.is_none().then_some("http://127.0.0.1")) {
+            Ok(loaded) => loaded,
+            Err(code) => return code,
+        };
+    start_log(config.log.format, &config.log.level);
+    for warning in warnings {
+        tracing::warn!("{warning}");
+    }
+    let mut signals = match Signals::new() {
+        Ok(signals) => signals,
+        Err(error) => return fail(1, &format!("cannot listen for signals: {error}")),
+    };
+    let running = tokio::select! {
+        started = relay::start(config) => match started {
+            Ok(running) => running,
+            Err(error @ StartError::Config(_)) => return fail(USAGE, &causes(&error)),
+            Err(error) => return fail(1, &causes(&error)),
+        },
+        () = signals.next() => return ExitCode::SUCCESS,
+    };
+    say(&format!("ready {}", serde_json::json!({ "admin": running.admin.to_string() })));
+    signals.next().await;
+    tracing::info!("stopping: what is in flight is finished first");
+    tokio::select! {
+        () = running.stop() => ExitCode::SUCCESS,
+        // A second signal means now. What is in flight is delivered again once the lease has run out.
+        () = signals.next() => ExitCode::FAILURE,
+    }
+}
+
+/// What asks the process to stop. Made before the store connects: a signal that comes during the start ends it.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn new() -> std::io::Result<Self> {
+        let terminate = signal(SignalKind::terminate())?;
+        let interrupt = signal(SignalKind::interrupt())?;
+        Ok(Self { terminate, interrupt })
+    }
+
+    async fn next(&mut self) {
+        tokio::select! { _ = self.terminate.recv() => {}, _ = self.interrupt.recv() => {} }
     }
 }
 

@@ -60,6 +60,8 @@ pub struct Config {
     pub facts: Vec<RouteFacts>,
     /// Where events go.
     pub relay: relay::Settings,
+    /// Who takes them there.
+    pub relayed: Relayed,
     /// What is deleted.
     pub sweep: sweep::Settings,
     /// How tokens are checked; none: no tenant is read from one.
@@ -68,6 +70,15 @@ pub struct Config {
     pub log: Log,
     /// Where the key of the digests is.
     pub digest_key_file: DigestKeyFile,
+}
+
+/// Who delivers events.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Relayed {
+    /// `serve` itself.
+    Here,
+    /// `oncegate relay`: `serve` only writes them.
+    Apart,
 }
 
 /// The callers' side.

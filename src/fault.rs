@@ -86,6 +86,8 @@ named! {
         OperateSink = "operate-sink",
         /// Events once more.
         Redeliver = "redeliver",
+        /// Events given up by an operator.
+        Discard = "discard",
         /// Expired records.
         SweepRecords = "sweep-records",
         /// Delivered events.
@@ -109,7 +111,7 @@ named! {
         /// SQLite: the record says `completed`, its events are not written; nothing is committed.
         HalfCompleted = "half-completed",
         /// What an operator did and its row in the audit table are written; nothing is committed. On Postgres most such
-        /// actions are one statement, and only a redelivery passes here.
+        /// actions are one statement, and only what is done to events passes here.
         Audited = "audited",
         /// A migration's statements have run, its version is not noted; nothing is committed.
         Migrating = "migrating",

@@ -452,7 +452,7 @@ pub enum EventStatus {
     Sent,
     /// Given up, kept.
     Dead,
-    /// No sink wanted it.
+    /// No sink wanted it, or an operator gave it up.
     Discarded,
 }
 
@@ -491,6 +491,8 @@ pub struct EventFilter {
     pub operation: Option<String>,
     /// Only under this idempotency key.
     pub key: Option<String>,
+    /// Only of this type.
+    pub kind: Option<String>,
     /// Only towards this sink.
     pub sink: Option<String>,
     /// Only in this status.
@@ -532,6 +534,8 @@ pub struct EventRow {
     pub last_error: Option<String>,
     /// When it was written.
     pub created_at: SystemTime,
+    /// How long ago that was, by the database's clock.
+    pub age: Duration,
     /// When it was delivered.
     pub sent_at: Option<SystemTime>,
     /// Whether it is dead and the events behind it in its ordering key wait for it.
@@ -568,22 +572,65 @@ pub enum Objection {
 /// What an operator did: `Ok`, or why not.
 pub type Acted = Result<(), Objection>;
 
-/// Which events are redelivered.
+/// Upon which events an operator acts.
 #[derive(Clone, Debug)]
-pub enum Redeliver {
-    /// One event (towards one sink, or all): sent, dead, discarded by name of a sink, or pending. One that is being delivered right now is left alone.
+pub enum Chosen {
+    /// One event, towards one sink, or all.
     One {
         /// The event.
         id: Uuid,
         /// Towards which sink; `None`: all.
         sink: Option<String>,
     },
-    /// All dead ones (of one sink, or all).
-    Dead {
-        /// Of which sink; `None`: all.
-        sink: Option<String>,
-    },
+    /// Dead ones, all at once.
+    Dead(DeadFilter),
 }
+
+/// Which dead events.
+#[derive(Clone, Debug, Default)]
+pub struct DeadFilter {
+    /// Only towards this sink.
+    pub sink: Option<String>,
+    /// Only of this type.
+    pub kind: Option<String>,
+    /// Only of this tenant.
+    pub tenant: Option<String>,
+    /// Only of this operation.
+    pub operation: Option<String>,
+    /// Only those made within this long.
+    pub since: Option<Duration>,
+}
+
+impl DeadFilter {
+    /// As the audit table tells it, with how many it came to.
+    fn detail(&self, changed: u64) -> String {
+        serde_json::json!({
+            "status": EventStatus::Dead.as_str(), "sink": self.sink, "type": self.kind, "tenant": self.tenant,
+            "operation": self.operation, "since_seconds": self.since.map(|since| since.as_secs()), "count": changed,
+        })
+        .to_string()
+    }
+}
+
+/// An attempt of an event towards a sink that has ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AttemptRow {
+    /// Towards which sink.
+    pub sink: String,
+    /// Under which claim. Grows over all attempts, also over a redelivery.
+    pub claim_no: i32,
+    /// Which attempt. Counted anew after a redelivery.
+    pub attempt: u32,
+    /// When it ended, by the database's clock.
+    pub at: SystemTime,
+    /// The sink's status, where there was one.
+    pub status: Option<u16>,
+    /// What went wrong; `None`: the sink took it.
+    pub error: Option<String>,
+}
+
+/// How many failed attempts of an event towards a sink are kept at least: those under its last claims. Never more.
+pub const ATTEMPTS_KEPT: u32 = 50;
 
 /// A row of `audit_log`.
 #[derive(Clone, Debug)]
@@ -594,7 +641,8 @@ pub struct AuditRow {
     pub at: SystemTime,
     /// Who.
     pub who: String,
-    /// What was done: `record.release`, `record.complete`, `event.redeliver`, `sink.pause`, `sink.resume`, `late_outcome`.
+    /// What was done: `record.release`, `record.complete`, `event.redeliver`, `event.discard`, `sink.pause`, `sink.resume`,
+    /// `late_outcome`.
     pub action: String,
     /// To which record.
     pub record: Option<RecordId>,
@@ -714,7 +762,8 @@ pub trait Store: Send + Sync + 'static {
     /// Deletes expired completed records, up to `limit`. How many.
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error>;
 
-    /// Deletes events all of whose rows are sent or discarded for longer than `retention`, up to `limit`. How many.
+    /// Deletes events all of whose rows are sent or discarded for longer than `retention`, with their attempts, up to `limit`.
+    /// How many.
     async fn sweep_events(&self, retention: Duration, limit: u32) -> Result<u64, Error>;
 
     /// Deletes leases that have run out long ago and that no record in progress names.
@@ -747,7 +796,21 @@ pub trait Store: Send + Sync + 'static {
     ) -> Result<Acted, Error>;
 
     /// Makes events due again, through the retry lane, under their id and with growing claim numbers. Audited. How many.
-    async fn redeliver(&self, which: &Redeliver, by: &Operator) -> Result<u64, Error>;
+    ///
+    /// One event: what is sent, dead or pending, or was discarded towards the sink that is named; what is being delivered right
+    /// now is left alone. Dead ones go in small transactions, those that were dead at the beginning. Each is one row in the
+    /// audit table, and all dead ones together are one, which grows with them.
+    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<u64, Error>;
+
+    /// Gives events up for good: pending and dead ones become discarded. What is sent stays so, and what is being delivered
+    /// right now is left alone. Audited as a redelivery is. How many.
+    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<u64, Error>;
+
+    /// How many dead events these are.
+    async fn count_dead(&self, which: &DeadFilter) -> Result<u64, Error>;
+
+    /// The attempts of an event that have ended, oldest first, by sink: failures as far as they are kept, and successes.
+    async fn attempts_of(&self, event: Uuid) -> Result<Vec<AttemptRow>, Error>;
 
     /// Pauses or resumes a sink by hand, whatever a relay is about to make of it. Audited. `Changed::No`: it stands so already.
     async fn operate_sink(

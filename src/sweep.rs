@@ -46,6 +46,29 @@ pub struct Settings {
     pub every: Duration,
     /// Most rows in one statement.
     pub batch: u32,
+    /// What of it is this process's.
+    pub duty: Duty,
+}
+
+/// What a process clears away. Everybody counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Duty {
+    /// Everything.
+    All,
+    /// Everything but delivered events, which another process delivers and clears away.
+    Records,
+    /// Only delivered events.
+    Outbox,
+}
+
+impl Duty {
+    fn jobs(self) -> &'static [Job] {
+        match self {
+            Self::All => &[Job::DeadOwners, Job::Doubts, Job::Records, Job::Events, Job::Leases],
+            Self::Records => &[Job::DeadOwners, Job::Doubts, Job::Records, Job::Leases],
+            Self::Outbox => &[Job::Events],
+        }
+    }
 }
 
 /// Sweeps until `stop`.
@@ -102,7 +125,7 @@ impl Sweeper {
     async fn round(&mut self) -> bool {
         let mut more = false;
         let mut well = true;
-        for job in [Job::DeadOwners, Job::Doubts, Job::Records, Job::Events, Job::Leases] {
+        for &job in self.settings.duty.jobs() {
             match self.work_off(job).await {
                 Ok(left) => more |= left,
                 Err(error) => {

@@ -25,8 +25,8 @@ pub(super) const LIMIT_MAX: u32 = 500;
 pub(super) const RECORD_NAMES: [&str; 7] =
     ["tenant", "operation", "key", "status", "since", "limit", "cursor"];
 /// What a list of events may be asked.
-pub(super) const EVENT_NAMES: [&str; 9] =
-    ["tenant", "operation", "key", "record", "sink", "status", "since", "limit", "cursor"];
+pub(super) const EVENT_NAMES: [&str; 10] =
+    ["tenant", "operation", "key", "record", "type", "sink", "status", "since", "limit", "cursor"];
 
 /// A query whose names are known and come once.
 #[derive(Debug)]
@@ -77,6 +77,7 @@ impl<'a> Query<'a> {
             tenant: self.text("tenant"),
             operation: self.text("operation"),
             key: self.text("key"),
+            kind: self.text("type"),
             sink: self.text("sink"),
             status: self.with("status", &mut errors, event_status),
             since: self.with("since", &mut errors, since),

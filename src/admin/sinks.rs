@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use super::view::time;
 use crate::store::{self, Changed, Operator, Over, SinkOrder, SinkState, Store};
@@ -51,15 +51,6 @@ pub enum NoChange {
     NotFound,
     /// It stands so already.
     Already,
-}
-
-/// What may be sent with an action.
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Reason {
-    /// Why, for the audit table.
-    #[serde(default)]
-    pub reason: Option<String>,
 }
 
 /// How all sinks stand: those of the configuration, and those of which the store knows.

@@ -16,9 +16,13 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use http::HeaderMap;
 use serde::Serialize;
+use uuid::Uuid;
 
+use super::act;
 use crate::record::{Answer, KeptBody, RecordId, Status};
-use crate::store::{self, AuditRow, EventFilter, EventRow, RecordRow, Store, Unresolved};
+use crate::store::{
+    self, AttemptRow, AuditRow, EventFilter, EventRow, RecordRow, Store, Unresolved,
+};
 
 /// How many events the life of one record shows at most.
 pub const LIFE_EVENTS_MAX: u32 = 500;
@@ -162,6 +166,8 @@ pub struct EventView {
     pub last_error: Option<String>,
     /// When it was written.
     pub created_at: String,
+    /// How long ago that was.
+    pub age_seconds: u64,
     /// When it was delivered.
     pub sent_at: Option<String>,
     /// Whether it is dead and the events behind it in its ordering key wait for it.
@@ -194,6 +200,7 @@ impl EventView {
             next_attempt_at: row.next_attempt_at.map(time),
             last_error: row.last_error.clone(),
             created_at: time(row.created_at),
+            age_seconds: row.age.as_secs(),
             sent_at: row.sent_at.map(time),
             blocks: row.blocks,
             payload: None,
@@ -261,6 +268,58 @@ pub struct EventPage {
     pub events: Vec<EventView>,
     /// What to send as `cursor` for the page after this one; `None`: this is the last.
     pub next: Option<String>,
+}
+
+/// An attempt to deliver an event, that has ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct AttemptView {
+    /// Towards which sink.
+    pub sink: String,
+    /// Which attempt; counted anew after a redelivery.
+    pub attempt: u32,
+    /// When it ended.
+    pub at: String,
+    /// The sink's status, where there was one.
+    pub status: Option<u16>,
+    /// What went wrong; `None`: the sink took it.
+    pub error: Option<String>,
+}
+
+impl From<&AttemptRow> for AttemptView {
+    fn from(row: &AttemptRow) -> Self {
+        Self {
+            sink: row.sink.clone(),
+            attempt: row.attempt,
+            at: time(row.at),
+            status: row.status,
+            error: row.error.clone(),
+        }
+    }
+}
+
+/// All there is to know of one event.
+#[derive(Clone, Debug, Serialize)]
+pub struct EventLife {
+    /// How it stands towards each sink, with its message.
+    pub events: Vec<EventView>,
+    /// The attempts that have ended, by sink, oldest first: failures as far as they are kept, and successes.
+    pub attempts: Vec<AttemptView>,
+}
+
+/// Reads the life of an event. `None`: there is none with this id.
+///
+/// # Errors
+/// The store's.
+pub async fn event_life(store: &dyn Store, id: Uuid) -> Result<Option<EventLife>, store::Error> {
+    let rows = act::rows_of(store, id).await?;
+    if rows.is_empty() {
+        return Ok(None);
+    }
+    let attempts = store.attempts_of(id).await?;
+    Ok(Some(EventLife {
+        events: rows.iter().map(EventView::whole).collect(),
+        attempts: attempts.iter().map(AttemptView::from).collect(),
+    }))
 }
 
 /// All there is to know of one record.
@@ -412,7 +471,6 @@ mod tests {
     use bytes::Bytes;
     use http::{HeaderValue, StatusCode};
     use serde_json::json;
-    use uuid::Uuid;
 
     use super::*;
     use crate::record::{Attempt, Fingerprint, Key, Operation, Scope, Spelling, Tenant};
@@ -529,6 +587,7 @@ mod tests {
             next_attempt_at: None,
             last_error: Some("500".to_owned()),
             created_at: at(1_924_992_000),
+            age: Duration::from_secs(90),
             sent_at: None,
             blocks: false,
         };
@@ -547,6 +606,7 @@ mod tests {
             "next_attempt_at": null,
             "last_error": "500",
             "created_at": "2031-01-01T00:00:00.250000Z",
+            "age_seconds": 90,
             "sent_at": null,
         });
         assert_eq!(serde_json::to_value(EventView::brief(&event)).unwrap(), wanted);

@@ -1,7 +1,7 @@
-//! `oncegate events list|show|redeliver`: whether an event reached its sinks, and sending it again.
+//! `oncegate events list|show|redeliver|discard`: whether an event reached its sinks, sending it again, giving it up.
 //!
 //! Redelivery keeps the event's id, so that a receiver that deduplicates takes it once. One that is being delivered
-//! at this moment is left alone: its verdict is on its way.
+//! at this moment is left alone, by both: its verdict is on its way.
 
 use std::io::Write;
 use std::time::Duration;
@@ -10,24 +10,24 @@ use clap::{ArgGroup, Args, Subcommand};
 use serde_json::json;
 use uuid::Uuid;
 
-use super::print::{self, Exit, Failure, block, escape, refuse};
-use super::records::events_table;
+use super::print::{self, Exit, Failure, Table, block, escape, refuse};
+use super::records::{events_table, seconds};
+use crate::admin::act::{self, Action, Refusal};
 use crate::admin::query;
-use crate::admin::view::EventView;
-use crate::store::{self, EventFilter, EventRow, EventStatus, Redeliver, Store};
-
-/// How many rows of one event (one a sink) are shown at most.
-const ROWS_MAX: u32 = 500;
+use crate::admin::view::{self, AttemptView, EventView};
+use crate::store::{Chosen, DeadFilter, EventFilter, EventStatus, Store};
 
 /// `oncegate events …`
 #[derive(Debug, Subcommand)]
 pub enum Events {
     /// List events, newest first, a row for each sink
     List(ListArgs),
-    /// Show one event with its message, and how it stands towards each sink
+    /// Show one event with its message, how it stands towards each sink, and each attempt
     Show(ShowArgs),
     /// Send an event again, or all dead ones
-    Redeliver(RedeliverArgs),
+    Redeliver(ChooseArgs),
+    /// Give an event up for good, or all dead ones: a pending or dead one is discarded, what was sent stays sent
+    Discard(ChooseArgs),
 }
 
 /// Which events are listed.
@@ -42,6 +42,9 @@ pub struct ListArgs {
     /// Only under this idempotency key
     #[arg(long)]
     pub key: Option<String>,
+    /// Only of this type
+    #[arg(long = "type", value_name = "TYPE")]
+    pub kind: Option<String>,
     /// Only towards this sink
     #[arg(long)]
     pub sink: Option<String>,
@@ -64,29 +67,56 @@ pub struct ShowArgs {
     pub id: Uuid,
 }
 
-/// Which events are sent again.
+/// Upon which events something is done.
 #[derive(Args, Debug)]
 #[command(group = ArgGroup::new("which").required(true).args(["id", "status"]))]
-pub struct RedeliverArgs {
+pub struct ChooseArgs {
     /// The event's id
     #[arg(value_parser = print::id::<Uuid>)]
     pub id: Option<Uuid>,
     /// All in this status: only `dead`
     #[arg(long, value_parser = dead)]
     pub status: Option<EventStatus>,
-    /// Only to this sink
+    /// Only towards this sink
     #[arg(long)]
     pub sink: Option<String>,
+    /// With --status: only of this type
+    #[arg(long = "type", value_name = "TYPE", conflicts_with = "id")]
+    pub kind: Option<String>,
+    /// With --status: only of this tenant
+    #[arg(long, conflicts_with = "id")]
+    pub tenant: Option<String>,
+    /// With --status: only of this operation
+    #[arg(long, conflicts_with = "id")]
+    pub operation: Option<String>,
+    /// With --status: only those made within this long: 15m, 1h, 7d
+    #[arg(long, value_parser = query::since, conflicts_with = "id")]
+    pub since: Option<Duration>,
+    /// With --status: only say how many
+    #[arg(long, conflicts_with = "id")]
+    pub dry_run: bool,
     /// Why, for the audit table
     #[arg(long)]
     pub reason: Option<String>,
+}
+
+impl ChooseArgs {
+    fn filter(&self) -> DeadFilter {
+        DeadFilter {
+            sink: self.sink.clone(),
+            kind: self.kind.clone(),
+            tenant: self.tenant.clone(),
+            operation: self.operation.clone(),
+            since: self.since,
+        }
+    }
 }
 
 fn dead(text: &str) -> Result<EventStatus, String> {
     query::event_status(text)
         .ok()
         .filter(|status| *status == EventStatus::Dead)
-        .ok_or_else(|| "only dead events are redelivered all at once".to_owned())
+        .ok_or_else(|| "only dead events are chosen all at once".to_owned())
 }
 
 /// Runs the command that was typed.
@@ -102,7 +132,8 @@ pub async fn run(
     match command {
         Events::List(args) => list(store, args, out, json).await,
         Events::Show(args) => show(store, args, out, json).await,
-        Events::Redeliver(args) => redeliver(store, args, out, json).await,
+        Events::Redeliver(args) => act(store, Action::Redeliver, args, out, json).await,
+        Events::Discard(args) => act(store, Action::Discard, args, out, json).await,
     }
 }
 
@@ -120,6 +151,7 @@ pub async fn list(
         tenant: args.tenant.clone(),
         operation: args.operation.clone(),
         key: args.key.clone(),
+        kind: args.kind.clone(),
         sink: args.sink.clone(),
         status: args.status,
         since: args.since,
@@ -153,13 +185,13 @@ pub async fn show(
     out: &mut dyn Write,
     json: bool,
 ) -> Result<Exit, Failure> {
-    let rows = rows_of(store, args.id).await?;
-    let events: Vec<_> = rows.iter().map(EventView::whole).collect();
-    let Some(first) = events.first() else {
+    let life = view::event_life(store, args.id).await?;
+    let Some((life, first)) = life.as_ref().and_then(|life| Some((life, life.events.first()?)))
+    else {
         return refuse(out, json, "not_found", &format!("There is no event {}.", args.id));
     };
     if json {
-        print::json(out, &json!({ "events": events }))?;
+        print::json(out, life)?;
         return Ok(Exit::Done);
     }
     writeln!(out, "Event {}", first.id)?;
@@ -181,83 +213,120 @@ pub async fn show(
         None => writeln!(out, "  (not text: see --json)")?,
     }
     writeln!(out, "Towards")?;
-    events_table(&events).print(out, "  ")?;
+    events_table(&life.events).print(out, "  ")?;
+    if !life.attempts.is_empty() {
+        writeln!(out, "Attempts")?;
+        attempts_table(&life.attempts).print(out, "  ")?;
+    }
     Ok(Exit::Done)
 }
 
-/// Makes events due again.
+/// Each attempt on a line, with as much of what went wrong as a line has room for; `--json` shows all of it.
+fn attempts_table(attempts: &[AttemptView]) -> Table<5> {
+    let mut table = Table::new(["SINK", "ATTEMPT", "AT", "STATUS", "ERROR"]);
+    for attempt in attempts {
+        let status = attempt.status.map(|status| status.to_string());
+        table.row([
+            &attempt.sink,
+            &attempt.attempt.to_string(),
+            &seconds(&attempt.at),
+            status.as_deref().unwrap_or("-"),
+            attempt.error.as_deref().unwrap_or("-"),
+        ]);
+    }
+    table
+}
+
+/// Makes events due again, or gives them up.
 ///
 /// # Errors
 /// [`Failure::Usage`] where neither an id nor a status is given; the store's; or where the output cannot be written.
-pub async fn redeliver(
+pub async fn act(
     store: &dyn Store,
-    args: &RedeliverArgs,
+    action: Action,
+    args: &ChooseArgs,
     out: &mut dyn Write,
     json: bool,
 ) -> Result<Exit, Failure> {
-    let sink = args.sink.clone();
-    let which = match (args.id, args.status) {
-        (Some(id), None) => Redeliver::One { id, sink },
-        (None, Some(_)) => Redeliver::Dead { sink },
+    match (args.id, args.status) {
+        (Some(id), None) => act_on_one(store, action, id, args, out, json).await,
+        (None, Some(_)) => act_on_dead(store, action, args, out, json).await,
         (Some(_), Some(_)) | (None, None) => {
-            return Err(Failure::Usage("give either an event's id or --status dead".to_owned()));
+            Err(Failure::Usage("give either an event's id or --status dead".to_owned()))
         }
-    };
+    }
+}
+
+async fn act_on_one(
+    store: &dyn Store,
+    action: Action,
+    id: Uuid,
+    args: &ChooseArgs,
+    out: &mut dyn Write,
+    json: bool,
+) -> Result<Exit, Failure> {
     let by = print::operator(args.reason.as_deref());
-    let look = match args.id {
-        Some(id) => format!("events show {id}"),
-        None => "events list --status dead".to_owned(),
-    };
-    let count = print::changed(store.redeliver(&which, &by).await, &look)?;
-    if let (Some(id), 0) = (args.id, count) {
-        return nothing_redelivered(store, id, args.sink.as_deref(), out, json).await;
+    let which = Chosen::One { id, sink: args.sink.clone() };
+    let done = action.run(store, &which, &by).await;
+    let count = print::changed(done, &format!("events show {id}"))?;
+    if count == 0 {
+        let rows = act::rows_of(store, id).await?;
+        let Refusal { name, detail } = act::refusal(action, id, args.sink.as_deref(), &rows);
+        return refuse(out, json, name, &escape(&detail));
     }
     if json {
         let done = json!({
-            "redelivered": count, "event": args.id.map(|id| id.to_string()), "sink": args.sink, "by": by.who, "why": by.why,
+            action.done(): count, "event": id.to_string(), "sink": args.sink, "by": by.who, "why": by.why,
         });
         print::json(out, &done)?;
     } else {
-        let what = if args.id.is_some() { "event" } else { "dead event" };
-        let plural = if count == 1 { "" } else { "s" };
-        let to = args.sink.as_deref().map(|sink| format!(" to {}", escape(sink)));
-        let to = to.unwrap_or_default();
-        // Counted by rows: an event towards two sinks is two deliveries.
-        writeln!(out, "{count} {what}{plural} due again{to}.")?;
+        writeln!(out, "{}", said(action, count, "event", args))?;
     }
     Ok(Exit::Done)
 }
 
-/// Says why one event was not made due again.
-async fn nothing_redelivered(
+async fn act_on_dead(
     store: &dyn Store,
-    id: Uuid,
-    sink: Option<&str>,
+    action: Action,
+    args: &ChooseArgs,
     out: &mut dyn Write,
     json: bool,
 ) -> Result<Exit, Failure> {
-    let rows = rows_of(store, id).await?;
-    if rows.is_empty() {
-        return refuse(out, json, "not_found", &format!("There is no event {id}."));
+    let filter = args.filter();
+    if args.dry_run {
+        let count = store.count_dead(&filter).await?;
+        if json {
+            print::json(out, &json!({ action.done(): count, "dry_run": true }))?;
+        } else {
+            writeln!(out, "Nothing is done. {}", said(action, count, "dead event", args))?;
+        }
+        return Ok(Exit::Done);
     }
-    let all_discarded = rows.iter().all(|row| row.status == EventStatus::Discarded);
-    match sink {
-        None if all_discarded => {
-            let detail = format!("Event {id} was for no sink: name one with --sink.");
-            refuse(out, json, "discarded", &detail)
-        }
-        Some(sink) if rows.iter().all(|row| row.sink != sink) => {
-            let detail = format!("Event {id} is not for the sink {}.", escape(sink));
-            refuse(out, json, "not_found", &detail)
-        }
-        Some(_) | None => {
-            let detail = format!("Event {id} is being delivered right now: it was left alone.");
-            refuse(out, json, "delivering", &detail)
-        }
+    let by = print::operator(args.reason.as_deref());
+    let done = action.run(store, &Chosen::Dead(filter), &by).await;
+    let count = print::changed(done, "events list --status dead")?;
+    if json {
+        let done = json!({ action.done(): count, "sink": args.sink, "by": by.who, "why": by.why });
+        print::json(out, &done)?;
+    } else {
+        writeln!(out, "{}", said(action, count, "dead event", args))?;
     }
+    Ok(Exit::Done)
 }
 
-async fn rows_of(store: &dyn Store, id: Uuid) -> Result<Vec<EventRow>, store::Error> {
-    let filter = EventFilter { id: Some(id), limit: ROWS_MAX, ..EventFilter::default() };
-    store.list_events(&filter).await
+/// Counted by rows: an event towards two sinks is two deliveries.
+fn said(action: Action, count: u64, what: &str, args: &ChooseArgs) -> String {
+    let plural = if count == 1 { "" } else { "s" };
+    let done = match action {
+        Action::Redeliver if args.dry_run => "would be due again",
+        Action::Redeliver => "due again",
+        Action::Discard if args.dry_run => "would be discarded",
+        Action::Discard => "discarded",
+    };
+    let sink = args.sink.as_deref().map(escape);
+    match (action, sink) {
+        (_, None) => format!("{count} {what}{plural} {done}."),
+        (Action::Redeliver, Some(sink)) => format!("{count} {what}{plural} {done} to {sink}."),
+        (Action::Discard, Some(sink)) => format!("{count} {what}{plural} {done} for {sink}."),
+    }
 }

@@ -490,13 +490,14 @@ fn print_events(out: &mut dyn Write, life: &Life) -> std::io::Result<()> {
 }
 
 /// Events as `records show` and `events list` print them.
-pub(super) fn events_table(events: &[EventView]) -> Table<8> {
+pub(super) fn events_table(events: &[EventView]) -> Table<9> {
     let mut table = Table::new([
         "EVENT",
         "TYPE",
         "SINK",
         "STATUS",
         "ATTEMPTS",
+        "AGE",
         "CREATED",
         "SENT",
         "LAST ERROR",
@@ -509,12 +510,23 @@ pub(super) fn events_table(events: &[EventView]) -> Table<8> {
             if event.sink.is_empty() { "-" } else { &event.sink },
             if event.blocks { "dead, blocks" } else { event.status },
             &event.attempts.to_string(),
+            &age(event.age_seconds),
             &seconds(&event.created_at),
             sent.as_deref().unwrap_or("-"),
             event.last_error.as_deref().unwrap_or("-"),
         ]);
     }
     table
+}
+
+/// As a person says it: the largest unit, and the next one.
+fn age(seconds: u64) -> String {
+    let unit = match seconds {
+        0..3600 => 1,
+        3600..86_400 => 60,
+        86_400.. => 3600,
+    };
+    humantime::format_duration(Duration::from_secs(seconds / unit * unit)).to_string()
 }
 
 fn print_audit(out: &mut dyn Write, audit: &[AuditView]) -> std::io::Result<()> {

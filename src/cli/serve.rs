@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::admin::{self, Readiness, Token};
-use crate::config::{self, Config, StoreKind};
+use crate::config::{self, Config, Relayed, StoreKind};
 use crate::gateway::accept::{self, Listener};
 use crate::gateway::spill::{self, DrainError, Spill, Unwritable};
 use crate::gateway::tokens::Tokens;
@@ -191,16 +191,16 @@ impl Stop {
 }
 
 /// Whether other owners may be judged by their leases now.
-type MayJudge = Arc<dyn Fn() -> bool + Send + Sync>;
+pub(super) type MayJudge = Arc<dyn Fn() -> bool + Send + Sync>;
 
-fn may_judge(contact: &Contact) -> MayJudge {
+pub(super) fn may_judge(contact: &Contact) -> MayJudge {
     let contact = contact.clone();
     Arc::new(move || contact.may_judge(Instant::now()))
 }
 
 /// Whose the relay's claims are. Alone, what a dead process had claimed was freed at the start, and a lapse of the own
 /// lease frees nothing.
-fn claimant(lease: &LeaseView, may_judge: &MayJudge, alone: bool) -> Claimant {
+pub(super) fn claimant(lease: &LeaseView, may_judge: &MayJudge, alone: bool) -> Claimant {
     let may_judge = if alone { Arc::new(|| false) } else { Arc::clone(may_judge) };
     Claimant { lease: lease.clone(), may_judge }
 }
@@ -241,10 +241,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     let listener = Listener::bind(&server.listen)
         .await
         .map_err(|cause| cannot_listen(&server.listen, cause))?;
-    let listen = &config.admin.listen;
-    let admin_listener =
-        TcpListener::bind(listen).await.map_err(|cause| cannot_listen(listen, cause))?;
-    let admin = admin_listener.local_addr().map_err(|cause| cannot_listen(listen, cause))?;
+    let (admin_listener, admin) = admin_listener(&config.admin.listen).await?;
     let addr = listener.local_addr();
 
     // Shown from the start: an alert on a series that is absent never fires.
@@ -254,15 +251,12 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     let rest = || stop.rest.clone();
     let lease = TaskTracker::new();
     lease.spawn(lease::keep(Arc::clone(&store), view, ttl, stop.lease.clone()));
-    let relay = Arc::clone(&store);
-    tasks.spawn(relay::run(relay, config.relay, claimant, Arc::clone(&metrics), wake, rest()));
-    tasks.spawn(sweep::run(
-        Arc::clone(&store),
-        config.sweep,
-        contact,
-        Arc::clone(&metrics),
-        rest(),
-    ));
+    if config.relayed == Relayed::Here {
+        let (store, metrics) = (Arc::clone(&store), Arc::clone(&metrics));
+        tasks.spawn(relay::run(store, config.relay, claimant, metrics, wake, rest()));
+    }
+    let sweep = sweep::Settings { duty: duty(config.relayed), ..config.sweep };
+    tasks.spawn(sweep::run(Arc::clone(&store), sweep, contact, Arc::clone(&metrics), rest()));
     spawn_beside(&gateway, &tasks, &stop);
     let state = admin::State {
         store,
@@ -272,7 +266,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         version: env!("CARGO_PKG_VERSION"),
         operations,
         sinks: sinks.into(),
-        explain: Arc::<Gateway>::clone(&gateway),
+        explain: Some(Arc::<Gateway>::clone(&gateway)),
     };
     tasks.spawn(admin::serve(admin_listener, admin::router(state), rest()));
     let service = Serve(Arc::clone(&gateway));
@@ -287,6 +281,24 @@ fn spawn_beside(gateway: &Arc<Gateway>, tasks: &TaskTracker, stop: &Stop) {
     tasks.spawn(Arc::clone(gateway).watch_operators(stop.rest.clone()));
     tasks.spawn(Arc::clone(gateway).keep_keys(stop.rest.clone()));
     tasks.spawn(Arc::clone(gateway).resolve_unknown(stop.accept.clone()));
+}
+
+/// The admin listener, and where it is.
+pub(super) async fn admin_listener(listen: &str) -> Result<(TcpListener, SocketAddr), StartError> {
+    let listener = TcpListener::bind(listen).await.map_err(|cause| cannot_listen(listen, cause))?;
+    let addr = listener.local_addr().map_err(|cause| cannot_listen(listen, cause))?;
+    Ok((listener, addr))
+}
+
+/// What is left to clear away for a process that relays, or not: delivered events belong to whoever delivers.
+fn duty(relayed: Relayed) -> sweep::Duty {
+    match relayed {
+        Relayed::Here => sweep::Duty::All,
+        Relayed::Apart => {
+            tracing::info!("outbox.relay = false: events wait for `oncegate relay`");
+            sweep::Duty::Records
+        }
+    }
 }
 
 fn cannot_listen(address: &str, cause: std::io::Error) -> StartError {

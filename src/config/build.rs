@@ -25,7 +25,7 @@ use http::{HeaderName, Method, StatusCode, Uri};
 use crate::config::file::{self, File, Maybe};
 use crate::config::tree::{Notes, Place, Placed, unknown};
 use crate::config::{Admin, Config, DEFAULT_UPSTREAM, DigestKeyFile, Log, LogFormat};
-use crate::config::{RouteFacts, Server, Store, StoreKind};
+use crate::config::{Relayed, RouteFacts, Server, Store, StoreKind};
 use crate::fingerprint;
 use crate::gateway::headers::{Forwarding, HostPolicy, Network};
 use crate::gateway::{self, OnUnavailable, accept, spill, upstream};
@@ -73,6 +73,7 @@ impl Builder<'_> {
         let upstreams = self.upstreams(file);
         let (routes, facts) = self.routes(file, without_file, &names, &upstreams);
         let jwt = self.jwt(file.jwt.as_ref(), &routes);
+        let relayed = self.relayed(&file.outbox, &store);
         let config = Config {
             jwt,
             server: self.server(&file.server),
@@ -84,12 +85,14 @@ impl Builder<'_> {
             routes,
             facts,
             relay: relay::Settings { sinks, poll: self.poll(&file.outbox) },
+            relayed,
             sweep: sweep::Settings {
                 outbox_retention: or(&file.outbox.retention, 7 * DAY),
                 sinks: names.clone(),
                 unknown_events: or(&file.outbox.unknown_events, false).then_some(names),
                 every: or(&file.store.sweep_every, 10 * SECOND),
                 batch: or(&file.store.sweep_batch, 500),
+                duty: sweep::Duty::All,
             },
             log: self.log(&file.log),
         };
@@ -425,6 +428,17 @@ impl Builder<'_> {
             self.notes.missing(&section.field(name));
         }
         field
+    }
+
+    fn relayed(&self, raw: &file::Outbox, store: &Store) -> Relayed {
+        let Some(placed) = raw.relay.as_ref().filter(|placed| !placed.value) else {
+            return Relayed::Here;
+        };
+        if let StoreKind::Sqlite(_) = &store.kind {
+            let wrong = "a SQLite file belongs to `serve`, and nobody else can deliver: leave it out, or use Postgres";
+            self.notes.mistake(&placed.place, wrong);
+        }
+        Relayed::Apart
     }
 
     fn poll(&self, raw: &file::Outbox) -> Duration {

@@ -416,6 +416,8 @@ pub struct Outbox {
     pub unknown_events: Maybe<bool>,
     /// How often the relay looks when nobody wakes it.
     pub poll: Maybe<Duration>,
+    /// Whether `serve` delivers.
+    pub relay: Maybe<bool>,
 }
 
 /// `[log]`
@@ -724,6 +726,7 @@ fn outbox(mut s: Section<'_>) -> Outbox {
         max_payload: s.size("max_payload"),
         unknown_events: s.flag("unknown_events"),
         poll: s.duration("poll"),
+        relay: s.flag("relay"),
     };
     s.finish();
     read

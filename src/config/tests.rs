@@ -1038,3 +1038,17 @@ fn a_look_up_that_may_find_somebody_elses_is_warned_of() {
         }
     }
 }
+
+#[test]
+fn the_delivery_may_be_left_to_another_process_but_not_of_a_file() {
+    let with = |more: &str| {
+        let text = EXAMPLE.replace("[outbox]\n", &format!("[outbox]\n{more}\n"));
+        load(&text.replace("sqlite:oncegate.db", "postgres://o@127.0.0.1/o"), &[])
+    };
+    assert_eq!(with("").unwrap().0.relayed, Relayed::Here);
+    assert_eq!(with("relay = true").unwrap().0.relayed, Relayed::Here);
+    assert_eq!(with("relay = false").unwrap().0.relayed, Relayed::Apart);
+    let wrong = |text: String| load(&text, &[]).unwrap_err().to_string();
+    let text = wrong(EXAMPLE.replace("[outbox]\n", "[outbox]\nrelay = false\n"));
+    assert!(text.contains("outbox.relay") && text.contains("nobody else can deliver"), "{text}");
+}

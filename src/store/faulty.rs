@@ -10,10 +10,10 @@ use async_trait::async_trait;
 use uuid::Uuid;
 
 use super::{
-    Acknowledgement, Acted, Asking, AuditRow, Beat, Changed, Claim, Claimed, Completion, Due,
-    Error, EventFilter, EventRow, Gauges, LateOutcome, Operator, Order, Over, Proposal,
-    RecordFilter, RecordRow, Redeliver, Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store,
-    Takeover, Unresolved, Untold,
+    Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
+    Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateOutcome, Operator,
+    Order, Over, Proposal, RecordFilter, RecordRow, Reserved, Settled, SinkOrder, SinkState,
+    SinkTurn, Store, Takeover, Unresolved, Untold,
 };
 use crate::fault::{self, Injected, Point, Verb};
 use crate::record::event::Event;
@@ -79,7 +79,10 @@ verbs! {
     list_events(filter: &EventFilter) -> Vec<EventRow>;
     operator_release(fence: Fence, completed: bool, by: &Operator) -> Acted, OperatorRelease;
     operator_complete(completion: &Completion, by: &Operator) -> Acted, OperatorComplete;
-    redeliver(which: &Redeliver, by: &Operator) -> u64, Redeliver;
+    redeliver(which: &Chosen, by: &Operator) -> u64, Redeliver;
+    discard(which: &Chosen, by: &Operator) -> u64, Discard;
+    count_dead(which: &DeadFilter) -> u64;
+    attempts_of(event: Uuid) -> Vec<AttemptRow>;
     operate_sink(sink: &str, order: SinkOrder, by: &Operator) -> Changed, OperateSink;
     last_failure(sink: &str) -> Option<String>;
     audit_of(record: RecordId) -> Vec<AuditRow>;

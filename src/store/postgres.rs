@@ -17,6 +17,7 @@
 mod complete;
 mod door;
 mod doubts;
+mod events;
 mod leases;
 mod migrate;
 mod operate;
@@ -40,10 +41,10 @@ use uuid::Uuid;
 
 use super::batch::{Batcher, RunError, Turns};
 use super::{
-    Acknowledgement, Acted, Asking, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion,
-    Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Order, Over,
-    Proposal, RecordFilter, RecordRow, Redeliver, Reserved, Settled, SinkOrder, SinkState,
-    SinkTurn, Store, Takeover, Unresolved, Untold,
+    Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Cause, Changed, Chosen, Claim,
+    Claimed, Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateOutcome,
+    OpenError, Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reserved, Settled,
+    SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
 };
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
@@ -356,8 +357,20 @@ impl Store for Postgres {
         operate::complete(&self.door, completion, by).await
     }
 
-    async fn redeliver(&self, which: &Redeliver, by: &Operator) -> Result<u64, Error> {
-        operate::redeliver(&self.door, which, by).await
+    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+        events::act(&self.door, events::Action::Redeliver, which, by).await
+    }
+
+    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+        events::act(&self.door, events::Action::Discard, which, by).await
+    }
+
+    async fn count_dead(&self, which: &DeadFilter) -> Result<u64, Error> {
+        events::count_dead(&self.door, which).await
+    }
+
+    async fn attempts_of(&self, event: Uuid) -> Result<Vec<AttemptRow>, Error> {
+        events::attempts_of(&self.door, event).await
     }
 
     async fn audit_of(&self, record: RecordId) -> Result<Vec<AuditRow>, Error> {

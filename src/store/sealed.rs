@@ -24,10 +24,10 @@ use uuid::Uuid;
 pub use self::keys::{Keys, KeysError, Unopened};
 use self::keys::{MARK, NoRandom, Part};
 use super::{
-    Acknowledgement, Acted, Asking, AuditRow, Beat, Changed, Claim, Claimed, Completion, Due,
-    Error, EventFilter, EventRow, Gauges, LateEnd, LateOutcome, Operator, Order, Over, Proposal,
-    RecordFilter, RecordRow, Redeliver, Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store,
-    Takeover, Unresolved, Untold, Verdict,
+    Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
+    Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateEnd, LateOutcome,
+    Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reserved, Settled, SinkOrder,
+    SinkState, SinkTurn, Store, Takeover, Unresolved, Untold, Verdict,
 };
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
@@ -315,7 +315,10 @@ verbs! {
         sweep_events(retention: Duration, limit: u32) -> u64;
         sweep_leases() -> u64;
         operator_release(fence: Fence, completed: bool, by: &Operator) -> Acted;
-        redeliver(which: &Redeliver, by: &Operator) -> u64;
+        redeliver(which: &Chosen, by: &Operator) -> u64;
+        discard(which: &Chosen, by: &Operator) -> u64;
+        count_dead(which: &DeadFilter) -> u64;
+        attempts_of(event: Uuid) -> Vec<AttemptRow>;
         acted_on(window: Duration) -> Vec<RecordId>;
         database_id() -> Uuid;
         ping() -> ();

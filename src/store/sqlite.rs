@@ -13,6 +13,7 @@
 //! When the process dies here, the log holds each commit as a whole or not at all, and the next open replays it.
 
 mod doubts;
+mod events;
 mod file;
 mod operator;
 mod order;
@@ -38,10 +39,10 @@ use self::records::Completer;
 use self::thread::{Role, Tx, Worker, checkpoints, connect};
 use super::batch::{Batcher, RunError, Turns, Work};
 use super::{
-    Acknowledgement, Acted, Asking, AuditRow, Beat, Cause, Changed, Claim, Claimed, Completion,
-    Due, Error, EventFilter, EventRow, Gauges, LateOutcome, OpenError, Operator, Order, Over,
-    Proposal, RecordFilter, RecordRow, Redeliver, Reserved, Settled, SinkOrder, SinkState,
-    SinkTurn, Store, Takeover, Unresolved, Untold,
+    Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Cause, Changed, Chosen, Claim,
+    Claimed, Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateOutcome,
+    OpenError, Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reserved, Settled,
+    SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
 };
 use crate::fault::{self, Point};
 use crate::record::event::Event;
@@ -50,20 +51,21 @@ use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 use crate::telemetry;
 
 /// Each migration brings the schema from the version before it to its own.
-const MIGRATIONS: [(u32, &str); 6] = [
+const MIGRATIONS: [(u32, &str); 7] = [
     (1, include_str!("../../migrations/sqlite/0001_records.sql")),
     (2, include_str!("../../migrations/sqlite/0002_unknown.sql")),
     (3, include_str!("../../migrations/sqlite/0003_claim_owner.sql")),
     (4, include_str!("../../migrations/sqlite/0004_retention.sql")),
     (5, include_str!("../../migrations/sqlite/0005_sinks.sql")),
     (6, include_str!("../../migrations/sqlite/0006_order.sql")),
+    (7, include_str!("../../migrations/sqlite/0007_attempts.sql")),
 ];
 
 /// How long a claim goes on looking while all that it finds has to wait for others.
 const LOOK_MAX: Duration = Duration::from_secs(1);
 
 /// The schema's version that this program knows.
-const KNOWN: u32 = 6;
+const KNOWN: u32 = 7;
 
 /// A SQLite file as a store. Dropped, its threads finish what is queued and end.
 pub struct Sqlite {
@@ -155,6 +157,35 @@ impl Sqlite {
         };
         let cause = format!("the file is damaged: {}", telemetry::causes(&*damage)).into();
         Err(OpenError::Connect { place: self.place.clone(), cause })
+    }
+
+    /// What an operator does to events. Dead ones go in pieces, between which others write.
+    async fn act(
+        &self,
+        action: events::Action,
+        which: &Chosen,
+        by: &Operator,
+    ) -> Result<u64, Error> {
+        let by = by.clone();
+        match which {
+            Chosen::One { id, sink } => {
+                let (id, sink) = (*id, sink.clone());
+                self.pen.write(move |tx| events::one(tx, action, id, sink.as_deref(), &by)).await
+            }
+            Chosen::Dead(filter) => {
+                let mut walk = events::Walk::new(action, filter.clone(), by);
+                while !walk.is_over() {
+                    let before = walk.total();
+                    let worked = self.pen.write(move |tx| walk.piece(tx)).await;
+                    // After the first piece an error does not mean that nothing was changed.
+                    walk = worked.map_err(|error| match before {
+                        0 => error,
+                        _ => Error::InDoubt(error.into()),
+                    })?;
+                }
+                Ok(walk.total())
+            }
+        }
     }
 
     async fn version(&self) -> Result<u32, OpenError> {
@@ -447,9 +478,21 @@ impl Store for Sqlite {
         self.pen.write(move |tx| operator::complete(tx, &completion, &by)).await
     }
 
-    async fn redeliver(&self, which: &Redeliver, by: &Operator) -> Result<u64, Error> {
-        let (which, by) = (which.clone(), by.clone());
-        self.pen.write(move |tx| outbox::redeliver(tx, &which, &by)).await
+    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+        self.act(events::Action::Redeliver, which, by).await
+    }
+
+    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+        self.act(events::Action::Discard, which, by).await
+    }
+
+    async fn count_dead(&self, which: &DeadFilter) -> Result<u64, Error> {
+        let which = which.clone();
+        self.lists.read(move |tx| events::count_dead(tx, &which)).await
+    }
+
+    async fn attempts_of(&self, event: Uuid) -> Result<Vec<AttemptRow>, Error> {
+        self.lists.read(move |tx| events::attempts_of(tx, event)).await
     }
 
     async fn audit_of(&self, record: RecordId) -> Result<Vec<AuditRow>, Error> {

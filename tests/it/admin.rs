@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
 
 use crate::support::shelf::{Health, Shelf, event, record, record_id};
 
@@ -63,7 +64,7 @@ impl Admin {
             version: "1.2.3",
             operations: Arc::from(["orders.create".to_owned()]),
             sinks: Arc::from(["main".to_owned()]),
-            explain: Arc::new(Nobody),
+            explain: Some(Arc::new(Nobody)),
         };
         let stop = CancellationToken::new();
         let task = tokio::spawn(serve(listener, router(state), stop.clone()));
@@ -83,6 +84,15 @@ impl Admin {
 
     async fn get(&self, path: &str) -> Got {
         self.with(path, "localhost", "").await
+    }
+
+    async fn post(&self, path: &str, body: &str) -> Got {
+        let length = body.len();
+        let request = format!(
+            "POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\
+             content-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
+        );
+        self.raw(&request).await
     }
 
     async fn with(&self, path: &str, host: &str, more: &str) -> Got {
@@ -324,7 +334,64 @@ impl std::io::Write for Log {
 }
 
 #[tokio::test]
-async fn it_only_reads() {
+async fn events_are_acted_on_as_by_the_commands() {
+    let row = record(1, "k", Status::Completed);
+    let statuses = [EventStatus::Sent, EventStatus::Dead, EventStatus::Dead, EventStatus::Pending];
+    let events = statuses.into_iter().zip(1..).map(|(status, n)| event(n, &row, "main", status));
+    let admin = Admin::start(Shelf::with(vec![row.clone()], events.collect()), None).await;
+    let one =
+        |n: u128, what: &str| format!("/api/v1/events/{}/{what}", Uuid::from_u128(0xe000 + n));
+    let dead = |what: &str| format!("/api/v1/events/{what}");
+
+    let shown = admin.get(one(2, "").trim_end_matches('/')).await.json();
+    assert_eq!(shown["events"][0]["age_seconds"], 3 * 86_400 + 4 * 3600 + 17);
+    assert_eq!(shown["attempts"][0]["error"], "500 from the sink");
+    let counted = admin.post(&dead("discard"), r#"{"status":"dead","dry_run":true}"#).await;
+    assert_eq!(counted.json(), json!({ "discarded": 2, "dry_run": true }));
+    assert!(admin.shelf.audit.lock().unwrap().is_empty(), "nothing is done");
+    let asked = r#"{"sink":"main","who":"olga","reason":"fixed"}"#;
+    let done = admin.post(&one(2, "redeliver"), asked).await.json();
+    assert_eq!((&done["redelivered"], &done["by"]), (&json!(1), &json!("olga (admin listener)")));
+    let noted = admin.shelf.audit.lock().unwrap()[0].clone();
+    assert_eq!((noted.action.as_str(), noted.why.as_deref()), ("event.redeliver", Some("fixed")));
+    let done = admin.post(&dead("redeliver"), r#"{"status":"dead","type":"order.created"}"#).await;
+    assert_eq!(done.json()["redelivered"], 1);
+
+    for (n, what, status, name) in [
+        (1, "discard", 409, "sent"),
+        (4, "discard", 409, "delivering"),
+        (4, "redeliver", 409, "delivering"),
+        (9, "redeliver", 404, "not-found"),
+    ] {
+        let refused = admin.post(&one(n, what), "").await;
+        assert_eq!(refused.status, status, "{n} {what}");
+        assert_eq!(refused.json()["type"], format!("urn:oncegate:problem:{name}"));
+    }
+    let before = admin.shelf.audit.lock().unwrap().len();
+    for (body, wrong) in [
+        ("", "`status`: must be \"dead\""),
+        (r#"{"status":"sent"}"#, "`status`: only dead events are chosen all at once"),
+        (r#"{"status":"dead","since":"soon"}"#, "`since`: a duration such as 90s, 15m, 1h or 7d"),
+        (r#"{"status":"dead","kind":"a"}"#, "unknown field `kind`"),
+        (r#"{"status":"dead","who":" "}"#, "`who`: a name of at most 200 characters"),
+    ] {
+        let refused = admin.post(&dead("discard"), body).await;
+        assert_eq!(refused.status, 400, "{body}");
+        let told = refused.json()["errors"][0].as_str().unwrap().to_owned();
+        assert!(told.contains(wrong), "{told}");
+    }
+    // A page of somebody else's, in a browser, cannot say that it sends JSON.
+    let plain = format!(
+        "POST {} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: text/plain\r\n\
+         content-length: 17\r\n\r\n{{\"status\":\"dead\"}}",
+        dead("discard")
+    );
+    assert_eq!(admin.raw(&plain).await.status, 400);
+    assert_eq!(admin.shelf.audit.lock().unwrap().len(), before, "the store was asked for nothing");
+}
+
+#[tokio::test]
+async fn what_only_reads_cannot_be_written() {
     let admin = Admin::start(Shelf::default(), None).await;
     for path in ["/healthz", "/metrics", "/api/v1/records"] {
         let request =

@@ -133,10 +133,10 @@ Answer 201
 
   {{\"id\":1}}
 Events
-  EVENT                                 TYPE           SINK   STATUS   ATTEMPTS  CREATED               SENT                  LAST ERROR
-  00000000-0000-0000-0000-00000000e001  order.created  main   sent     1         2031-01-01T00:00:01Z  2031-01-01T00:01:30Z  -
-  00000000-0000-0000-0000-00000000e002  order.created  other  dead     1         2031-01-01T00:00:02Z  -                     500 from the sink
-  00000000-0000-0000-0000-00000000e003  order.created  main   pending  1         2031-01-01T00:00:03Z  -                     -
+  EVENT                                 TYPE           SINK   STATUS   ATTEMPTS  AGE       CREATED               SENT                  LAST ERROR
+  00000000-0000-0000-0000-00000000e001  order.created  main   sent     1         3days 4h  2031-01-01T00:00:01Z  2031-01-01T00:01:30Z  -
+  00000000-0000-0000-0000-00000000e002  order.created  other  dead     1         3days 4h  2031-01-01T00:00:02Z  -                     500 from the sink
+  00000000-0000-0000-0000-00000000e003  order.created  main   pending  1         3days 4h  2031-01-01T00:00:03Z  -                     -
 Nothing was done by hand, nothing came too late
 "
     );
@@ -306,12 +306,19 @@ async fn events_are_listed_shown_and_redelivered() {
     let event = |n: u128| Uuid::from_u128(0xe000 + n).to_string();
     let (_, text) = run(&shelf, &["events", "list", "--status", "dead"]).await;
     let wanted = "\
-EVENT                                 TYPE           SINK   STATUS  ATTEMPTS  CREATED               SENT  LAST ERROR
-00000000-0000-0000-0000-00000000e002  order.created  other  dead    1         2031-01-01T00:00:02Z  -     500 from the sink
+EVENT                                 TYPE           SINK   STATUS  ATTEMPTS  AGE       CREATED               SENT  LAST ERROR
+00000000-0000-0000-0000-00000000e002  order.created  other  dead    1         3days 4h  2031-01-01T00:00:02Z  -     500 from the sink
 ";
     assert_eq!(text, wanted);
     let (_, text) = run(&shelf, &["events", "show", &event(1)]).await;
     assert!(text.contains("Message\n  {\"type\":\"order.created\"}\nTowards\n"), "{text}");
+    let (_, text) = run(&shelf, &["events", "show", &event(2)]).await;
+    let wanted = "\
+Attempts
+  SINK   ATTEMPT  AT                    STATUS  ERROR
+  other  1        2031-01-01T00:00:03Z  500     500 from the sink
+";
+    assert!(text.ends_with(wanted), "{text}");
 
     let (exit, text) = run(&shelf, &["events", "redeliver", &event(1)]).await;
     assert_eq!((exit, text.as_str()), (Exit::Done, "1 event due again.\n"));
@@ -334,6 +341,32 @@ EVENT                                 TYPE           SINK   STATUS  ATTEMPTS  CR
     }
 }
 
+#[tokio::test]
+async fn events_are_discarded_and_counted_before() {
+    let shelf = shelf();
+    let event = |n: u128| Uuid::from_u128(0xe000 + n).to_string();
+    let all = ["events", "discard", "--status", "dead", "--type", "order.created"];
+    let dry = [all.as_slice(), &["--dry-run"]].concat();
+    let (exit, text) = run(&shelf, &dry).await;
+    let wanted = "Nothing is done. 1 dead event would be discarded.\n";
+    assert_eq!((exit, text.as_str()), (Exit::Done, wanted));
+    let (_, counted) = run_json(&shelf, &dry).await;
+    assert_eq!(counted, json!({ "discarded": 1, "dry_run": true }));
+    assert!(shelf.audit.lock().unwrap().is_empty(), "nothing is done");
+
+    let (exit, text) =
+        run(&shelf, &["events", "discard", &event(2), "--sink", "other", "--reason", "old"]).await;
+    assert_eq!((exit, text.as_str()), (Exit::Done, "1 event discarded for other.\n"));
+    let noted = shelf.audit.lock().unwrap()[0].clone();
+    assert_eq!((noted.action.as_str(), noted.why.as_deref()), ("event.discard", Some("old")));
+    let (exit, text) = run(&shelf, &all).await;
+    assert_eq!((exit, text.as_str()), (Exit::Done, "0 dead events discarded.\n"));
+    for (n, name) in [(1, "sent"), (2, "discarded"), (3, "delivering"), (9, "not_found")] {
+        let (exit, refusal) = run_json(&shelf, &["events", "discard", &event(n)]).await;
+        assert_eq!((exit, &refusal["refused"]), (Exit::Refused, &json!(name)));
+    }
+}
+
 #[test]
 fn a_command_line_that_is_not_one_has_exit_status_two() {
     for line in [
@@ -347,6 +380,9 @@ fn a_command_line_that_is_not_one_has_exit_status_two() {
         vec!["events", "redeliver"],
         vec!["events", "redeliver", ID[1], "--status", "dead"],
         vec!["events", "redeliver", "--status", "sent"],
+        vec!["events", "discard"],
+        vec!["events", "discard", ID[1], "--dry-run"],
+        vec!["events", "discard", ID[1], "--type", "order.created"],
     ] {
         assert_eq!(parse(&line).err(), Some(2), "{line:?}");
     }

@@ -2,6 +2,7 @@
 //! and the clocks of the replicas do not matter.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use http::StatusCode;
@@ -103,14 +104,18 @@ fn faketime() -> PathBuf {
         .expect("the tests need libfaketime (package faketime): see tests/all.sh")
 }
 
-/// A gateway whose wall clock is wrong by this much, `+10m` say. Its monotonic clock is right.
-fn gateway_at(offset: &str, config: &Path) -> Gateway {
-    let mut command = process::serve(config);
+/// The same command, for a process whose wall clock is wrong by this much, `+10m` say. Its monotonic clock is right.
+pub(crate) fn clock(mut command: Command, offset: &str) -> Command {
     command
         .env("LD_PRELOAD", faketime())
         .env("FAKETIME", offset)
         .env("FAKETIME_DONT_FAKE_MONOTONIC", "1")
         .env("DONT_FAKE_MONOTONIC", "1");
+    command
+}
+
+fn gateway_at(offset: &str, config: &Path) -> Gateway {
+    let command = clock(process::serve(config), offset);
     Gateway::launch(command, config).unwrap_or_else(|output| panic!("not started:\n{output}"))
 }
 

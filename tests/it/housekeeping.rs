@@ -363,6 +363,7 @@ fn sweeper(store: &Arc<dyn Store>, retention: Duration, stop: &CancellationToken
         sinks: Vec::new(),
         every: 50 * MS,
         batch: 500,
+        duty: sweep::Duty::All,
     };
     let contact = Contact::sole(Instant::now().into_std());
     let metrics = Arc::new(Metrics::default());

@@ -158,8 +158,7 @@ async fn a_redelivery_is_made_once_or_not_at_all_in_spite_of_each_loss() {
     delivered(&rig, &sink, times).await;
     let event = rig.place.rows("select id from outbox_events").await[0][0].clone().unwrap();
     let args = ["events", "redeliver", &event];
-    let inner =
-        ["-- begin_redeliver", "-- hasten\n", "-- redeliver_one\n", "-- redeliver_unwanted\n"];
+    let inner = ["-- begin_events", "-- hasten\n", "-- redeliver_one\n", "-- redeliver_unwanted\n"];
     for lost in inner.into_iter().chain([COMMIT]) {
         for loss in BOTH {
             let (code, out, errors) = desk.give_in_vain(lost, loss, &args).await;
@@ -191,7 +190,7 @@ async fn a_redelivery_of_what_is_dead_is_made_once_in_spite_of_each_loss() {
     let args = ["events", "redeliver", "--status", "dead"];
     for (n, loss) in BOTH.into_iter().enumerate() {
         rig.place.rows("update outbox_done set outcome = 'dead'").await;
-        let (code, out, errors) = desk.give_in_vain("-- redeliver_dead\n", loss, &args).await;
+        let (code, out, errors) = desk.give_in_vain(COMMIT, loss, &args).await;
         assert_eq!((code, out.as_str()), (1, ""), "{errors}");
         assert!(errors.starts_with(&doubt("events list --status dead")), "{errors}");
         let done = usize::from(loss == Loss::Answer);

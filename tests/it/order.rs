@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use oncegate::record::{Lease, LeaseView, OwnerId};
 use oncegate::relay::{self, Claimant, Settings, sink};
-use oncegate::store::{OnDead, Operator, Order, Redeliver, Store};
+use oncegate::store::{Chosen, DeadFilter, OnDead, Operator, Order, Store};
 use oncegate::telemetry::Metrics;
 use serde_json::Value;
 use tokio::sync::Notify;
@@ -155,7 +155,8 @@ async fn f25_nothing_overtakes_an_event_that_is_tried_again_and_other_keys_go_on
 }
 
 async fn f26_a_dead_head_frees_its_key_or_blocks_it_as_configured(which: Which) {
-    for on_dead in [OnDead::Free, OnDead::Block] {
+    let ways = [(OnDead::Free, false), (OnDead::Block, false), (OnDead::Block, true)];
+    for (on_dead, discarded) in ways {
         let place = Place::new(which).await;
         let store = store(&place).await;
         let well = Arc::new(AtomicBool::new(false));
@@ -184,15 +185,21 @@ async fn f26_a_dead_head_frees_its_key_or_blocks_it_as_configured(which: Which) 
             assert_eq!(store.gauges().await.unwrap().blocked, [("main".to_owned(), 1)]);
             well.store(true, SeqCst);
             let by = Operator { who: "olga".into(), why: None };
-            store.redeliver(&Redeliver::Dead { sink: None }, &by).await.unwrap();
+            let dead = Chosen::Dead(DeadFilter::default());
+            let done = if discarded {
+                store.discard(&dead, &by).await
+            } else {
+                store.redeliver(&dead, &by).await
+            };
+            assert_eq!(done.unwrap(), 1);
             relay.wake.notify_one();
         }
         let owed = "select count(*) from outbox_queue";
         happens("all are delivered", async || place.count(owed).await == 0).await;
         relay.stop().await;
         let numbers: Vec<_> = by_key(&sink)["k"].iter().map(|(n, _)| *n).collect();
-        let wanted: &[u64] =
-            if on_dead == OnDead::Block { &[0, 0, 0, 1, 2, 3] } else { &[0, 0, 1, 2, 3] };
+        let redelivered = on_dead == OnDead::Block && !discarded;
+        let wanted: &[u64] = if redelivered { &[0, 0, 0, 1, 2, 3] } else { &[0, 0, 1, 2, 3] };
         assert_eq!(numbers, wanted);
     }
 }

@@ -163,7 +163,7 @@ async fn a06_live_work_is_not_taken_over_because_it_is_old() {
 }
 
 /// Whether every thread of a process is stopped: the signal takes a moment to reach all of them.
-fn asleep(pid: u32) -> bool {
+pub(crate) fn asleep(pid: u32) -> bool {
     std::fs::read_dir(format!("/proc/{pid}/task")).expect("its threads").flatten().all(|thread| {
         let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
         stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T'))

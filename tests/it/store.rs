@@ -16,10 +16,10 @@ use oncegate::record::{
     RecordId, Scope, Settle, Spelling, State, Status, Tenant, transition,
 };
 use oncegate::store::{
-    Acknowledgement, Asker, Asking, Beat, Changed, Claim, Claimed, Completion, EventFilter,
-    EventStatus, Lane, LateEnd, LateOutcome, Objection, OnDead, Operator, Order, Over, PauseReason,
-    Proposal, RecordFilter, Redeliver, Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store,
-    Takeover, Trouble, Untold, Verdict,
+    ATTEMPTS_KEPT, Acknowledgement, Asker, Asking, AttemptRow, Beat, Changed, Chosen, Claim,
+    Claimed, Completion, DeadFilter, EventFilter, EventStatus, Lane, LateEnd, LateOutcome,
+    Objection, OnDead, Operator, Order, Over, PauseReason, Proposal, RecordFilter, Reserved,
+    Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Trouble, Untold, Verdict,
 };
 use uuid::Uuid;
 
@@ -89,6 +89,10 @@ on_every_store![
     one_probes_a_sink_at_a_time_and_a_late_probe_changes_nothing,
     a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed,
     what_is_given_back_keeps_its_attempts_and_says_what_it_met,
+    each_failed_attempt_under_a_current_claim_is_kept,
+    no_more_attempts_than_fifty_are_kept_and_they_go_with_their_event,
+    a_discarded_event_is_over_and_what_is_sent_or_in_flight_is_left_alone,
+    dead_events_are_chosen_by_what_they_are,
     the_next_due_event_is_known,
     answers_come_back_byte_for_byte,
     operators_resolve_only_what_nobody_works_on,
@@ -1101,14 +1105,14 @@ async fn of_one_ordering_key_one_event_is_claimed_and_its_verdict_wakes_the_next
     let second = claim(Lane::Fresh).await;
     assert_eq!(names(&second), ["b"], "the next is due at once");
 
-    let one = Redeliver::One { id: first[0].event_id, sink: None };
+    let one = Chosen::One { id: first[0].event_id, sink: None };
     assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
     assert!(claim(Lane::Retry).await.is_empty(), "never two of a key at once");
     say(&store, &sink, FREE, &second[0], again(MINUTE)).await;
     assert!(claim(Lane::Fresh).await.is_empty());
     let older = claim(Lane::Retry).await;
     assert_eq!(names(&older), ["a"], "the oldest is woken, whoever gave up the turn");
-    let (b, by) = (Redeliver::One { id: second[0].event_id, sink: None }, somebody());
+    let (b, by) = (Chosen::One { id: second[0].event_id, sink: None }, somebody());
     say(&store, &sink, FREE, &older[0], dead()).await;
     assert_eq!(store.redeliver(&b, &by).await.unwrap(), 1, "due at once");
     let second = claim(Lane::Retry).await;
@@ -1134,7 +1138,7 @@ async fn a_dead_event_blocks_its_ordering_key_where_that_is_asked_for(store: Tes
         rows.iter().filter(|row| row.blocks).map(|row| row.kind.as_str()).collect();
     assert_eq!(blocking, BTreeSet::from(["a", "x"]), "it is visible");
 
-    let one = Redeliver::One { id: first[0].event_id, sink: None };
+    let one = Chosen::One { id: first[0].event_id, sink: None };
     assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
     let again = in_order(&store, &sink, Lane::Retry, BLOCK).await;
     assert_eq!(names(&again), ["a"]);
@@ -1143,7 +1147,7 @@ async fn a_dead_event_blocks_its_ordering_key_where_that_is_asked_for(store: Tes
     assert_eq!(names(&next), ["b"], "the other key still waits");
     // By an operator's request the follower is looked at anew; where dead ones free their key, nothing holds it.
     let y = rows.iter().find(|row| row.kind == "y").unwrap();
-    let one = Redeliver::One { id: y.id, sink: None };
+    let one = Chosen::One { id: y.id, sink: None };
     assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
     assert!(in_order(&store, &sink, Lane::Fresh, BLOCK).await.is_empty());
     assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
@@ -1243,7 +1247,7 @@ async fn verdicts_move_events_as_they_say(store: Tested) {
     assert_eq!(row.last_error.as_deref(), Some("häß"));
     assert_eq!((row.attempts, row.sent_at), (2, None));
     assert!(row.next_attempt_at.is_some_and(|next| next > row.created_at));
-    let one = Redeliver::One { id: row.id, sink: Some(sink.clone()) };
+    let one = Chosen::One { id: row.id, sink: Some(sink.clone()) };
     assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1, "due at once");
     let fourth = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
     assert!(verdict(&store, &sink, &fourth, dead()).await);
@@ -1263,14 +1267,14 @@ async fn redelivery_goes_on_from_the_claim_number(store: Tested) {
     assert!(verdict(&store, &sink, of("dead"), dead()).await);
     assert!(verdict(&store, &sink, of("sent"), Verdict::Sent { status: Some(204) }).await);
     let by = somebody();
-    let leased = Redeliver::One { id: of("leased").event_id, sink: None };
+    let leased = Chosen::One { id: of("leased").event_id, sink: None };
     assert_eq!(store.redeliver(&leased, &by).await.unwrap(), 0, "it is on its way");
-    let all = Redeliver::Dead { sink: Some(sink.clone()) };
+    let all = Chosen::Dead(DeadFilter { sink: Some(sink.clone()), ..DeadFilter::default() });
     assert_eq!(store.redeliver(&all, &by).await.unwrap(), 1);
     assert_eq!(store.redeliver(&all, &by).await.unwrap(), 0, "once");
-    let sent = Redeliver::One { id: of("sent").event_id, sink: None };
+    let sent = Chosen::One { id: of("sent").event_id, sink: None };
     assert_eq!(store.redeliver(&sent, &by).await.unwrap(), 1);
-    let nobody = Redeliver::One { id: Uuid::new_v4(), sink: None };
+    let nobody = Chosen::One { id: Uuid::new_v4(), sink: None };
     assert_eq!(store.redeliver(&nobody, &by).await.unwrap(), 0);
     assert!(claim(&store, &sink, Lane::Fresh, 9, MINUTE).await.is_empty(), "the retry lane");
     let again = claim(&store, &sink, Lane::Retry, 9, MINUTE).await;
@@ -1285,7 +1289,7 @@ async fn redelivery_goes_on_from_the_claim_number(store: Tested) {
     }
     let audit = store.audit_of(fence.id).await.unwrap();
     let events: Vec<_> = audit.iter().filter_map(|row| row.event).collect();
-    assert_eq!(events, [of("dead").event_id, of("sent").event_id], "one row for each delivery");
+    assert_eq!(events, [of("sent").event_id], "all dead ones at once are a row of no record");
     assert!(audit.iter().all(|row| row.action == "event.redeliver" && row.who == "olga"));
 }
 
@@ -1452,13 +1456,173 @@ async fn what_is_given_back_keeps_its_attempts_and_says_what_it_met(store: Teste
     assert!(verdict(&store, &sink, &next, back(MINUTE)).await);
     assert!(claim(&store, &sink, Lane::Retry, 9, MINUTE).await.is_empty(), "not due yet");
     // Redelivered, it begins anew.
-    let row = Redeliver::One { id: next.event_id, sink: Some(sink.clone()) };
+    let row = Chosen::One { id: next.event_id, sink: Some(sink.clone()) };
     assert_eq!(store.redeliver(&row, &somebody()).await.unwrap(), 1);
     let next = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
     assert!(verdict(&store, &sink, &next, dead()).await);
     assert_eq!(store.redeliver(&row, &somebody()).await.unwrap(), 1);
     let anew = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
     assert_eq!((anew.attempts, anew.refusals), (0, 0));
+}
+
+/// What is kept of an event's attempts: which, and how it ended.
+async fn attempts(store: &Tested, event: Uuid) -> Vec<(u32, Option<u16>, Option<String>)> {
+    let rows = store.attempts_of(event).await.unwrap();
+    assert!(rows.is_sorted_by_key(|row| (row.claim_no, row.at)), "{rows:?}");
+    rows.into_iter()
+        .map(|AttemptRow { attempt, status, error, .. }| (attempt, status, error))
+        .collect()
+}
+
+async fn each_failed_attempt_under_a_current_claim_is_kept(store: Tested) {
+    let sink = sink();
+    announced(&store, &sink, &["a"]).await;
+    let retry =
+        || Verdict::Retry { delay: Duration::ZERO, status: Some(500), error: "häß".into() };
+    let failed = |n, status, error: &str| (n, Some(status), Some(error.to_owned()));
+    let stale = claim(&store, &sink, Lane::Fresh, 1, Duration::ZERO).await.remove(0);
+    let id = stale.event_id;
+    let first = claim(&store, &sink, Lane::Fresh, 1, MINUTE).await.remove(0);
+    assert!(!verdict(&store, &sink, &stale, dead()).await);
+    assert!(!verdict(&store, &sink, &stale, retry()).await);
+    assert!(verdict(&store, &sink, &first, Verdict::GivenBack).await);
+    assert_eq!(attempts(&store, id).await, [], "late ones and what is given back are no attempts");
+
+    let first = claim(&store, &sink, Lane::Fresh, 1, MINUTE).await.remove(0);
+    assert!(verdict(&store, &sink, &first, retry()).await);
+    let second = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert!(verdict(&store, &sink, &second, dead()).await);
+    assert!(!verdict(&store, &sink, &second, retry()).await, "it has ended");
+    let both = [failed(1, 500, "häß"), failed(2, 422, "no")];
+    assert_eq!(attempts(&store, id).await, both);
+
+    let again = Chosen::One { id, sink: None };
+    assert_eq!(store.redeliver(&again, &somebody()).await.unwrap(), 1);
+    assert_eq!(attempts(&store, id).await, both, "a redelivery forgets nothing");
+    for so_far in [3, 4] {
+        let anew = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+        assert!(verdict(&store, &sink, &anew, Verdict::Sent { status: Some(202) }).await);
+        let rows = attempts(&store, id).await;
+        assert_eq!((rows.len(), rows.last()), (so_far, Some(&(1, Some(202), None))));
+        assert_eq!(store.redeliver(&again, &somebody()).await.unwrap(), 1);
+        assert_eq!(attempts(&store, id).await, rows, "nor that it was taken once");
+    }
+    let at: Vec<_> = store.attempts_of(id).await.unwrap().iter().map(|row| row.at).collect();
+    assert!(at.is_sorted(), "{at:?}");
+}
+
+async fn no_more_attempts_than_fifty_are_kept_and_they_go_with_their_event(store: Tested) {
+    let sink = sink();
+    let (_, fence) = announced(&store, &sink, &["a", "other"]).await;
+    let claimed = claim(&store, &sink, Lane::Fresh, 2, MINUTE).await;
+    let retry =
+        |n: u32| Verdict::Retry { delay: Duration::ZERO, status: None, error: n.to_string() };
+    let (mut one, other) = (claimed[0].clone(), claimed[1].clone());
+    for n in 1..=53 {
+        assert!(verdict(&store, &sink, &one, retry(n)).await);
+        one = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    }
+    let rows = attempts(&store, one.event_id).await;
+    let kept: Vec<_> = rows.iter().map(|(n, _, error)| (*n, error.clone().unwrap())).collect();
+    let newest: Vec<_> = (4..=53).map(|n: u32| (n, n.to_string())).collect();
+    assert_eq!(kept, newest, "the newest");
+    assert_eq!(u32::try_from(kept.len()).unwrap(), ATTEMPTS_KEPT);
+
+    assert!(verdict(&store, &sink, &other, retry(1)).await);
+    assert!(verdict(&store, &sink, &one, Verdict::Sent { status: Some(200) }).await);
+    happens("the delivered one is over", SOON, async || {
+        store.sweep_events(Duration::ZERO, 10).await.unwrap() == 1
+    })
+    .await;
+    assert_eq!(attempts(&store, one.event_id).await, []);
+    assert_eq!(attempts(&store, other.event_id).await.len(), 1, "those of others stay");
+    assert_eq!(events(&store, fence).await, [(EventStatus::Pending, 1)]);
+}
+
+async fn a_discarded_event_is_over_and_what_is_sent_or_in_flight_is_left_alone(store: Tested) {
+    let sink = sink();
+    let kinds = ["dead", "sent", "leased", "pending", "failed"];
+    let (_, fence) = announced(&store, &sink, &kinds).await;
+    let claimed = claim(&store, &sink, Lane::Fresh, 9, MINUTE).await;
+    let of = |kind: &str| claimed.iter().find(|claimed| claimed.kind == kind).unwrap();
+    let retry = Verdict::Retry { delay: Duration::ZERO, status: Some(500), error: "x".into() };
+    assert!(verdict(&store, &sink, of("dead"), dead()).await);
+    assert!(verdict(&store, &sink, of("sent"), Verdict::Sent { status: Some(204) }).await);
+    assert!(verdict(&store, &sink, of("pending"), Verdict::GivenBack).await);
+    assert!(verdict(&store, &sink, of("failed"), retry.clone()).await);
+    let by = somebody();
+    for (kind, count) in [("dead", 1), ("sent", 0), ("leased", 0), ("pending", 1), ("failed", 1)] {
+        let elsewhere = Chosen::One { id: of(kind).event_id, sink: Some("another".into()) };
+        assert_eq!(store.discard(&elsewhere, &by).await.unwrap(), 0, "{kind}");
+        let one = Chosen::One { id: of(kind).event_id, sink: None };
+        assert_eq!(store.discard(&one, &by).await.unwrap(), count, "{kind}");
+        assert_eq!(store.discard(&one, &by).await.unwrap(), 0, "{kind}: once");
+    }
+    let filter = EventFilter { record: Some(fence.id), limit: 9, ..EventFilter::default() };
+    for row in store.list_events(&filter).await.unwrap() {
+        let wanted = match row.kind.as_str() {
+            "sent" => (EventStatus::Sent, 1, None),
+            "leased" => (EventStatus::Pending, 0, None),
+            "dead" => (EventStatus::Discarded, 1, Some("no")),
+            "failed" => (EventStatus::Discarded, 1, Some("x")),
+            _ => (EventStatus::Discarded, 0, None),
+        };
+        assert_eq!((row.status, row.attempts, row.last_error.as_deref()), wanted, "{}", row.kind);
+    }
+    for lane in [Lane::Fresh, Lane::Retry] {
+        assert!(claim(&store, &sink, lane, 9, MINUTE).await.is_empty(), "nothing is owed");
+    }
+    assert!(verdict(&store, &sink, of("leased"), Verdict::Sent { status: Some(200) }).await);
+    let audit = store.audit_of(fence.id).await.unwrap();
+    let noted: Vec<_> = audit.iter().filter_map(|row| row.event).collect();
+    assert_eq!(noted, ["dead", "pending", "failed"].map(|kind| of(kind).event_id));
+    assert!(audit.iter().all(|row| row.action == "event.discard" && row.who == "olga"));
+
+    // It may still be sent by name, under a number that no late worker has.
+    let id = of("failed").event_id;
+    let any = Chosen::One { id, sink: None };
+    assert_eq!(store.redeliver(&any, &by).await.unwrap(), 0, "it was given up");
+    let named = Chosen::One { id, sink: Some(sink.clone()) };
+    assert_eq!(store.redeliver(&named, &by).await.unwrap(), 1);
+    let anew = claim(&store, &sink, Lane::Retry, 9, MINUTE).await.remove(0);
+    assert!(anew.claim_no > of("failed").claim_no + 1 && anew.attempts == 0, "{anew:?}");
+    assert!(!verdict(&store, &sink, of("failed"), retry).await);
+}
+
+async fn dead_events_are_chosen_by_what_they_are(store: Tested) {
+    let (this, that) = (sink(), sink());
+    let mut tenants = Vec::new();
+    for sink in [&this, &that] {
+        let (scope, _) = announced(&store, sink, &["a", "b", "alive"]).await;
+        for claimed in claim(&store, sink, Lane::Fresh, 9, MINUTE).await {
+            let end = if claimed.kind == "alive" { Verdict::GivenBack } else { dead() };
+            assert!(verdict(&store, sink, &claimed, end).await);
+        }
+        tenants.push(scope.tenant.to_string());
+    }
+    let all = DeadFilter::default;
+    for (filter, count) in [
+        (all(), 4),
+        (DeadFilter { sink: Some(this.clone()), ..all() }, 2),
+        (DeadFilter { kind: Some("a".into()), ..all() }, 2),
+        (DeadFilter { tenant: Some(tenants[1].clone()), ..all() }, 2),
+        (DeadFilter { operation: Some("orders.create".into()), ..all() }, 4),
+        (DeadFilter { operation: Some("none".into()), ..all() }, 0),
+        (DeadFilter { since: Some(MINUTE), ..all() }, 4),
+        (DeadFilter { since: Some(Duration::ZERO), ..all() }, 0),
+        (DeadFilter { sink: Some(this.clone()), kind: Some("b".into()), ..all() }, 1),
+    ] {
+        assert_eq!(store.count_dead(&filter).await.unwrap(), count, "{filter:?}");
+    }
+    let by = somebody();
+    let b = DeadFilter { sink: Some(this.clone()), kind: Some("b".into()), ..all() };
+    assert_eq!(store.discard(&Chosen::Dead(b), &by).await.unwrap(), 1);
+    let of_this = DeadFilter { tenant: Some(tenants[0].clone()), ..all() };
+    assert_eq!(store.redeliver(&Chosen::Dead(of_this), &by).await.unwrap(), 1);
+    let due = claim(&store, &this, Lane::Retry, 9, MINUTE).await;
+    assert_eq!(due.iter().map(|claimed| claimed.kind.as_str()).collect::<Vec<_>>(), ["a"]);
+    assert!(claim(&store, &that, Lane::Retry, 9, MINUTE).await.is_empty());
+    assert_eq!(store.count_dead(&all()).await.unwrap(), 2, "the other sink's");
 }
 
 async fn the_next_due_event_is_known(store: Tested) {

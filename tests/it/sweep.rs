@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use oncegate::lease::Contact;
 use oncegate::store::Gauges;
-use oncegate::sweep::{self, Settings};
+use oncegate::sweep::{self, Duty, Settings};
 use oncegate::telemetry::Metrics;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -30,6 +30,7 @@ fn start(fake: &Arc<Fake>, contact: Contact) -> Running {
         unknown_events: None,
         every: Duration::from_secs(30),
         batch: 100,
+        duty: Duty::All,
     };
     let (stop, metrics) = (CancellationToken::new(), Arc::new(Metrics::default()));
     let run = sweep::run(fake.clone(), settings, contact, Arc::clone(&metrics), stop.clone());

@@ -66,6 +66,11 @@ const MIGRATIONS: &[Migration] = &[
         name: "order",
         sql: include_str!("../../../migrations/postgres/0009_order.sql"),
     },
+    Migration {
+        version: 10,
+        name: "attempts",
+        sql: include_str!("../../../migrations/postgres/0010_attempts.sql"),
+    },
 ];
 
 /// The version that this program knows.

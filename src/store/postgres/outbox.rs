@@ -172,6 +172,24 @@ pub(super) fn claimed(row: &Row) -> Result<Claimed, Error> {
     })
 }
 
+/// Keeps the failed attempts of a common table: in the ring of their event and sink, over the oldest.
+macro_rules! note_attempts {
+    ($from:literal) => {
+        concat!(
+            ",
+noted AS (
+    INSERT INTO outbox_attempts (event_id, sink, slot, claim_no, attempt, at, status, error)
+    SELECT event_id, sink, claim_no % 50, claim_no, attempts, clock_timestamp(), status, error
+    FROM ",
+            $from,
+            " ORDER BY event_id
+    ON CONFLICT (event_id, sink, slot) DO UPDATE
+    SET claim_no = excluded.claim_no, attempt = excluded.attempt, at = excluded.at,
+        status = excluded.status, error = excluded.error)"
+        )
+    };
+}
+
 // A lease of '-infinity': the claim of this number has got its verdict already. So a verdict that is said twice, as
 // after a lost answer, counts once.
 pub(super) const FINISH: &str = concat!(
@@ -198,7 +216,9 @@ kept AS (
     ON CONFLICT (event_id, sink) DO UPDATE
     SET outcome = excluded.outcome, claim_no = excluded.claim_no, attempts = excluded.attempts,
         last_status = excluded.last_status, last_error = excluded.last_error,
-        finished_at = excluded.finished_at)
+        finished_at = excluded.finished_at)",
+    note_attempts!("gone WHERE outcome = 'dead'"),
+    "
 SELECT event_id, ordering_key FROM gone"
 );
 
@@ -214,19 +234,24 @@ found AS (
     SELECT x.*, q.place FROM x CROSS JOIN ",
     row_of!("x", "$1"),
     "
-    WHERE q.event_id = x.event_id AND q.sink = $1)
-UPDATE outbox_queue q
-SET lease_until = '-infinity',
-    lane = CASE WHEN x.delay IS NULL THEN q.lane ELSE 1 END,
-    attempts = q.attempts + x.attempts,
-    refusals = q.refusals + x.refusals,
-    next_attempt_at = CASE WHEN x.delay IS NULL THEN q.next_attempt_at
-                           ELSE clock_timestamp() + make_interval(secs => x.delay) END,
-    last_status = CASE WHEN x.delay IS NULL THEN q.last_status ELSE x.status END,
-    last_error = CASE WHEN x.delay IS NULL THEN q.last_error ELSE x.error END
-FROM found x
-WHERE q.ctid = x.place AND q.claim_no = x.claim_no AND q.lease_until <> '-infinity'
-RETURNING q.event_id, q.ordering_key"
+    WHERE q.event_id = x.event_id AND q.sink = $1),
+freed AS (
+    UPDATE outbox_queue q
+    SET lease_until = '-infinity',
+        lane = CASE WHEN x.delay IS NULL THEN q.lane ELSE 1 END,
+        attempts = q.attempts + x.attempts,
+        refusals = q.refusals + x.refusals,
+        next_attempt_at = CASE WHEN x.delay IS NULL THEN q.next_attempt_at
+                               ELSE clock_timestamp() + make_interval(secs => x.delay) END,
+        last_status = CASE WHEN x.delay IS NULL THEN q.last_status ELSE x.status END,
+        last_error = CASE WHEN x.delay IS NULL THEN q.last_error ELSE x.error END
+    FROM found x
+    WHERE q.ctid = x.place AND q.claim_no = x.claim_no AND q.lease_until <> '-infinity'
+    RETURNING q.event_id, q.sink, q.claim_no, q.attempts, x.status, x.error,
+              x.attempts > 0 AS counted, q.ordering_key)",
+    note_attempts!("freed WHERE counted"),
+    "
+SELECT event_id, ordering_key FROM freed"
 );
 
 /// Parallel arrays of verdicts that end a delivery, and of those that free it again.
@@ -427,7 +452,8 @@ WITH gone AS (
     old_enough!("m.id"),
     "
     RETURNING m.id),
-done AS (DELETE FROM outbox_done d USING gone WHERE d.event_id = gone.id)
+done AS (DELETE FROM outbox_done d USING gone WHERE d.event_id = gone.id),
+tried AS (DELETE FROM outbox_attempts a USING gone WHERE a.event_id = gone.id)
 SELECT count(*) AS count FROM gone"
 );
 

@@ -161,6 +161,7 @@ pub(super) fn event_row(row: &Row) -> Result<EventRow, Error> {
         next_attempt_at: get::<Option<SystemTime>>(row, "next_attempt_at")?,
         last_error: get(row, "last_error")?,
         created_at: get(row, "created_at")?,
+        age: duration(get(row, "age")?),
         sent_at: get(row, "sent_at")?,
         blocks: get(row, "blocks")?,
     })

@@ -102,6 +102,7 @@ pub(super) async fn show_record(door: &Door, id: RecordId) -> Result<Option<Reco
 const LIST_EVENTS: &str = "-- list_events
 SELECT id, event_key, event_type, tenant_id, operation, idempotency_key, record_id, sink,
        ordering_key, payload, status, attempts, next_attempt_at, last_error, created_at, sent_at,
+       extract(epoch FROM clock_timestamp() - created_at)::float8 AS age,
        status = 'dead' AND EXISTS (
            SELECT FROM outbox_turns t
            WHERE t.sink = e.sink AND t.ordering_key = e.ordering_key AND t.event_id = e.id
@@ -110,7 +111,7 @@ FROM outbox_events e
 WHERE ($1 IS NULL OR id = $1) AND ($2 IS NULL OR record_id = $2)
   AND ($3 IS NULL OR tenant_id = $3) AND ($4 IS NULL OR operation = $4)
   AND ($5 IS NULL OR idempotency_key = $5) AND ($6 IS NULL OR sink = $6)
-  AND ($7 IS NULL OR status = $7)
+  AND ($7 IS NULL OR status = $7) AND ($13 IS NULL OR event_type = $13)
   AND ($8 IS NULL OR created_at >= (SELECT clock_timestamp() - make_interval(secs => $8)))
   AND ($9 IS NULL OR (created_at, id, sink) < ($9, $10, $11))
 ORDER BY created_at DESC, id DESC, sink DESC LIMIT $12";
@@ -136,6 +137,7 @@ pub(super) async fn list_events(door: &Door, filter: &EventFilter) -> Result<Vec
         (&after_id, Type::UUID),
         (&after_sink, Type::TEXT),
         (&limit, Type::INT8),
+        (&filter.kind, Type::TEXT),
     ];
     door.read(LIST_EVENTS, params).await?.iter().map(rows::event_row).collect()
 }

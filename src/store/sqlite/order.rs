@@ -115,7 +115,7 @@ pub(super) fn key_of(tx: &Tx<'_>, sink: &str, id: Uuid) -> rusqlite::Result<Opti
 pub(super) fn pass_on(
     tx: &Tx<'_>,
     sink: &str,
-    id: Uuid,
+    id: &str,
     key: &str,
     blocks: bool,
 ) -> rusqlite::Result<()> {
@@ -128,7 +128,6 @@ pub(super) fn pass_on(
         WHERE sink = ?1 AND event_id <> ?3 AND event_id = (
           SELECT event_id FROM outbox_queue WHERE sink = ?1 AND ordering_key = ?2
           ORDER BY created_at, seq, event_id LIMIT 1)";
-    let id = id.to_string();
     tx.execute(if blocks { DEAD } else { END }, params![sink, key, id])?;
     tx.execute(WAKE, params![sink, key, id, tx.now]).map(drop)
 }

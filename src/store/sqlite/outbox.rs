@@ -1,5 +1,5 @@
 //! The outbox: events are written with their record's completion, claimed under a lease, acknowledged under a claim
-//! number, and redelivered or swept once they ended.
+//! number, and swept once they ended.
 //!
 //! A message is written once. A row in `outbox_queue` stands exactly while a delivery is owed; a row in
 //! `outbox_done` says how it ended. An event and sink are in one of the two, never in both: each change moves the row
@@ -11,10 +11,7 @@ use bytes::Bytes;
 use rusqlite::params;
 use uuid::Uuid;
 
-use super::super::{
-    Acknowledgement, Claim, Claimed, Lane, Operator, Order, Over, Redeliver, Verdict,
-};
-use super::operator::{Action, audit};
+use super::super::{Acknowledgement, Claim, Claimed, Lane, Order, Over, Verdict};
 use super::order::{self, Look};
 use super::row::{self, left, micros};
 use super::thread::Tx;
@@ -152,7 +149,7 @@ pub(super) fn acknowledge(
         }
         current.push(id);
         if let Some((key, on_dead)) = ordered {
-            order::pass_on(tx, sink, id, &key, order::blocks(verdict, on_dead))?;
+            order::pass_on(tx, sink, &id.to_string(), &key, order::blocks(verdict, on_dead))?;
         }
     }
     Ok(current)
@@ -167,12 +164,17 @@ fn acknowledge_one(tx: &Tx<'_>, sink: &str, ack: &Acknowledgement) -> rusqlite::
     let id = ack.event_id.to_string();
     let rows = match &ack.verdict {
         Verdict::Sent { status } => end(tx, sink, ack, "sent", *status, None)?,
-        Verdict::Dead { status, error } => end(tx, sink, ack, "dead", *status, Some(error))?,
+        Verdict::Dead { status, error } => {
+            note_attempt(tx, sink, ack, *status, error)?;
+            end(tx, sink, ack, "dead", *status, Some(error))?
+        }
         Verdict::Retry { delay, status, error } => {
+            note_attempt(tx, sink, ack, *status, error)?;
             let next = tx.now + micros(*delay);
             tx.execute(OWED, params![id, sink, ack.claim_no, next, status, error, 1, 0])?
         }
         Verdict::Refused { delay, status, error } => {
+            note_attempt(tx, sink, ack, *status, error)?;
             let next = tx.now + micros(*delay);
             tx.execute(OWED, params![id, sink, ack.claim_no, next, status, error, 1, 1])?
         }
@@ -183,6 +185,22 @@ fn acknowledge_one(tx: &Tx<'_>, sink: &str, ack: &Acknowledgement) -> rusqlite::
         Verdict::GivenBack => tx.execute(BACK, params![id, sink, ack.claim_no])?,
     };
     Ok(rows > 0)
+}
+
+/// Keeps a failed attempt whose claim is current: in the ring of its event and sink, over the oldest.
+fn note_attempt(
+    tx: &Tx<'_>,
+    sink: &str,
+    ack: &Acknowledgement,
+    status: Option<u16>,
+    error: &str,
+) -> rusqlite::Result<()> {
+    const NOTE: &str = "INSERT OR REPLACE INTO outbox_attempts
+          (event_id, sink, slot, claim_no, attempt, at, status, error)
+        SELECT event_id, sink, claim_no % 50, claim_no, attempts + 1, ?4, ?5, ?6 FROM outbox_queue
+        WHERE event_id = ?1 AND sink = ?2 AND claim_no = ?3";
+    let id = ack.event_id.to_string();
+    tx.execute(NOTE, params![id, sink, ack.claim_no, tx.now, status, error]).map(drop)
 }
 
 /// Moves a row from what is owed to what ended; the attempt that ended it counts.
@@ -233,91 +251,10 @@ pub(super) fn sweep(tx: &Tx<'_>, retention: Duration, limit: u32) -> rusqlite::R
     let mut swept = 0;
     for id in &ended {
         tx.execute("DELETE FROM outbox_done WHERE event_id = ?1", [id])?;
+        tx.execute("DELETE FROM outbox_attempts WHERE event_id = ?1", [id])?;
         swept += tx.execute("DELETE FROM outbox_messages WHERE id = ?1", [id])? as u64;
     }
     Ok(swept)
-}
-
-/// An ended delivery that goes back into the queue: event, sink as it stands, sink to which it goes, how it ended.
-type Again = (String, String, String, String);
-
-pub(super) fn redeliver(tx: &Tx<'_>, which: &Redeliver, by: &Operator) -> rusqlite::Result<u64> {
-    match which {
-        Redeliver::One { id, sink } => redeliver_one(tx, *id, sink.as_deref(), by),
-        Redeliver::Dead { sink } => redeliver_dead(tx, sink.as_deref(), by),
-    }
-}
-
-fn redeliver_one(
-    tx: &Tx<'_>,
-    id: Uuid,
-    sink: Option<&str>,
-    by: &Operator,
-) -> rusqlite::Result<u64> {
-    // Without a sink: what was delivered or given up. With one: also what was discarded, if only for want of a sink.
-    const ENDED: &str = "SELECT event_id, sink, coalesce(?2, sink), outcome FROM outbox_done
-        WHERE event_id = ?1 AND ((?2 IS NULL AND outcome IN ('sent', 'dead'))
-          OR sink = ?2 OR (?2 <> '' AND sink = '' AND outcome = 'discarded'))";
-    const DUE: &str = "UPDATE outbox_queue SET next_attempt_at = min(next_attempt_at, ?3)
-        WHERE event_id = ?1 AND (?2 IS NULL OR sink = ?2) AND lease_until <= ?3 RETURNING sink";
-    let id = id.to_string();
-    let due: Vec<String> = tx.rows(DUE, params![id, sink, tx.now], |row| row.get(0))?;
-    for sink in &due {
-        note_redelivery(tx, &id, sink, "pending", by)?;
-    }
-    let ended: Vec<Again> = tx.rows(ENDED, params![id, sink], again)?;
-    Ok(due.len() as u64 + queue_again(tx, &ended, by)?)
-}
-
-fn redeliver_dead(tx: &Tx<'_>, sink: Option<&str>, by: &Operator) -> rusqlite::Result<u64> {
-    const DEAD: &str = "SELECT event_id, sink, sink, outcome FROM outbox_done
-        WHERE outcome = 'dead' AND (?1 IS NULL OR sink = ?1)";
-    let dead: Vec<Again> = tx.rows(DEAD, params![sink], again)?;
-    queue_again(tx, &dead, by)
-}
-
-/// An audit row for each delivery, so that the life of every record tells of it.
-fn note_redelivery(
-    tx: &Tx<'_>,
-    event: &str,
-    sink: &str,
-    status: &str,
-    by: &Operator,
-) -> rusqlite::Result<()> {
-    const RECORD: &str = "SELECT record_id FROM outbox_messages WHERE id = ?1";
-    let record = tx.first(RECORD, [event], |row| row::uuid(row, 0))?;
-    let detail = serde_json::json!({ "sink": sink, "status": status });
-    let event = event.parse().ok();
-    audit(
-        tx,
-        by,
-        &Action { name: "event.redeliver", record: record.map(Into::into), event, detail },
-    )
-}
-
-fn again(row: &rusqlite::Row<'_>) -> rusqlite::Result<Again> {
-    Ok((row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?))
-}
-
-fn queue_again(tx: &Tx<'_>, ended: &[Again], by: &Operator) -> rusqlite::Result<u64> {
-    const QUEUE: &str = "INSERT INTO outbox_queue (event_id, sink, lane, next_attempt_at, claim_no,
-          ordering_key, seq, created_at, last_status, last_error)
-        SELECT d.event_id, ?3, 1, ?4, d.claim_no + 1, m.ordering_key, m.seq, m.created_at,
-          d.last_status, d.last_error
-        FROM outbox_done d JOIN outbox_messages m ON m.id = d.event_id
-        WHERE d.event_id = ?1 AND d.sink = ?2
-        ON CONFLICT (event_id, sink) DO NOTHING";
-    const DONE: &str = "DELETE FROM outbox_done WHERE event_id = ?1 AND sink = ?2";
-    let mut queued = 0;
-    for (id, from, to, outcome) in ended {
-        let rows = tx.execute(QUEUE, params![id, from, to, tx.now])?;
-        if rows > 0 {
-            note_redelivery(tx, id, to, outcome, by)?;
-        }
-        queued += rows as u64;
-        tx.execute(DONE, params![id, from])?;
-    }
-    Ok(queued)
 }
 
 /// How much is owed and how much was given up, by sink.

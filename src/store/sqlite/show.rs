@@ -8,9 +8,10 @@ use rusqlite::{Row, params, params_from_iter};
 use uuid::Uuid;
 
 use super::super::{EventFilter, EventRow, EventStatus, Gauges, RecordFilter, RecordRow};
-use super::row::{self, micros, stored};
+use super::order;
+use super::outbox;
+use super::row::{self, left, micros, stored};
 use super::thread::Tx;
-use super::{order, outbox};
 use crate::record::{OwnerId, RecordId};
 
 /// Conditions and their values, joined by AND.
@@ -88,7 +89,8 @@ pub(super) fn show_record(tx: &Tx<'_>, id: RecordId) -> rusqlite::Result<Option<
     tx.first(&sql, params![tx.now, id.to_string()], record_row)
 }
 
-fn event_row(row: &Row<'_>) -> rusqlite::Result<EventRow> {
+fn event_row(row: &Row<'_>, now: i64) -> rusqlite::Result<EventRow> {
+    let created_at: i64 = row.get(14)?;
     Ok(EventRow {
         id: row::uuid(row, 0)?,
         event_key: row.get(1)?,
@@ -102,7 +104,8 @@ fn event_row(row: &Row<'_>) -> rusqlite::Result<EventRow> {
         attempts: row.get(11)?,
         next_attempt_at: row.get::<_, Option<i64>>(12)?.map(row::time),
         last_error: row.get(13)?,
-        created_at: row::time(row.get(14)?),
+        created_at: row::time(created_at),
+        age: left(now, created_at),
         sent_at: row.get::<_, Option<i64>>(15)?.map(row::time),
         blocks: row.get(16)?,
     })
@@ -169,6 +172,7 @@ impl Arm {
         query.equal("tenant_id", filter.tenant.as_deref());
         query.equal("operation", filter.operation.as_deref());
         query.equal("idempotency_key", filter.key.as_deref());
+        query.equal("event_type", filter.kind.as_deref());
         query.equal("x.sink", filter.sink.as_deref());
         if let Some(since) = filter.since {
             query.and("m.created_at >= ?", [(now - micros(since)).into()]);
@@ -190,7 +194,7 @@ pub(super) fn list_events(tx: &Tx<'_>, filter: &EventFilter) -> rusqlite::Result
     let mut sql = texts.join(" UNION ALL ");
     sql.push_str(" ORDER BY created_at DESC, id DESC, sink DESC LIMIT ?");
     values.push(i64::from(filter.limit).into());
-    tx.rows(&sql, params_from_iter(values), event_row)
+    tx.rows(&sql, params_from_iter(values), |row| event_row(row, tx.now))
 }
 
 pub(super) fn database_id(tx: &Tx<'_>) -> rusqlite::Result<Uuid> {

@@ -418,7 +418,16 @@ impl Store for Fake {
     async fn operator_complete(&self, _: &Completion, _: &Operator) -> Result<Acted, Error> {
         no()
     }
-    async fn redeliver(&self, _: &Redeliver, _: &Operator) -> Result<u64, Error> {
+    async fn redeliver(&self, _: &Chosen, _: &Operator) -> Result<u64, Error> {
+        no()
+    }
+    async fn discard(&self, _: &Chosen, _: &Operator) -> Result<u64, Error> {
+        no()
+    }
+    async fn count_dead(&self, _: &DeadFilter) -> Result<u64, Error> {
+        no()
+    }
+    async fn attempts_of(&self, _: Uuid) -> Result<Vec<AttemptRow>, Error> {
         no()
     }
     async fn audit_of(&self, _: RecordId) -> Result<Vec<AuditRow>, Error> {

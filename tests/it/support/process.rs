@@ -18,7 +18,7 @@ pub fn free_port() -> u16 {
     listener.local_addr().expect("its address").port()
 }
 
-/// A running `oncegate serve`. Killed when dropped.
+/// A running `oncegate serve`, or `oncegate relay`. Killed when dropped.
 pub struct Gateway {
     child: Child,
     pub addr: SocketAddr,
@@ -50,7 +50,20 @@ pub fn serve(config: &Path) -> Command {
     command
 }
 
+/// The command line of `relay`.
+pub fn relay(config: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oncegate"));
+    command.args(["relay", "--config"]).arg(config);
+    command
+}
+
 impl Gateway {
+    /// Starts `relay` with this configuration file and waits until it is ready.
+    pub fn relay(config: &Path) -> Self {
+        Self::launch(relay(config), config)
+            .unwrap_or_else(|output| panic!("the relay did not start:\n{output}"))
+    }
+
     /// Starts `serve` with this configuration file and waits until it is ready.
     pub fn start(config: &Path) -> Self {
         Self::try_start(config)
@@ -103,10 +116,10 @@ impl Gateway {
         match line.recv_timeout(PATIENCE) {
             Ok(json) => {
                 let ready: serde_json::Value = serde_json::from_str(&json).expect("a ready line");
-                let addr = |name: &str| {
-                    ready[name].as_str().expect("an address").parse().expect("an address")
-                };
-                let (addr, admin) = (addr("listen"), addr("admin"));
+                let read = |name: &str| Some(ready[name].as_str()?.parse().expect("an address"));
+                let admin = read("admin").expect("an address");
+                // A relay alone has no other.
+                let addr = read("listen").unwrap_or(admin);
                 Ok(Self { child, addr, admin, config: config.into(), log })
             }
             Err(_) => {

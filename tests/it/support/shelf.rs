@@ -15,10 +15,10 @@ use oncegate::record::{
     Scope, Spelling, Status, Tenant,
 };
 use oncegate::store::{
-    Acknowledgement, Acted, Asking, AuditRow, Beat, Changed, Claim, Claimed, Completion, Due,
-    Error, EventFilter, EventRow, EventStatus, Gauges, LateOutcome, Objection, Operator, Order,
-    Over, Pause, PauseReason, Proposal, RecordFilter, RecordRow, Redeliver, Reserved, Settled,
-    SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
+    Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
+    Completion, DeadFilter, Due, Error, EventFilter, EventRow, EventStatus, Gauges, LateOutcome,
+    Objection, Operator, Order, Over, Pause, PauseReason, Proposal, RecordFilter, RecordRow,
+    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
 };
 use uuid::Uuid;
 
@@ -116,6 +116,7 @@ pub(crate) fn event(number: u128, record: &RecordRow, sink: &str, status: EventS
         next_attempt_at: None,
         last_error: (status == EventStatus::Dead).then(|| "500 from the sink".to_owned()),
         created_at: at(u64::try_from(number).unwrap()),
+        age: Duration::from_secs(3 * 86_400 + 4 * 3600 + 17),
         sent_at: (status == EventStatus::Sent).then(|| at(90)),
         blocks: false,
     }
@@ -156,6 +157,32 @@ impl Shelf {
         });
     }
 
+    /// Gives the chosen events of these states another one; how many.
+    fn act(
+        &self,
+        action: &str,
+        which: &Chosen,
+        from: &[EventStatus],
+        to: EventStatus,
+        by: &Operator,
+    ) -> u64 {
+        let mut count = 0;
+        for row in self.events.lock().unwrap().iter_mut() {
+            let chosen = match which {
+                Chosen::One { id, sink } => {
+                    row.id == *id && from.contains(&row.status) && is(sink.as_ref(), &row.sink)
+                }
+                Chosen::Dead(filter) => fits(filter, row),
+            };
+            if chosen {
+                row.status = to;
+                count += 1;
+            }
+        }
+        self.note(action, None, None, by);
+        count
+    }
+
     /// The record at this fence, or why it may not be acted on.
     fn fenced(&self, fence: Fence) -> Result<RecordRow, Objection> {
         let row = self.records.lock().unwrap().get(&fence.id).cloned();
@@ -176,6 +203,14 @@ fn unavailable() -> Error {
 
 fn is(wanted: Option<&String>, value: &str) -> bool {
     wanted.is_none_or(|wanted| wanted == value)
+}
+
+fn fits(filter: &DeadFilter, row: &EventRow) -> bool {
+    row.status == EventStatus::Dead
+        && is(filter.sink.as_ref(), &row.sink)
+        && is(filter.kind.as_ref(), &row.kind)
+        && is(filter.tenant.as_ref(), row.scope.tenant.as_str())
+        && is(filter.operation.as_ref(), row.scope.operation.as_str())
 }
 
 #[async_trait]
@@ -210,6 +245,7 @@ impl Store for Shelf {
         rows.retain(|row| {
             filter.id.is_none_or(|id| id == row.id)
                 && filter.record.is_none_or(|record| record == row.record)
+                && is(filter.kind.as_ref(), &row.kind)
                 && is(filter.sink.as_ref(), &row.sink)
                 && filter.status.is_none_or(|status| status == row.status)
                 && filter.after.as_ref().is_none_or(|after| place(row) < *after)
@@ -256,25 +292,36 @@ impl Store for Shelf {
         Ok(Ok(()))
     }
 
-    async fn redeliver(&self, which: &Redeliver, by: &Operator) -> Result<u64, Error> {
+    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
         self.reach().await?;
-        let mut count = 0;
-        for row in self.events.lock().unwrap().iter_mut() {
-            let (fits, sink) = match which {
-                // Here a pending event is always one that is being delivered.
-                Redeliver::One { id, sink } => {
-                    let idle = matches!(row.status, EventStatus::Sent | EventStatus::Dead);
-                    (row.id == *id && idle, sink)
-                }
-                Redeliver::Dead { sink } => (row.status == EventStatus::Dead, sink),
-            };
-            if fits && is(sink.as_ref(), &row.sink) {
-                row.status = EventStatus::Pending;
-                count += 1;
-            }
-        }
-        self.note("event.redeliver", None, None, by);
-        Ok(count)
+        // Here a pending event is always one that is being delivered.
+        let idle = [EventStatus::Sent, EventStatus::Dead];
+        Ok(self.act("event.redeliver", which, &idle, EventStatus::Pending, by))
+    }
+
+    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+        self.reach().await?;
+        Ok(self.act("event.discard", which, &[EventStatus::Dead], EventStatus::Discarded, by))
+    }
+
+    async fn count_dead(&self, which: &DeadFilter) -> Result<u64, Error> {
+        self.reach().await?;
+        let events = self.events.lock().unwrap();
+        Ok(events.iter().filter(|row| fits(which, row)).count() as u64)
+    }
+
+    async fn attempts_of(&self, event: Uuid) -> Result<Vec<AttemptRow>, Error> {
+        self.reach().await?;
+        let failed = |row: &EventRow| AttemptRow {
+            sink: row.sink.clone(),
+            claim_no: 1,
+            attempt: row.attempts,
+            at: row.created_at + Duration::from_secs(1),
+            status: row.last_error.as_ref().map(|_| 500),
+            error: row.last_error.clone(),
+        };
+        let events = self.events.lock().unwrap();
+        Ok(events.iter().filter(|row| row.id == event).map(failed).collect())
     }
 
     async fn audit_of(&self, record: RecordId) -> Result<Vec<AuditRow>, Error> {

@@ -9,6 +9,7 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 use standardwebhooks::Webhook;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
@@ -52,6 +53,8 @@ pub(crate) enum Act {
     Silence,
     /// First a pause.
     After(Duration, Box<Self>),
+    /// Not before this is true.
+    When(watch::Receiver<bool>, Box<Self>),
 }
 
 pub(crate) const OK: Act = Act::Answer(200, "");
@@ -217,6 +220,10 @@ async fn play(stream: &mut TcpStream, act: Act) -> bool {
         }
         Act::After(pause, act) => {
             tokio::time::sleep(pause).await;
+            Box::pin(play(stream, *act)).await
+        }
+        Act::When(mut gate, act) => {
+            drop(gate.wait_for(|open| *open).await);
             Box::pin(play(stream, *act)).await
         }
     }

@@ -1,0 +1,288 @@
+//! What operators do to events by hand, and the attempts that they look at.
+//!
+//! - Each action and its row in `audit_log` are one transaction. One event is a row for each of its sinks; all dead ones at
+//!   once are one row, which says which ones and grows with each piece.
+//! - What is being delivered is left alone: under a running claim nothing is redelivered or discarded.
+//! - Claim numbers go on where they stood, so that no late worker's number fits again.
+
+use rusqlite::types::Value;
+use rusqlite::{params, params_from_iter};
+use uuid::Uuid;
+
+use super::super::{AttemptRow, DeadFilter, Operator};
+use super::operator::{self, audit};
+use super::order;
+use super::row::{self, micros};
+use super::thread::Tx;
+use crate::fault::{self, Point};
+
+/// How many dead events one transaction takes.
+const PIECE: usize = 500;
+
+/// What is done to the chosen ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Action {
+    Redeliver,
+    Discard,
+}
+
+impl Action {
+    /// As the audit table calls it.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Redeliver => "event.redeliver",
+            Self::Discard => "event.discard",
+        }
+    }
+}
+
+/// Does it to one event, towards one sink or all; how many rows it changed.
+pub(super) fn one(
+    tx: &Tx<'_>,
+    action: Action,
+    id: Uuid,
+    sink: Option<&str>,
+    by: &Operator,
+) -> rusqlite::Result<u64> {
+    match action {
+        Action::Redeliver => redeliver_one(tx, id, sink, by),
+        Action::Discard => discard_one(tx, id, sink, by),
+    }
+}
+
+fn redeliver_one(
+    tx: &Tx<'_>,
+    id: Uuid,
+    sink: Option<&str>,
+    by: &Operator,
+) -> rusqlite::Result<u64> {
+    // Without a sink: what was delivered or given up. With one: also what was discarded, if only for want of a sink.
+    const ENDED: &str = "SELECT sink, coalesce(?2, sink), outcome FROM outbox_done
+        WHERE event_id = ?1 AND ((?2 IS NULL AND outcome IN ('sent', 'dead'))
+          OR sink = ?2 OR (?2 <> '' AND sink = '' AND outcome = 'discarded'))";
+    const DUE: &str = "UPDATE outbox_queue SET next_attempt_at = min(next_attempt_at, ?3)
+        WHERE event_id = ?1 AND (?2 IS NULL OR sink = ?2) AND lease_until <= ?3 RETURNING sink";
+    let event = id.to_string();
+    let due: Vec<String> = tx.rows(DUE, params![event, sink, tx.now], |row| row.get(0))?;
+    for sink in &due {
+        note(tx, Action::Redeliver, id, sink, "pending", by)?;
+    }
+    let read = |row: &rusqlite::Row<'_>| Ok((row.get(0)?, row.get(1)?, row.get(2)?));
+    let ended: Vec<(String, String, String)> = tx.rows(ENDED, params![event, sink], read)?;
+    let mut count = due.len() as u64;
+    for (from, to, outcome) in &ended {
+        if queue_again(tx, &event, from, to)? {
+            note(tx, Action::Redeliver, id, to, outcome, by)?;
+            count += 1;
+        }
+    }
+    Ok(count)
+}
+
+/// Moves a row that ended back into the queue. A success stays among the attempts. Whether it is queued now.
+fn queue_again(tx: &Tx<'_>, event: &str, from: &str, to: &str) -> rusqlite::Result<bool> {
+    const SUCCESS: &str = "INSERT OR REPLACE INTO outbox_attempts
+          (event_id, sink, slot, claim_no, attempt, at, status)
+        SELECT event_id, sink, claim_no % 50, claim_no, attempts, finished_at, last_status
+        FROM outbox_done WHERE event_id = ?1 AND sink = ?2 AND outcome = 'sent'";
+    const QUEUE: &str = "INSERT INTO outbox_queue (event_id, sink, lane, next_attempt_at, claim_no,
+          ordering_key, seq, created_at, last_status, last_error)
+        SELECT d.event_id, ?3, 1, ?4, d.claim_no + 1, m.ordering_key, m.seq, m.created_at,
+          d.last_status, d.last_error
+        FROM outbox_done d JOIN outbox_messages m ON m.id = d.event_id
+        WHERE d.event_id = ?1 AND d.sink = ?2
+        ON CONFLICT (event_id, sink) DO NOTHING";
+    const DONE: &str = "DELETE FROM outbox_done WHERE event_id = ?1 AND sink = ?2";
+    let queued = tx.execute(QUEUE, params![event, from, to, tx.now])?;
+    tx.execute(SUCCESS, params![event, from])?;
+    tx.execute(DONE, params![event, from])?;
+    Ok(queued > 0)
+}
+
+fn discard_one(tx: &Tx<'_>, id: Uuid, sink: Option<&str>, by: &Operator) -> rusqlite::Result<u64> {
+    const KEEP: &str = "INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts,
+          last_status, last_error, finished_at)
+        SELECT event_id, sink, 'discarded', claim_no, attempts, last_status, last_error, ?3
+        FROM outbox_queue WHERE event_id = ?1 AND sink = ?2";
+    const PENDING: &str = "SELECT sink FROM outbox_queue
+        WHERE event_id = ?1 AND (?2 IS NULL OR sink = ?2) AND lease_until <= ?3";
+    const NOT_OWED: &str = "DELETE FROM outbox_queue WHERE event_id = ?1 AND sink = ?2";
+    const DEAD: &str = "UPDATE outbox_done SET outcome = 'discarded', finished_at = ?3
+        WHERE event_id = ?1 AND (?2 IS NULL OR sink = ?2) AND outcome = 'dead' RETURNING sink";
+    let event = id.to_string();
+    // The dead ones first: what is pending becomes a row beside them.
+    let dead: Vec<String> = tx.rows(DEAD, params![event, sink, tx.now], |row| row.get(0))?;
+    let pending: Vec<String> = tx.rows(PENDING, params![event, sink, tx.now], |row| row.get(0))?;
+    for sink in &pending {
+        tx.execute(KEEP, params![event, sink, tx.now])?;
+        tx.execute(NOT_OWED, params![event, sink])?;
+        note(tx, Action::Discard, id, sink, "pending", by)?;
+    }
+    for sink in &dead {
+        note(tx, Action::Discard, id, sink, "dead", by)?;
+    }
+    for sink in pending.iter().chain(&dead) {
+        free_key(tx, &event, sink)?;
+    }
+    Ok((pending.len() + dead.len()) as u64)
+}
+
+/// Lets those go on that waited behind a discarded event.
+fn free_key(tx: &Tx<'_>, event: &str, sink: &str) -> rusqlite::Result<()> {
+    const KEY: &str = "SELECT ordering_key FROM outbox_messages WHERE id = ?1";
+    let key: Option<Option<String>> = tx.first(KEY, [event], |row| row.get(0))?;
+    match key.flatten() {
+        Some(key) => order::pass_on(tx, sink, event, &key, false),
+        None => Ok(()),
+    }
+}
+
+/// An audit row for a delivery, so that the life of its record tells of it.
+fn note(
+    tx: &Tx<'_>,
+    action: Action,
+    event: Uuid,
+    sink: &str,
+    status: &str,
+    by: &Operator,
+) -> rusqlite::Result<()> {
+    const RECORD: &str = "SELECT record_id FROM outbox_messages WHERE id = ?1";
+    let record = tx.first(RECORD, [event.to_string()], |row| row::uuid(row, 0))?;
+    let detail = serde_json::json!({ "sink": sink, "status": status });
+    let (name, record) = (action.name(), record.map(Into::into));
+    audit(tx, by, &operator::Action { name, record, event: Some(event), detail })
+}
+
+/// Where a walk over the dead stands: sink, end and event of the last row.
+type Place = (String, i64, String);
+
+/// What is done to all dead ones of a filter, piece by piece.
+pub(super) struct Walk {
+    action: Action,
+    filter: DeadFilter,
+    by: Operator,
+    audit: Uuid,
+    /// Those that were dead at its first piece, so that it ends.
+    before: Option<i64>,
+    after: Option<Place>,
+    over: bool,
+    total: u64,
+}
+
+impl Walk {
+    pub(super) fn new(action: Action, filter: DeadFilter, by: Operator) -> Self {
+        let (audit, before, after) = (Uuid::now_v7(), None, None);
+        Self { action, filter, by, audit, before, after, over: false, total: 0 }
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.over
+    }
+
+    /// How many rows were changed so far.
+    pub(super) fn total(&self) -> u64 {
+        self.total
+    }
+
+    /// One piece of it, and the walk as it stands then.
+    pub(super) fn piece(mut self, tx: &Tx<'_>) -> rusqlite::Result<Self> {
+        let before = *self.before.get_or_insert(tx.now);
+        let page = self.page(tx, before)?;
+        for (sink, _, event) in &page {
+            self.total += match self.action {
+                Action::Redeliver => u64::from(queue_again(tx, event, sink, sink)?),
+                Action::Discard => bury(tx, event, sink)?,
+            };
+        }
+        if !page.is_empty() {
+            self.note(tx)?;
+        }
+        fault::point_blocking(Point::Audited);
+        self.over = page.len() < PIECE;
+        self.after = page.into_iter().next_back();
+        Ok(self)
+    }
+
+    fn page(&self, tx: &Tx<'_>, before: i64) -> rusqlite::Result<Vec<Place>> {
+        let (conditions, mut values) = conditions(tx, &self.filter);
+        let mut sql =
+            format!("SELECT d.sink, d.finished_at, d.event_id {conditions} AND d.finished_at <= ?");
+        values.push(before.into());
+        if let Some((sink, at, event)) = &self.after {
+            sql.push_str(" AND (d.sink, d.finished_at, d.event_id) > (?, ?, ?)");
+            values.extend([sink.clone().into(), (*at).into(), event.clone().into()]);
+        }
+        sql.push_str(" ORDER BY d.sink, d.finished_at, d.event_id LIMIT ?");
+        values.push(i64::try_from(PIECE).unwrap_or(i64::MAX).into());
+        let read = |row: &rusqlite::Row<'_>| Ok((row.get(0)?, row.get(1)?, row.get(2)?));
+        tx.rows(&sql, params_from_iter(values), read)
+    }
+
+    fn note(&self, tx: &Tx<'_>) -> rusqlite::Result<()> {
+        const NOTE: &str = "INSERT INTO audit_log (id, at, who, action, why, detail)
+            VALUES (?1, ?2, ?3, ?4, ?5, ?6) ON CONFLICT (id) DO UPDATE SET detail = excluded.detail";
+        let (id, detail) = (self.audit.to_string(), self.filter.detail(self.total));
+        let Operator { who, why } = &self.by;
+        tx.execute(NOTE, params![id, tx.now, who, self.action.name(), why, detail]).map(drop)
+    }
+}
+
+fn bury(tx: &Tx<'_>, event: &str, sink: &str) -> rusqlite::Result<u64> {
+    const BURY: &str = "UPDATE outbox_done SET outcome = 'discarded', finished_at = ?3
+        WHERE event_id = ?1 AND sink = ?2 AND outcome = 'dead'";
+    let rows = tx.execute(BURY, params![event, sink, tx.now])?;
+    if rows > 0 {
+        free_key(tx, event, sink)?;
+    }
+    Ok(rows as u64)
+}
+
+/// The rows of a filter: what stands behind `SELECT ...`, and its values.
+fn conditions(tx: &Tx<'_>, filter: &DeadFilter) -> (String, Vec<Value>) {
+    // The index is named: it has the order of the walk, and no dead row is looked at twice.
+    let mut sql = "FROM outbox_done d INDEXED BY outbox_done_dead CROSS JOIN outbox_messages m
+        ON m.id = d.event_id WHERE d.outcome = 'dead'"
+        .to_owned();
+    let mut values = Vec::new();
+    for (column, wanted) in [
+        ("d.sink", &filter.sink),
+        ("m.event_type", &filter.kind),
+        ("m.tenant_id", &filter.tenant),
+        ("m.operation", &filter.operation),
+    ] {
+        if let Some(wanted) = wanted {
+            sql.push_str(&format!(" AND {column} = ?"));
+            values.push(Value::Text(wanted.clone()));
+        }
+    }
+    if let Some(since) = filter.since {
+        sql.push_str(" AND m.created_at >= ?");
+        values.push((tx.now - micros(since)).into());
+    }
+    (sql, values)
+}
+
+pub(super) fn count_dead(tx: &Tx<'_>, filter: &DeadFilter) -> rusqlite::Result<u64> {
+    let (conditions, values) = conditions(tx, filter);
+    let sql = format!("SELECT count(*) {conditions}");
+    let count: Option<i64> = tx.first(&sql, params_from_iter(values), |row| row.get(0))?;
+    Ok(count.and_then(|count| u64::try_from(count).ok()).unwrap_or(0))
+}
+
+pub(super) fn attempts_of(tx: &Tx<'_>, event: Uuid) -> rusqlite::Result<Vec<AttemptRow>> {
+    const SQL: &str = "SELECT sink, claim_no, attempt, at, status, error FROM outbox_attempts
+        WHERE event_id = ?1
+        UNION ALL SELECT sink, claim_no, attempts, finished_at, last_status, NULL FROM outbox_done
+        WHERE event_id = ?1 AND outcome = 'sent'
+        ORDER BY 1, 2";
+    tx.rows(SQL, [event.to_string()], |row| {
+        Ok(AttemptRow {
+            sink: row.get(0)?,
+            claim_no: row.get(1)?,
+            attempt: row.get(2)?,
+            at: row::time(row.get(3)?),
+            status: row.get(4)?,
+            error: row.get(5)?,
+        })
+    })
+}
