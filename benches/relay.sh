@@ -110,7 +110,7 @@ drained() { # seconds of the gateway
   # From the first receipt to the last acknowledgement.
   local first; first=$(head -1 "$work/receipts" | cut -d' ' -f1)
   $psql -d gateway -c "select $events / (extract(epoch from max(finished_at)) - $first) from outbox_done"
-  $psql -d gateway -c "select $events::float8 / count(distinct finished_at) from outbox_done" > "$work/batch"
+  $psql -d gateway -c "select $events::float8 / count(distinct xmin::text) from outbox_done" > "$work/batch"
   $psql -d gateway -c 'truncate outbox_messages, outbox_queue, outbox_done' -c 'vacuum'
 }
 yard() { # clients, batch
@@ -138,7 +138,7 @@ done
 : > "$work/receipts"; nginx -c "$work/nginx.conf" -e /dev/null -s reopen
 "$gateway" serve --config "$work/gateway.toml" > "$work/out" 2> "$work/err" &
 until grep -q '^ready' "$work/out"; do kill -0 $! || { cat "$work/err"; exit 1; }; sleep 0.05; done
-RUN=paced PACE=20 wrk -t1 -c4 -d10s -s "$here/orders.lua" http://127.0.0.1:7314/orders > "$work/wrk"
+RUN=paced PACE=95 wrk -t1 -c20 -d10s -s "$here/orders.lua" http://127.0.0.1:7314/orders > "$work/wrk"
 sleep 1
 $psql -d gateway -c 'create table receipts (at float8, id uuid)'
 $psql -d gateway -c "\\copy receipts from '$work/receipts' delimiter ' '"

@@ -3,7 +3,7 @@ begin isolation level read committed;
 set local enable_seqscan = off;
 set local enable_bitmapscan = off;
 with c as materialized (
-    select event_id from outbox_queue
+    select ctid as place from outbox_queue
     where sink = 'main' and lane = 0
       and next_attempt_at <= (select clock_timestamp())
       and next_attempt_at >= (select clock_timestamp() - interval '100 years')
@@ -15,7 +15,7 @@ u as (
     update outbox_queue q
     set lease_until = clock_timestamp() + interval '35 seconds', claim_no = q.claim_no + 1,
         claimed_by = '00000000-0000-4000-8000-000000000000'
-    from c where q.event_id = c.event_id and q.sink = 'main'
+    from c where q.ctid = c.place
     returning q.event_id, q.claim_no, q.attempts, q.created_at),
 e as materialized (
     select u.event_id, u.claim_no, u.attempts, extract(epoch from clock_timestamp() - u.created_at)::float8 as age,
@@ -30,9 +30,14 @@ commit;
 with x as materialized (
     select i as event_id, c as claim_no, 'sent'::text as outcome, 204 as status, null::text as error
     from unnest((:ids)::uuid[], (:claims)::int[]) as x(i, c) order by i),
+found as (
+    select x.*, q.place from x cross join lateral (
+        select r.ctid as place, r.* from outbox_queue r where (r.event_id, r.sink) >= (x.event_id, 'main')
+        order by r.event_id, r.sink limit 1) as q
+    where q.event_id = x.event_id and q.sink = 'main'),
 gone as (
-    delete from outbox_queue q using x
-    where q.event_id = x.event_id and q.sink = 'main' and q.claim_no = x.claim_no and q.lease_until <> '-infinity'
+    delete from outbox_queue q using found x
+    where q.ctid = x.place and q.claim_no = x.claim_no and q.lease_until <> '-infinity'
     returning q.event_id, q.sink, q.claim_no, q.attempts + 1 as attempts, x.outcome, x.status, x.error, q.ordering_key),
 kept as (
     insert into outbox_done (event_id, sink, outcome, claim_no, attempts, last_status, last_error, finished_at)

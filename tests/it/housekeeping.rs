@@ -238,6 +238,59 @@ async fn f27_what_is_written_while_a_verdict_looks_for_the_next_is_not_put_off()
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn f27_what_is_put_off_while_the_one_before_it_ends_is_woken_all_the_same() {
+    let place = Place::new(Which::Postgres).await;
+    let store = store(&place).await;
+    let order = Order::Key(OnDead::Free);
+    write(&place, Which::Postgres, 0..2, "'k'").await;
+    let gate = client(&place.url).await;
+    // The first is tried again later; whoever looks first stands still before his commit, when he has put off the second.
+    gate.batch_execute(
+        "UPDATE outbox_queue SET lane = 1, next_attempt_at = now() + interval '1 hour'
+         WHERE event_id = '00000000-0000-4000-8000-000000000000';
+         CREATE SEQUENCE looks;
+         CREATE FUNCTION gate() RETURNS trigger LANGUAGE plpgsql AS $$
+         BEGIN
+             IF current_query() LIKE '-- claim_in_order%' AND nextval('looks') = 1 THEN
+                 PERFORM pg_advisory_xact_lock(42);
+             END IF;
+             RETURN NULL;
+         END $$;
+         CREATE TRIGGER gate AFTER UPDATE ON outbox_queue
+             FOR EACH STATEMENT EXECUTE FUNCTION gate();
+         SELECT pg_advisory_lock(42)",
+    )
+    .await
+    .unwrap();
+    let looking = Arc::clone(&store);
+    let look = tokio::spawn(async move { looking.claim(&claim(order, 9)).await });
+    let waits = |on: &str| {
+        format!(
+            "select count(*) from pg_stat_activity where wait_event_type = 'Lock'
+             and datname = current_database() and query like '-- {on}%'"
+        )
+    };
+    let stands = waits("claim_in_order");
+    happens("the look stands still", async || place.count(&stands).await == 1).await;
+    place.rows("update outbox_queue set next_attempt_at = now() where lane = 1").await;
+    let retry = Claim { lane: Lane::Retry, ..claim(order, 9) };
+    let first = store.claim(&retry).await.unwrap().remove(0);
+    let verdict = Acknowledgement {
+        event_id: first.event_id,
+        claim_no: first.claim_no,
+        verdict: Verdict::Sent { status: 200 },
+    };
+    let slow = Arc::clone(&store);
+    let task = tokio::spawn(async move { slow.acknowledge("main", order, &[verdict]).await });
+    let stands = waits("wake");
+    happens("the verdict waits for it", async || place.count(&stands).await == 1).await;
+    gate.batch_execute("SELECT pg_advisory_unlock(42)").await.unwrap();
+    assert!(look.await.unwrap().unwrap().is_empty(), "the first was not due");
+    assert_eq!(task.await.unwrap().unwrap(), [first.event_id]);
+    assert_eq!(store.claim(&claim(order, 9)).await.unwrap().len(), 1, "it is due at once");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn f48_a_deadlock_in_claim_or_verdict_is_repeated_and_costs_no_delivery() {
     for order in [Order::None, Order::Key(OnDead::Free)] {
         let place = Place::new(Which::Postgres).await;

@@ -231,18 +231,19 @@ DELETE FROM outbox_turns t USING held
 WHERE t.sink = $1 AND t.ordering_key = held.ordering_key AND NOT held.blocks";
 
 // A statement of its own, hence a newer snapshot than that of the turns' end. Unconditional: the next one may be about to be
-// put off. `$3`: those that this very verdict frees keep the time that it gave them.
+// put off by somebody who holds it just now. It is waited for, and is at another place then: so it is not looked for by its
+// place, but by the index of events, which is the only one that serves where the sink is not named as it stands. `$3`: those that this very verdict frees keep the time that it gave them.
 const WAKE: &str = "-- wake
 WITH k AS MATERIALIZED (SELECT DISTINCT k.ordering_key FROM unnest($2::text[]) AS k(ordering_key)),
 next AS MATERIALIZED (
-    SELECT f.place FROM k CROSS JOIN LATERAL (
-        SELECT q.ctid AS place, q.event_id FROM outbox_queue q
+    SELECT f.event_id FROM k CROSS JOIN LATERAL (
+        SELECT q.event_id FROM outbox_queue q
         WHERE q.sink = $1 AND q.ordering_key = k.ordering_key
         ORDER BY q.created_at, q.seq, q.event_id LIMIT 1) AS f
     WHERE f.event_id <> ALL ($3::uuid[])
     ORDER BY f.event_id)
 UPDATE outbox_queue q SET next_attempt_at = clock_timestamp() FROM next
-WHERE q.ctid = next.place";
+WHERE q.event_id = next.event_id AND q.sink || '' = $1";
 
 /// An event that is no longer in flight, or no longer owed.
 #[derive(Default)]
