@@ -278,7 +278,7 @@ async fn f27_what_is_put_off_while_the_one_before_it_ends_is_woken_all_the_same(
     let verdict = Acknowledgement {
         event_id: first.event_id,
         claim_no: first.claim_no,
-        verdict: Verdict::Sent { status: 200 },
+        verdict: Verdict::Sent { status: Some(200) },
     };
     let slow = Arc::clone(&store);
     let task = tokio::spawn(async move { slow.acknowledge("main", order, &[verdict]).await });

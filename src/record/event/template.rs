@@ -96,16 +96,12 @@ impl Expression {
         Ok(items)
     }
 
-    /// Its value as JSON of at most `max` bytes. What is longer is not built: it may be as long as an answer, once for each
-    /// element of a list.
+    /// Its value as JSON. One that surely takes more than `max` bytes is not built: it may be as long as an answer, once for
+    /// each element of a list.
     fn json(&self, variables: &Value, max: usize) -> Result<serde_json::Value, String> {
         let value = self.value(variables)?;
-        if matches!(
-            value.kind(),
-            ValueKind::Seq | ValueKind::Iterable | ValueKind::Map | ValueKind::String
-        ) {
-            serde_json::to_writer(Measured { left: max }, &value)
-                .map_err(|error| format!("{}: {error}", self.source))?;
+        if exceeds(&value, &mut { max }) {
+            return Err(format!("{}: its value is too large", self.source));
         }
         serde_json::to_value(&value).map_err(|error| format!("{}: {error}", self.source))
     }
@@ -154,21 +150,20 @@ impl io::Write for Bounded {
     }
 }
 
-/// Takes so many bytes and keeps none.
-struct Measured {
-    left: usize,
-}
-
-impl io::Write for Measured {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let left = self.left.checked_sub(bytes.len());
-        self.left = left.ok_or_else(|| io::Error::other("its value is too large"))?;
-        Ok(bytes.len())
+/// Whether a value surely takes more than `left` bytes as JSON. No more of it is looked at than as many bytes hold.
+fn exceeds(value: &Value, left: &mut usize) -> bool {
+    let least = value.as_str().map_or(1, str::len);
+    let Some(rest) = left.checked_sub(least) else { return true };
+    *left = rest;
+    let is_map = value.kind() == ValueKind::Map;
+    // What is neither has no parts, or gives them once.
+    if !is_map && value.kind() != ValueKind::Seq {
+        return false;
     }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
+    value.try_iter().into_iter().flatten().any(|item| {
+        let member = if is_map { value.get_item(&item).ok() } else { None };
+        exceeds(&item, left) || member.is_some_and(|member| exceeds(&member, left))
+    })
 }
 
 #[derive(Debug)]

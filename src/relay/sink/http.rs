@@ -103,12 +103,13 @@ pub struct Identity {
 impl fmt::Debug for Settings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // The URL's path and query may hold a token, the secrets are secret, and so are the values of headers.
+        let names: Vec<_> = self.headers.keys().collect();
         f.debug_struct("Settings")
             .field("host", &self.url.host())
             .field("secrets", &self.secrets.len())
             .field("format", &self.format)
             .field("source", &self.source)
-            .field("headers", &self.headers.keys())
+            .field("headers", &names)
             .field("ca_file", &self.ca_file)
             .field("identity", &self.identity)
             .field("allow_private", &self.allow_private)
