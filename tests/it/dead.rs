@@ -43,7 +43,7 @@ async fn dead_events_are_seen_sent_again_and_given_up_by_operators(which: Which)
     let (open, gate) = watch::channel(false);
     // Refuses the first three, holds the one that says so, takes the others.
     let sink = Sink::start(move |seen, before| match before {
-        0..3 => Act::Answer(422, ""),
+        0..3 => Act::Answer(500, ""),
         _ if seen.text().contains("held") => Act::When(gate.clone(), Box::new(OK)),
         _ => OK,
     })
@@ -63,13 +63,13 @@ async fn dead_events_are_seen_sent_again_and_given_up_by_operators(which: Which)
     let ids: Vec<&str> = events.iter().map(|event| event["id"].as_str().unwrap()).collect();
     for event in events {
         assert_eq!(event["sink"], "main");
-        assert!(event["last_error"].as_str().unwrap().contains("422"), "{event}");
+        assert!(event["last_error"].as_str().unwrap().contains("500"), "{event}");
         assert!(event["age_seconds"].as_u64().is_some_and(|age| age < 60), "{event}");
     }
     let (_, shown) = json(&rig.gateway, &["events", "show", ids[0]]);
     assert_eq!(
         (&shown["attempts"][0]["status"], &shown["attempts"][1]),
-        (&422.into(), &Value::Null)
+        (&500.into(), &Value::Null)
     );
 
     let why = ["--reason", "the consumer was wrong"];
@@ -88,7 +88,7 @@ async fn dead_events_are_seen_sent_again_and_given_up_by_operators(which: Which)
         let (_, shown) = json(&rig.gateway, &["events", "show", id]);
         let attempts = shown["attempts"].as_array().unwrap();
         let statuses: Vec<_> = attempts.iter().map(|attempt| &attempt["status"]).collect();
-        assert_eq!(statuses, [422, 200], "all of it: {shown}");
+        assert_eq!(statuses, [500, 200], "all of it: {shown}");
     }
     let over = post(&format!("/api/v1/events/{}/discard", ids[1]), "").to(rig.gateway.admin).await;
     assert_eq!((over.status.as_u16(), over.problem().as_str()), (409, "sent"));
@@ -172,18 +172,19 @@ async fn f55_very_many_dead_events_are_redelivered_once_though_asked_for_twice(w
         async { tokio::join!(store.redeliver(&all, &one), store.redeliver(&all, &other)) };
     tokio::pin!(working);
     // Meanwhile others are not held up: a claim and its verdict come between the pieces.
-    let mut longest = Duration::ZERO;
+    let (mut looks, mut longest) = (0, Duration::ZERO);
     let (first, second) = loop {
         let asked = Instant::now();
         let looking = claim_and_fail_one(store.as_ref());
         tokio::select! {
             biased;
             done = &mut working => break done,
-            () = looking => longest = longest.max(asked.elapsed()),
+            () = looking => (looks, longest) = (looks + 1, longest.max(asked.elapsed())),
         }
     };
-    eprintln!("{count} redelivered twice in {:?}, others waited {longest:?}", begun.elapsed());
-    assert!(longest < Duration::from_secs(2), "{longest:?}");
+    let took = begun.elapsed();
+    eprintln!("{count} redelivered twice in {took:?}, {looks} others waited {longest:?} at most");
+    assert!(looks >= 3, "between the pieces others had a turn {looks} times");
     assert_eq!(first.unwrap() + second.unwrap(), u64::from(count), "each once");
     let owed =
         "select count(*) from outbox_queue where lane = 1 and claim_no >= 8 and attempts <= 1";

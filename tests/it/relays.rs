@@ -292,7 +292,7 @@ async fn f15_relays_whose_clocks_are_ten_minutes_off_deliver_once_and_in_time() 
         )
     })
     .await;
-    let config = config(&place, &sink, "");
+    let config = config(&place, &sink, "pause_after = 1000");
     migrated(&config);
     let start = |offset: &str| {
         let command = clock(process::relay(&config), offset);

@@ -191,8 +191,13 @@ async fn free_keys(transaction: &mut Transaction<'_>, ids: &[Uuid]) -> Result<()
     Ok(())
 }
 
+// The planner may have met the tables when little was dead. Each piece would read and sort all of them then.
 const BEGIN: &str = "-- begin_events
-BEGIN ISOLATION LEVEL READ COMMITTED";
+BEGIN ISOLATION LEVEL READ COMMITTED;
+SET LOCAL enable_seqscan = off;
+SET LOCAL enable_bitmapscan = off;
+SET LOCAL enable_hashjoin = off;
+SET LOCAL enable_mergejoin = off";
 
 /// Does it; how many rows it changed.
 pub(super) async fn act(
