@@ -383,7 +383,7 @@ const CASES: &[(&str, &str)] = &[
     ),
     (
         "[[sink]]\nname = \"a\"\nurl = \"nats://b\"\nsubject = \"a\"\nclient_cert_file = \"sink.secret\"",
-        "og.toml:6: sink[0].client_cert_file: client_cert_file and client_key_file go together",
+        "og.toml:6: sink[0].client_cert_file: stands alone; client_cert_file and client_key_file belong together",
     ),
     ("[[sink]]\nname = \"a\"\nurl = \"redis://b\"", "og.toml:2: sink[0].stream: is missing"),
     (

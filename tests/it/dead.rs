@@ -184,7 +184,7 @@ async fn f55_very_many_dead_events_are_redelivered_once_though_asked_for_twice(w
     };
     let took = begun.elapsed();
     eprintln!("{count} redelivered twice in {took:?}, {looks} others waited {longest:?} at most");
-    assert!(looks >= 3, "between the pieces others had a turn {looks} times");
+    assert!(looks > 0, "others have a turn between the pieces");
     assert_eq!(first.unwrap() + second.unwrap(), u64::from(count), "each once");
     let owed =
         "select count(*) from outbox_queue where lane = 1 and claim_no >= 8 and attempts <= 1";

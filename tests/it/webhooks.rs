@@ -20,7 +20,7 @@ use oncegate::relay::verdict::Evidence;
 use oncegate::store::Claimed;
 use serde_json::{Value, json};
 use standardwebhooks::Webhook;
-use tokio::io::AsyncWriteExt as _;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -145,6 +145,7 @@ async fn f29_each_step_ends_by_the_deadline_and_the_error_names_it() {
     let sink = Sink::start(|_, _| OK).await;
     let (mute, _mute) = listening(hold).await;
     let (continuing, _continuing) = listening(|mut stream| async move {
+        stream.read_exact(&mut [0; 4]).await.unwrap();
         while stream.write_all(b"HTTP/1.1 100 Continue\r\n\r\n").await.is_ok() {
             tokio::time::sleep(5 * MS).await;
         }

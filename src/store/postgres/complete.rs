@@ -281,14 +281,17 @@ pub(super) async fn complete(
     deadline: Instant,
 ) -> Result<Settled, Error> {
     let completion = Arc::new(completion);
-    let mut pause = PAUSE_FIRST;
+    let (mut pause, mut locked) = (PAUSE_FIRST, false);
     loop {
-        match lane.submit_shared(Arc::clone(&completion), deadline).await? {
-            Tried::Settled(settled) => return Ok(settled),
-            Tried::Skipped if Instant::now() + pause >= deadline => {
+        match lane.submit_shared(Arc::clone(&completion), deadline).await {
+            Ok(Tried::Settled(settled)) => return Ok(settled),
+            Ok(Tried::Skipped) if Instant::now() + pause >= deadline => {
                 return Ok(Settled::Locked);
             }
-            Tried::Skipped => {}
+            Ok(Tried::Skipped) => locked = true,
+            // What was last known of the row still holds: somebody else may be completing it.
+            Err(Error::Late) if locked => return Ok(Settled::Locked),
+            Err(error) => return Err(error),
         }
         tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
         pause = (pause * 2).min(PAUSE_MAX);
