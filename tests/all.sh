@@ -81,5 +81,6 @@ cargo clippy --locked --all-targets -- -D warnings
 say "cargo clippy, as it is shipped"
 cargo clippy --locked -- -D warnings
 say "cargo test"
-cargo test --locked
+# Most tests wait for processes and disks most of their time: one more at a time than two cores have.
+RUST_TEST_THREADS=${RUST_TEST_THREADS:-3} cargo test --locked
 say "all passed"

@@ -1061,33 +1061,37 @@ async fn a05b_killed_after_the_body_was_sent_the_record_is_unknown_and_stays_exe
     unknown_until_an_operator_speaks(&world, &other, 1).await;
 }
 
-/// Holds locks in the database, so that a statement arrives there and waits.
-struct Locked<'a> {
-    place: &'a Place,
-    client: tokio_postgres::Client,
-}
+/// Makes each change of a record wait in the database until it is let go. Not by a lock: batches do not wait for one.
+struct Held<'a>(&'a Place);
 
-impl<'a> Locked<'a> {
-    async fn by(place: &'a Place, sql: &str) -> Self {
+impl<'a> Held<'a> {
+    async fn at(place: &'a Place) -> Self {
+        let held = "CREATE TABLE go (now bool);
+            CREATE FUNCTION held() RETURNS trigger LANGUAGE plpgsql AS $$
+            BEGIN
+                WHILE NOT EXISTS (SELECT FROM go) LOOP PERFORM pg_sleep(0.005); END LOOP;
+                RETURN NEW;
+            END $$;
+            CREATE TRIGGER held BEFORE INSERT OR UPDATE ON idempotency_records
+                FOR EACH ROW EXECUTE FUNCTION held()";
         let (client, connection) =
             tokio_postgres::connect(&place.url, tokio_postgres::NoTls).await.expect("the database");
         tokio::spawn(connection);
-        client.batch_execute(&format!("BEGIN; {sql}")).await.expect("locks");
-        Self { place, client }
+        client.batch_execute(held).await.expect("a trigger");
+        Self(place)
     }
 
-    /// Waits until the statement of this name has arrived, and waits for a lock. Asked from outside of the transaction,
-    /// which would see one and the same moment for ever.
+    /// Waits until the statement of this name has arrived and waits.
     async fn meets(&self, name: &str) {
         let sql = format!(
             "select count(*) from pg_stat_activity where datname = current_database()
-               and wait_event_type = 'Lock' and query like '-- {name}%'"
+               and wait_event = 'PgSleep' and query like '-- {name}%'"
         );
-        comes("the statement waits for the lock", async || self.place.count(&sql).await == 1).await;
+        comes("the statement waits", async || self.0.count(&sql).await == 1).await;
     }
 
     async fn go(self) {
-        self.client.batch_execute("COMMIT").await.expect("a commit");
+        self.0.rows("INSERT INTO go VALUES (true)").await;
     }
 }
 
@@ -1096,13 +1100,13 @@ impl<'a> Locked<'a> {
 async fn a_reservation_that_commits_after_its_process_died_is_unknown() {
     let world = World::new(Which::Postgres, Way::First).await;
     let mut gateway = world.start(Sweeps::Once, "");
-    let locked = Locked::by(&world.place, "LOCK TABLE idempotency_records IN SHARE MODE").await;
+    let held = Held::at(&world.place).await;
     let asking = sending_or_not(gateway.addr);
-    locked.meets("reserve").await;
+    held.meets("reserve").await;
     gateway.kill9();
     check(Told::Nothing, asking.await.expect("the caller"));
     assert_eq!(world.place.records().await, 0);
-    locked.go().await;
+    held.go().await;
     comes("it is committed", async || world.place.records().await == 1).await;
     let next = world.start(Sweeps::Often, "");
     world.judge(&next, 0, End::Unknown).await;
@@ -1115,13 +1119,13 @@ async fn a_completion_that_commits_after_its_process_died_is_kept_with_its_event
     world.orders.hold();
     let asking = sending_or_not(gateway.addr);
     world.orders.asked(1).await;
-    let locked = Locked::by(&world.place, "LOCK TABLE outbox_messages IN SHARE MODE").await;
+    let held = Held::at(&world.place).await;
     world.orders.go();
-    locked.meets("complete").await;
+    held.meets("complete").await;
     gateway.kill9();
     check(Told::Nothing, asking.await.expect("the caller"));
     assert_eq!(world.place.events().await, 0);
-    locked.go().await;
+    held.go().await;
     comes("it is committed", async || world.place.events().await == 2).await;
     let next = world.start(Sweeps::Often, "");
     world.judge(&next, 1, End::Completed).await;
