@@ -108,8 +108,8 @@ pub struct Sink {
 
 /// Who carries events to one target.
 enum Courier {
-    Http(http::Courier),
-    Nats(nats::Courier),
+    Http(Box<http::Courier>),
+    Nats(Box<nats::Courier>),
     #[cfg(feature = "redis")]
     Redis(redis::Courier),
 }
@@ -154,8 +154,8 @@ impl Sink {
     pub fn new(settings: Settings) -> Result<Self, String> {
         settings.check()?;
         let courier = match &settings.target {
-            Target::Http(target) => Courier::Http(http::Courier::new(&settings, target)?),
-            Target::Nats(target) => Courier::Nats(nats::Courier::new(&settings, target)),
+            Target::Http(target) => Courier::Http(Box::new(http::Courier::new(&settings, target)?)),
+            Target::Nats(target) => Courier::Nats(Box::new(nats::Courier::new(&settings, target))),
             #[cfg(feature = "redis")]
             Target::Redis(target) => Courier::Redis(redis::Courier::new(&settings, target)),
         };
