@@ -111,7 +111,7 @@ enum Courier {
     Http(Box<http::Courier>),
     Nats(Box<nats::Courier>),
     #[cfg(feature = "redis")]
-    Redis(redis::Courier),
+    Redis(Box<redis::Courier>),
 }
 
 impl fmt::Debug for Sink {
@@ -157,7 +157,9 @@ impl Sink {
             Target::Http(target) => Courier::Http(Box::new(http::Courier::new(&settings, target)?)),
             Target::Nats(target) => Courier::Nats(Box::new(nats::Courier::new(&settings, target))),
             #[cfg(feature = "redis")]
-            Target::Redis(target) => Courier::Redis(redis::Courier::new(&settings, target)),
+            Target::Redis(target) => {
+                Courier::Redis(Box::new(redis::Courier::new(&settings, target)))
+            }
         };
         Ok(Self { settings, courier })
     }
