@@ -9,23 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 events=${1:-20000}
 rounds=${2:-3}
-here=$PWD/benches/load
-work=$(mktemp -d)
-chmod 755 "$work"
-pgbin=$(dirname "$(readlink -f "$(ls /usr/lib/postgresql/*/bin/initdb 2>/dev/null | tail -1 || command -v initdb)")")
-step_down=()
-if [ "$(id -u)" = 0 ]; then step_down=(setpriv --reuid=postgres --regid=postgres --clear-groups); fi
-cleanup() {
-  for pid in $(jobs -p); do kill "$pid" 2>/dev/null || true; done
-  "${step_down[@]}" "$pgbin/pg_ctl" -D "$work/pg" -m immediate stop >/dev/null 2>&1 || true
-  [ -f "$work/nginx.pid" ] && kill "$(cat "$work/nginx.pid")" 2>/dev/null || true
-  sleep 0.2
-  rm -rf "$work"
-}
-trap cleanup EXIT
-
-cargo build --release --quiet
-gateway=$PWD/target/release/oncegate
+. benches/load/common.sh
 
 # The API, and the sink: it notes when it has read which event.
 cat > "$work/nginx.conf" <<NGINX
@@ -51,17 +35,7 @@ http {
 NGINX
 nginx -c "$work/nginx.conf" -e /dev/null
 
-# A database with full durability.
-mkdir "$work/pg"; [ "$(id -u)" = 0 ] && chown postgres "$work/pg"
-"${step_down[@]}" "$pgbin/initdb" -D "$work/pg" -A trust -U postgres >/dev/null
-cat >> "$work/pg/postgresql.conf" <<PG
-port = 7313
-listen_addresses = '127.0.0.1'
-unix_socket_directories = '$work/pg'
-shared_buffers = 1GB
-max_wal_size = 4GB
-PG
-"${step_down[@]}" "$pgbin/pg_ctl" -D "$work/pg" -l "$work/pg/log" -w start >/dev/null
+start_postgres 7313
 psql="$pgbin/psql -qXAt -h 127.0.0.1 -p 7313 -U postgres"
 $psql -c 'create database gateway' -c 'create database yardstick'
 

@@ -47,9 +47,8 @@ use uuid::Uuid;
 
 use crate::explain::Explain;
 use crate::record::RecordId;
-use crate::store::{self, SinkOrder, Store};
+use crate::store::{self, EventAction, SinkOrder, Store};
 use crate::telemetry::Metrics;
-use act::Action;
 use query::Query;
 use sinks::SinkPage;
 use view::{EventLife, EventPage, EventView, Life, RecordPage, RecordView};
@@ -363,7 +362,7 @@ async fn redeliver_one(
     id: Result<Path<String>, PathRejection>,
     request: Request,
 ) -> Result<Json, Problem> {
-    act::one(Action::Redeliver, state, id, request).await
+    act::one(EventAction::Redeliver, state, id, request).await
 }
 
 async fn discard_one(
@@ -371,21 +370,21 @@ async fn discard_one(
     id: Result<Path<String>, PathRejection>,
     request: Request,
 ) -> Result<Json, Problem> {
-    act::one(Action::Discard, state, id, request).await
+    act::one(EventAction::Discard, state, id, request).await
 }
 
 async fn redeliver_dead(
     axum::extract::State(state): axum::extract::State<State>,
     request: Request,
 ) -> Result<Json, Problem> {
-    act::dead(Action::Redeliver, state, request).await
+    act::dead(EventAction::Redeliver, state, request).await
 }
 
 async fn discard_dead(
     axum::extract::State(state): axum::extract::State<State>,
     request: Request,
 ) -> Result<Json, Problem> {
-    act::dead(Action::Discard, state, request).await
+    act::dead(EventAction::Discard, state, request).await
 }
 
 async fn list_sinks(

@@ -9,7 +9,7 @@ pub mod serve;
 pub mod sinks;
 
 use std::io::{IsTerminal, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -268,18 +268,22 @@ fn quiet(filter: EnvFilter) -> EnvFilter {
     }
 }
 
-async fn serve(args: ServeArgs) -> ExitCode {
-    let (config, warnings) = match load(args.config.as_deref(), args.upstream.as_deref()) {
-        Ok(loaded) => loaded,
-        Err(code) => return code,
-    };
+/// What every process that stays begins with: its configuration, its log, and what ends it.
+fn begin(config: Option<&Path>, upstream: Option<&str>) -> Result<(Config, Signals), ExitCode> {
+    let (config, warnings) = load(config, upstream)?;
     start_log(config.log.format, &config.log.level);
     for warning in warnings {
         tracing::warn!("{warning}");
     }
-    let mut signals = match Signals::new() {
-        Ok(signals) => signals,
-        Err(error) => return fail(1, &format!("cannot listen for signals: {error}")),
+    let signals =
+        Signals::new().map_err(|error| fail(1, &format!("cannot listen for signals: {error}")))?;
+    Ok((config, signals))
+}
+
+async fn serve(args: ServeArgs) -> ExitCode {
+    let (config, mut signals) = match begin(args.config.as_deref(), args.upstream.as_deref()) {
+        Ok(begun) => begun,
+        Err(code) => return code,
     };
     let listen = config.server.listen.clone();
     let running = tokio::select! {
@@ -302,18 +306,10 @@ async fn serve(args: ServeArgs) -> ExitCode {
 }
 
 async fn relay_alone(args: &RelayArgs) -> ExitCode {
-    let (config, warnings) =
-        match load(args.config.as_deref(), args.config.is_none().then_some("http://127.0.0.1")) {
-            Ok(loaded) => loaded,
-            Err(code) => return code,
-        };
-    start_log(config.log.format, &config.log.level);
-    for warning in warnings {
-        tracing::warn!("{warning}");
-    }
-    let mut signals = match Signals::new() {
-        Ok(signals) => signals,
-        Err(error) => return fail(1, &format!("cannot listen for signals: {error}")),
+    let upstream = args.config.is_none().then_some("http://127.0.0.1");
+    let (config, mut signals) = match begin(args.config.as_deref(), upstream) {
+        Ok(begun) => begun,
+        Err(code) => return code,
     };
     let running = tokio::select! {
         started = relay::start(config) => match started {

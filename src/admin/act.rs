@@ -23,7 +23,8 @@ use super::query::Query;
 use super::sinks::{self, NoChange};
 use super::{Json, OPERATOR, Problem, READ_TIMEOUT, State, id_of, query};
 use crate::store::{
-    self, Chosen, DeadFilter, EventFilter, EventRow, EventStatus, Operator, SinkOrder, Store,
+    self, Chosen, DeadFilter, EventAction, EventFilter, EventRow, EventStatus, Operator, SinkOrder,
+    Store,
 };
 
 /// How long an action may take: a great many dead events go in pieces.
@@ -35,39 +36,28 @@ const WHO_MAX: usize = 200;
 /// How many rows of one event (one a sink) are looked at.
 const ROWS_MAX: u32 = 500;
 
-/// What is done to events.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Action {
-    /// They are due again.
-    Redeliver,
-    /// They are given up for good.
-    Discard,
+/// In the past, as answers name their count.
+#[must_use]
+pub fn done(action: EventAction) -> &'static str {
+    match action {
+        EventAction::Redeliver => "redelivered",
+        EventAction::Discard => "discarded",
+    }
 }
 
-impl Action {
-    /// In the past, as answers name their count.
-    #[must_use]
-    pub fn done(self) -> &'static str {
-        match self {
-            Self::Redeliver => "redelivered",
-            Self::Discard => "discarded",
-        }
-    }
-
-    /// Does it; how many rows were changed.
-    ///
-    /// # Errors
-    /// The store's.
-    pub async fn run(
-        self,
-        store: &dyn Store,
-        which: &Chosen,
-        by: &Operator,
-    ) -> Result<u64, store::Error> {
-        match self {
-            Self::Redeliver => store.redeliver(which, by).await,
-            Self::Discard => store.discard(which, by).await,
-        }
+/// Does it; how many rows were changed.
+///
+/// # Errors
+/// The store's.
+pub async fn run(
+    action: EventAction,
+    store: &dyn Store,
+    which: &Chosen,
+    by: &Operator,
+) -> Result<u64, store::Error> {
+    match action {
+        EventAction::Redeliver => store.redeliver(which, by).await,
+        EventAction::Discard => store.discard(which, by).await,
     }
 }
 
@@ -91,7 +81,7 @@ pub async fn rows_of(store: &dyn Store, id: Uuid) -> Result<Vec<EventRow>, store
 
 /// Why nothing was done to an event, whose rows are these.
 #[must_use]
-pub fn refusal(action: Action, id: Uuid, sink: Option<&str>, rows: &[EventRow]) -> Refusal {
+pub fn refusal(action: EventAction, id: Uuid, sink: Option<&str>, rows: &[EventRow]) -> Refusal {
     let refuse = |name, detail| Refusal { name, detail };
     if rows.is_empty() {
         return refuse("not_found", format!("There is no event {id}."));
@@ -104,17 +94,17 @@ pub fn refusal(action: Action, id: Uuid, sink: Option<&str>, rows: &[EventRow]) 
     let all = |status| towards.iter().all(|row| row.status == status);
     let any = |status| towards.iter().any(|row| row.status == status);
     match action {
-        Action::Redeliver if sink.is_none() && all(EventStatus::Discarded) => {
+        EventAction::Redeliver if sink.is_none() && all(EventStatus::Discarded) => {
             let why = "was for no sink, or is discarded: name the sink to send it to";
             refuse("discarded", format!("Event {id} {why}."))
         }
-        Action::Discard if all(EventStatus::Discarded) => {
+        EventAction::Discard if all(EventStatus::Discarded) => {
             refuse("discarded", format!("Event {id} is discarded already."))
         }
-        Action::Discard if any(EventStatus::Sent) && !any(EventStatus::Pending) => {
+        EventAction::Discard if any(EventStatus::Sent) && !any(EventStatus::Pending) => {
             refuse("sent", format!("Event {id} was delivered: what was sent is not discarded."))
         }
-        Action::Redeliver | Action::Discard => {
+        EventAction::Redeliver | EventAction::Discard => {
             let detail = format!("Event {id} is being delivered right now: it was left alone.");
             refuse("delivering", detail)
         }
@@ -195,7 +185,7 @@ impl DeadEvents {
 
 /// `POST /api/v1/events/{id}/redeliver` and `/discard`.
 pub(super) async fn one(
-    action: Action,
+    action: EventAction,
     state: State,
     id: Result<Path<String>, PathRejection>,
     request: Request,
@@ -205,7 +195,7 @@ pub(super) async fn one(
     let by = By { who, reason }.operator()?;
     let which = Chosen::One { id, sink: sink.clone() };
     let store = state.store.as_ref();
-    let count = in_time(action.run(store, &which, &by)).await?;
+    let count = in_time(run(action, store, &which, &by)).await?;
     if count == 0 {
         let rows = super::in_time(rows_of(store, id)).await?;
         let Refusal { name, detail } = refusal(action, id, sink.as_deref(), &rows);
@@ -215,8 +205,8 @@ pub(super) async fn one(
             Problem::Refused { name, detail }
         });
     }
-    let done = json!({ "event": id.to_string(), "sink": sink, "by": by.who, "why": by.why });
-    Ok(Json(counted(done, action.done(), count)))
+    let answer = json!({ "event": id.to_string(), "sink": sink, "by": by.who, "why": by.why });
+    Ok(Json(counted(answer, done(action), count)))
 }
 
 /// What may be said about a sink.
@@ -248,7 +238,11 @@ pub(super) async fn sink(
 }
 
 /// `POST /api/v1/events/redeliver` and `/discard`.
-pub(super) async fn dead(action: Action, state: State, request: Request) -> Result<Json, Problem> {
+pub(super) async fn dead(
+    action: EventAction,
+    state: State,
+    request: Request,
+) -> Result<Json, Problem> {
     let asked: Option<DeadEvents> = read(request).await?;
     let missing = || Problem::Action(vec!["`status`: must be \"dead\"".to_owned()]);
     let asked = asked.ok_or_else(missing)?;
@@ -256,11 +250,11 @@ pub(super) async fn dead(action: Action, state: State, request: Request) -> Resu
     let store = state.store.as_ref();
     if asked.dry_run {
         let count = super::in_time(store.count_dead(&filter)).await?;
-        return Ok(Json(counted(json!({ "dry_run": true }), action.done(), count)));
+        return Ok(Json(counted(json!({ "dry_run": true }), done(action), count)));
     }
     let by = By { who: asked.who, reason: asked.reason }.operator()?;
-    let count = in_time(action.run(store, &Chosen::Dead(filter), &by)).await?;
-    Ok(Json(counted(json!({ "by": by.who, "why": by.why }), action.done(), count)))
+    let count = in_time(run(action, store, &Chosen::Dead(filter), &by)).await?;
+    Ok(Json(counted(json!({ "by": by.who, "why": by.why }), done(action), count)))
 }
 
 fn counted(mut answer: Value, name: &str, count: u64) -> Value {

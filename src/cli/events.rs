@@ -12,10 +12,10 @@ use uuid::Uuid;
 
 use super::print::{self, Exit, Failure, Table, block, escape, refuse};
 use super::records::{events_table, seconds};
-use crate::admin::act::{self, Action, Refusal};
+use crate::admin::act::{self, Refusal};
 use crate::admin::query;
 use crate::admin::view::{self, AttemptView, EventView};
-use crate::store::{Chosen, DeadFilter, EventFilter, EventStatus, Store};
+use crate::store::{Chosen, DeadFilter, EventAction, EventFilter, EventStatus, Store};
 
 /// `oncegate events …`
 #[derive(Debug, Subcommand)]
@@ -132,8 +132,8 @@ pub async fn run(
     match command {
         Events::List(args) => list(store, args, out, json).await,
         Events::Show(args) => show(store, args, out, json).await,
-        Events::Redeliver(args) => act(store, Action::Redeliver, args, out, json).await,
-        Events::Discard(args) => act(store, Action::Discard, args, out, json).await,
+        Events::Redeliver(args) => act(store, EventAction::Redeliver, args, out, json).await,
+        Events::Discard(args) => act(store, EventAction::Discard, args, out, json).await,
     }
 }
 
@@ -243,7 +243,7 @@ fn attempts_table(attempts: &[AttemptView]) -> Table<5> {
 /// [`Failure::Usage`] where neither an id nor a status is given; the store's; or where the output cannot be written.
 pub async fn act(
     store: &dyn Store,
-    action: Action,
+    action: EventAction,
     args: &ChooseArgs,
     out: &mut dyn Write,
     json: bool,
@@ -259,7 +259,7 @@ pub async fn act(
 
 async fn act_on_one(
     store: &dyn Store,
-    action: Action,
+    action: EventAction,
     id: Uuid,
     args: &ChooseArgs,
     out: &mut dyn Write,
@@ -267,7 +267,7 @@ async fn act_on_one(
 ) -> Result<Exit, Failure> {
     let by = print::operator(args.reason.as_deref());
     let which = Chosen::One { id, sink: args.sink.clone() };
-    let done = action.run(store, &which, &by).await;
+    let done = act::run(action, store, &which, &by).await;
     let count = print::changed(done, &format!("events show {id}"))?;
     if count == 0 {
         let rows = act::rows_of(store, id).await?;
@@ -276,7 +276,7 @@ async fn act_on_one(
     }
     if json {
         let done = json!({
-            action.done(): count, "event": id.to_string(), "sink": args.sink, "by": by.who, "why": by.why,
+            act::done(action): count, "event": id.to_string(), "sink": args.sink, "by": by.who, "why": by.why,
         });
         print::json(out, &done)?;
     } else {
@@ -287,7 +287,7 @@ async fn act_on_one(
 
 async fn act_on_dead(
     store: &dyn Store,
-    action: Action,
+    action: EventAction,
     args: &ChooseArgs,
     out: &mut dyn Write,
     json: bool,
@@ -296,17 +296,18 @@ async fn act_on_dead(
     if args.dry_run {
         let count = store.count_dead(&filter).await?;
         if json {
-            print::json(out, &json!({ action.done(): count, "dry_run": true }))?;
+            print::json(out, &json!({ act::done(action): count, "dry_run": true }))?;
         } else {
             writeln!(out, "Nothing is done. {}", said(action, count, "dead event", args))?;
         }
         return Ok(Exit::Done);
     }
     let by = print::operator(args.reason.as_deref());
-    let done = action.run(store, &Chosen::Dead(filter), &by).await;
+    let done = act::run(action, store, &Chosen::Dead(filter), &by).await;
     let count = print::changed(done, "events list --status dead")?;
     if json {
-        let done = json!({ action.done(): count, "sink": args.sink, "by": by.who, "why": by.why });
+        let done =
+            json!({ act::done(action): count, "sink": args.sink, "by": by.who, "why": by.why });
         print::json(out, &done)?;
     } else {
         writeln!(out, "{}", said(action, count, "dead event", args))?;
@@ -315,18 +316,18 @@ async fn act_on_dead(
 }
 
 /// Counted by rows: an event towards two sinks is two deliveries.
-fn said(action: Action, count: u64, what: &str, args: &ChooseArgs) -> String {
+fn said(action: EventAction, count: u64, what: &str, args: &ChooseArgs) -> String {
     let plural = if count == 1 { "" } else { "s" };
     let done = match action {
-        Action::Redeliver if args.dry_run => "would be due again",
-        Action::Redeliver => "due again",
-        Action::Discard if args.dry_run => "would be discarded",
-        Action::Discard => "discarded",
+        EventAction::Redeliver if args.dry_run => "would be due again",
+        EventAction::Redeliver => "due again",
+        EventAction::Discard if args.dry_run => "would be discarded",
+        EventAction::Discard => "discarded",
     };
     let sink = args.sink.as_deref().map(escape);
     match (action, sink) {
         (_, None) => format!("{count} {what}{plural} {done}."),
-        (Action::Redeliver, Some(sink)) => format!("{count} {what}{plural} {done} to {sink}."),
-        (Action::Discard, Some(sink)) => format!("{count} {what}{plural} {done} for {sink}."),
+        (EventAction::Redeliver, Some(sink)) => format!("{count} {what}{plural} {done} to {sink}."),
+        (EventAction::Discard, Some(sink)) => format!("{count} {what}{plural} {done} for {sink}."),
     }
 }

@@ -42,9 +42,9 @@ use uuid::Uuid;
 use super::batch::{Batcher, RunError, Turns};
 use super::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Cause, Changed, Chosen, Claim,
-    Claimed, Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateOutcome,
-    OpenError, Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reserved, Settled,
-    SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
+    Claimed, Completion, DeadFilter, Due, Error, EventAction, EventFilter, EventRow, Gauges,
+    LateOutcome, OpenError, Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reserved,
+    Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
 };
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
@@ -359,11 +359,11 @@ impl Store for Postgres {
     }
 
     async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
-        events::act(&self.door, events::Action::Redeliver, which, by).await
+        events::act(&self.door, EventAction::Redeliver, which, by).await
     }
 
     async fn discard(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
-        events::act(&self.door, events::Action::Discard, which, by).await
+        events::act(&self.door, EventAction::Discard, which, by).await
     }
 
     async fn count_dead(&self, which: &DeadFilter) -> Result<u64, Error> {

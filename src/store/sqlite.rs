@@ -40,9 +40,9 @@ use self::thread::{Role, Tx, Worker, checkpoints, connect};
 use super::batch::{Batcher, RunError, Turns, Work};
 use super::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Cause, Changed, Chosen, Claim,
-    Claimed, Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateOutcome,
-    OpenError, Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reserved, Settled,
-    SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
+    Claimed, Completion, DeadFilter, Due, Error, EventAction, EventFilter, EventRow, Gauges,
+    LateOutcome, OpenError, Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reserved,
+    Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
 };
 use crate::fault::{self, Point};
 use crate::record::event::Event;
@@ -160,12 +160,7 @@ impl Sqlite {
     }
 
     /// What an operator does to events. Dead ones go in pieces, between which others write.
-    async fn act(
-        &self,
-        action: events::Action,
-        which: &Chosen,
-        by: &Operator,
-    ) -> Result<u64, Error> {
+    async fn act(&self, action: EventAction, which: &Chosen, by: &Operator) -> Result<u64, Error> {
         let by = by.clone();
         match which {
             Chosen::One { id, sink } => {
@@ -479,11 +474,11 @@ impl Store for Sqlite {
     }
 
     async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
-        self.act(events::Action::Redeliver, which, by).await
+        self.act(EventAction::Redeliver, which, by).await
     }
 
     async fn discard(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
-        self.act(events::Action::Discard, which, by).await
+        self.act(EventAction::Discard, which, by).await
     }
 
     async fn count_dead(&self, which: &DeadFilter) -> Result<u64, Error> {

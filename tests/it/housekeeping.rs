@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use oncegate::lease::Contact;
 use oncegate::record::OwnerId;
-use oncegate::store::{Acknowledgement, Claim, Lane, OnDead, Order, Over, Store, Verdict};
+use oncegate::store::{Acknowledgement, Claim, Claimed, Lane, OnDead, Order, Over, Store, Verdict};
 use oncegate::sweep;
 use oncegate::telemetry::Metrics;
 use tokio::time::Instant;
@@ -46,6 +46,29 @@ fn claim(order: Order, limit: u32) -> Claim {
         over: Over::Ended,
         sweep: true,
     }
+}
+
+fn sent(claimed: &Claimed) -> Acknowledgement {
+    Acknowledgement {
+        event_id: claimed.event_id,
+        claim_no: claimed.claim_no,
+        verdict: Verdict::Sent { status: Some(200) },
+    }
+}
+
+/// Makes the changes of the queue for which this is true stand still before their commit, until `client` gives its lock up.
+async fn close_gate(client: &Client, which: &str) {
+    let gate = format!(
+        "CREATE FUNCTION gate() RETURNS trigger LANGUAGE plpgsql AS $$
+         BEGIN
+             IF {which} THEN PERFORM pg_advisory_xact_lock(42); END IF;
+             RETURN NULL;
+         END $$;
+         CREATE TRIGGER gate AFTER UPDATE ON outbox_queue
+             FOR EACH STATEMENT EXECUTE FUNCTION gate();
+         SELECT pg_advisory_lock(42)"
+    );
+    client.batch_execute(&gate).await.unwrap();
 }
 
 /// What the server's log says of the pages that each run of a statement touched.
@@ -115,12 +138,7 @@ async fn f14_f47_a_claim_takes_what_it_asks_for_and_reads_little_whatever_statis
         assert_eq!(claimed.len(), limit as usize);
         all += i64::from(limit);
         assert_eq!(place.count(leased).await, all, "no more than asked for is claimed");
-        let sent = |claimed: oncegate::store::Claimed| Acknowledgement {
-            event_id: claimed.event_id,
-            claim_no: claimed.claim_no,
-            verdict: Verdict::Sent { status: Some(200) },
-        };
-        let verdicts: Vec<_> = claimed.into_iter().map(sent).collect();
+        let verdicts: Vec<_> = claimed.iter().map(sent).collect();
         let written = store.acknowledge("main", order, &verdicts).await.unwrap();
         assert_eq!(written.len(), limit as usize);
         all -= i64::from(limit);
@@ -208,23 +226,8 @@ async fn f27_what_is_written_while_a_verdict_looks_for_the_next_is_not_put_off()
     let first = store.claim(&claim(order, 9)).await.unwrap().remove(0);
     // The verdict stands still after its look, before its commit.
     let gate = client(&place.url).await;
-    gate.batch_execute(
-        "CREATE FUNCTION gate() RETURNS trigger LANGUAGE plpgsql AS $$
-         BEGIN
-             IF current_query() LIKE '-- wake%' THEN PERFORM pg_advisory_xact_lock(42); END IF;
-             RETURN NULL;
-         END $$;
-         CREATE TRIGGER gate AFTER UPDATE ON outbox_queue
-             FOR EACH STATEMENT EXECUTE FUNCTION gate();
-         SELECT pg_advisory_lock(42)",
-    )
-    .await
-    .unwrap();
-    let verdict = Acknowledgement {
-        event_id: first.event_id,
-        claim_no: first.claim_no,
-        verdict: Verdict::Sent { status: Some(200) },
-    };
+    close_gate(&gate, "current_query() LIKE '-- wake%'").await;
+    let verdict = sent(&first);
     let slow = Arc::clone(&store);
     let task = tokio::spawn(async move { slow.acknowledge("main", order, &[verdict]).await });
     let waits = "select count(*) from pg_stat_activity where wait_event = 'advisory'
@@ -248,20 +251,11 @@ async fn f27_what_is_put_off_while_the_one_before_it_ends_is_woken_all_the_same(
     gate.batch_execute(
         "UPDATE outbox_queue SET lane = 1, next_attempt_at = now() + interval '1 hour'
          WHERE event_id = '00000000-0000-4000-8000-000000000000';
-         CREATE SEQUENCE looks;
-         CREATE FUNCTION gate() RETURNS trigger LANGUAGE plpgsql AS $$
-         BEGIN
-             IF current_query() LIKE '-- claim_in_order%' AND nextval('looks') = 1 THEN
-                 PERFORM pg_advisory_xact_lock(42);
-             END IF;
-             RETURN NULL;
-         END $$;
-         CREATE TRIGGER gate AFTER UPDATE ON outbox_queue
-             FOR EACH STATEMENT EXECUTE FUNCTION gate();
-         SELECT pg_advisory_lock(42)",
+         CREATE SEQUENCE looks",
     )
     .await
     .unwrap();
+    close_gate(&gate, "current_query() LIKE '-- claim_in_order%' AND nextval('looks') = 1").await;
     let looking = Arc::clone(&store);
     let look = tokio::spawn(async move { looking.claim(&claim(order, 9)).await });
     let waits = |on: &str| {
@@ -275,11 +269,7 @@ async fn f27_what_is_put_off_while_the_one_before_it_ends_is_woken_all_the_same(
     place.rows("update outbox_queue set next_attempt_at = now() where lane = 1").await;
     let retry = Claim { lane: Lane::Retry, ..claim(order, 9) };
     let first = store.claim(&retry).await.unwrap().remove(0);
-    let verdict = Acknowledgement {
-        event_id: first.event_id,
-        claim_no: first.claim_no,
-        verdict: Verdict::Sent { status: Some(200) },
-    };
+    let verdict = sent(&first);
     let slow = Arc::clone(&store);
     let task = tokio::spawn(async move { slow.acknowledge("main", order, &[verdict]).await });
     let stands = waits("wake");

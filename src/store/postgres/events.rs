@@ -21,27 +21,10 @@ use super::rows::{self, get, unsigned};
 use super::seconds;
 use crate::fault::{self, Point};
 use crate::store::batch::RunError;
-use crate::store::{AttemptRow, Chosen, DeadFilter, Error, Operator};
+use crate::store::{AttemptRow, Chosen, DeadFilter, Error, EventAction, Operator};
 
 /// How many dead events one transaction takes.
 const PIECE: i64 = 1000;
-
-/// What is done to the chosen ones.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Action {
-    Redeliver,
-    Discard,
-}
-
-impl Action {
-    /// As the audit table calls it.
-    fn name(self) -> &'static str {
-        match self {
-            Self::Redeliver => "event.redeliver",
-            Self::Discard => "event.discard",
-        }
-    }
-}
 
 /// Moves done rows back into the queue: of `found(event_id, sink, new_sink, claim_no, outcome)`, whose messages are locked
 /// against the sweeper first. A success that is redelivered stays among the attempts.
@@ -116,12 +99,21 @@ logged AS (
     FROM message m)
 SELECT count(*) AS count FROM queued";
 
-// What is being delivered right now is left alone.
-const HASTEN: &str = "-- hasten
-WITH found AS MATERIALIZED (
+/// What is owed of an event and is not being delivered right now, locked.
+macro_rules! not_in_flight {
+    () => {
+        "WITH found AS MATERIALIZED (
     SELECT q.event_id, q.sink FROM outbox_queue q
     WHERE q.event_id = $1 AND ($2 IS NULL OR q.sink = $2) AND q.lease_until <= clock_timestamp()
-    ORDER BY q.event_id, q.sink FOR UPDATE SKIP LOCKED),
+    ORDER BY q.event_id, q.sink FOR UPDATE SKIP LOCKED)"
+    };
+}
+
+const HASTEN: &str = concat!(
+    "-- hasten
+",
+    not_in_flight!(),
+    ",
 queued AS (
     UPDATE outbox_queue q SET next_attempt_at = clock_timestamp() FROM found f
     WHERE q.event_id = f.event_id AND q.sink = f.sink AND q.lease_until <= clock_timestamp()
@@ -131,13 +123,14 @@ logged AS (
     SELECT $3, 'event.redeliver', m.record_id, m.id, $4,
            json_build_object('sink', q.sink, 'status', 'pending')::text
     FROM queued q JOIN outbox_messages m ON m.id = q.event_id)
-SELECT count(*) AS count FROM queued";
+SELECT count(*) AS count FROM queued"
+);
 
-const DISCARD_PENDING: &str = "-- discard_pending
-WITH found AS MATERIALIZED (
-    SELECT q.event_id, q.sink FROM outbox_queue q
-    WHERE q.event_id = $1 AND ($2 IS NULL OR q.sink = $2) AND q.lease_until <= clock_timestamp()
-    ORDER BY q.event_id, q.sink FOR UPDATE SKIP LOCKED),
+const DISCARD_PENDING: &str = concat!(
+    "-- discard_pending
+",
+    not_in_flight!(),
+    ",
 gone AS (
     DELETE FROM outbox_queue q USING found f
     WHERE q.event_id = f.event_id AND q.sink = f.sink AND q.lease_until <= clock_timestamp()
@@ -153,7 +146,8 @@ logged AS (
     SELECT $3, 'event.discard', m.record_id, m.id, $4,
            json_build_object('sink', g.sink, 'status', 'pending')::text
     FROM gone g JOIN outbox_messages m ON m.id = g.event_id)
-SELECT count(*) AS count FROM gone";
+SELECT count(*) AS count FROM gone"
+);
 
 const DISCARD_DEAD: &str = "-- discard_dead
 WITH buried AS (
@@ -202,7 +196,7 @@ SET LOCAL enable_mergejoin = off";
 /// Does it; how many rows it changed.
 pub(super) async fn act(
     door: &Door,
-    action: Action,
+    action: EventAction,
     which: &Chosen,
     by: &Operator,
 ) -> Result<u64, Error> {
@@ -215,7 +209,7 @@ pub(super) async fn act(
 }
 
 struct One<'a> {
-    action: Action,
+    action: EventAction,
     id: Uuid,
     sink: Option<&'a str>,
     by: &'a Operator,
@@ -235,13 +229,13 @@ impl Task for One<'_> {
         let mut transaction = connection.begin(BEGIN).await?;
         let mut all = 0;
         let statements = match self.action {
-            Action::Redeliver => REDELIVER,
-            Action::Discard => DISCARD,
+            EventAction::Redeliver => REDELIVER,
+            EventAction::Discard => DISCARD,
         };
         for sql in statements {
             all += rows::count(&transaction.run(sql, params).await?)?;
         }
-        if self.action == Action::Discard && all > 0 {
+        if self.action == EventAction::Discard && all > 0 {
             free_keys(&mut transaction, &[self.id]).await?;
         }
         fault::point(Point::Audited).await;
@@ -328,7 +322,7 @@ struct Place {
 
 /// A page of dead rows, and what is done to them.
 struct Piece<'a> {
-    action: Action,
+    action: EventAction,
     filter: &'a DeadFilter,
     by: &'a Operator,
     /// Those that were dead by then, so that it ends.
@@ -348,7 +342,7 @@ struct Worked {
 
 async fn all_dead(
     door: &Door,
-    action: Action,
+    action: EventAction,
     filter: &DeadFilter,
     by: &Operator,
 ) -> Result<u64, Error> {
@@ -386,8 +380,8 @@ impl Task for Piece<'_> {
             columns.2.push(get(row, "claim_no")?);
         }
         let sql = match self.action {
-            Action::Redeliver => REDELIVER_PAGE,
-            Action::Discard => DISCARD_PAGE,
+            EventAction::Redeliver => REDELIVER_PAGE,
+            EventAction::Discard => DISCARD_PAGE,
         };
         let params: Params<'_> = &[
             (&columns.0, Type::UUID_ARRAY),
@@ -398,7 +392,7 @@ impl Task for Piece<'_> {
         if changed > 0 {
             self.note(&mut transaction, self.total + changed).await?;
         }
-        if self.action == Action::Discard {
+        if self.action == EventAction::Discard {
             free_keys(&mut transaction, &columns.0).await?;
         }
         fault::point(Point::Audited).await;

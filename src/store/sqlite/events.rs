@@ -9,7 +9,7 @@ use rusqlite::types::Value;
 use rusqlite::{params, params_from_iter};
 use uuid::Uuid;
 
-use super::super::{AttemptRow, DeadFilter, Operator};
+use super::super::{AttemptRow, DeadFilter, EventAction, Operator};
 use super::operator::{self, audit};
 use super::order;
 use super::row::{self, micros};
@@ -19,34 +19,17 @@ use crate::fault::{self, Point};
 /// How many dead events one transaction takes.
 const PIECE: usize = 500;
 
-/// What is done to the chosen ones.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Action {
-    Redeliver,
-    Discard,
-}
-
-impl Action {
-    /// As the audit table calls it.
-    fn name(self) -> &'static str {
-        match self {
-            Self::Redeliver => "event.redeliver",
-            Self::Discard => "event.discard",
-        }
-    }
-}
-
 /// Does it to one event, towards one sink or all; how many rows it changed.
 pub(super) fn one(
     tx: &Tx<'_>,
-    action: Action,
+    action: EventAction,
     id: Uuid,
     sink: Option<&str>,
     by: &Operator,
 ) -> rusqlite::Result<u64> {
     match action {
-        Action::Redeliver => redeliver_one(tx, id, sink, by),
-        Action::Discard => discard_one(tx, id, sink, by),
+        EventAction::Redeliver => redeliver_one(tx, id, sink, by),
+        EventAction::Discard => discard_one(tx, id, sink, by),
     }
 }
 
@@ -65,14 +48,14 @@ fn redeliver_one(
     let event = id.to_string();
     let due: Vec<String> = tx.rows(DUE, params![event, sink, tx.now], |row| row.get(0))?;
     for sink in &due {
-        note(tx, Action::Redeliver, id, sink, "pending", by)?;
+        note(tx, EventAction::Redeliver, id, sink, "pending", by)?;
     }
     let read = |row: &rusqlite::Row<'_>| Ok((row.get(0)?, row.get(1)?, row.get(2)?));
     let ended: Vec<(String, String, String)> = tx.rows(ENDED, params![event, sink], read)?;
     let mut count = due.len() as u64;
     for (from, to, outcome) in &ended {
         if queue_again(tx, &event, from, to)? {
-            note(tx, Action::Redeliver, id, to, outcome, by)?;
+            note(tx, EventAction::Redeliver, id, to, outcome, by)?;
             count += 1;
         }
     }
@@ -116,10 +99,10 @@ fn discard_one(tx: &Tx<'_>, id: Uuid, sink: Option<&str>, by: &Operator) -> rusq
     for sink in &pending {
         tx.execute(KEEP, params![event, sink, tx.now])?;
         tx.execute(NOT_OWED, params![event, sink])?;
-        note(tx, Action::Discard, id, sink, "pending", by)?;
+        note(tx, EventAction::Discard, id, sink, "pending", by)?;
     }
     for sink in &dead {
-        note(tx, Action::Discard, id, sink, "dead", by)?;
+        note(tx, EventAction::Discard, id, sink, "dead", by)?;
     }
     for sink in pending.iter().chain(&dead) {
         free_key(tx, &event, sink)?;
@@ -140,7 +123,7 @@ fn free_key(tx: &Tx<'_>, event: &str, sink: &str) -> rusqlite::Result<()> {
 /// An audit row for a delivery, so that the life of its record tells of it.
 fn note(
     tx: &Tx<'_>,
-    action: Action,
+    action: EventAction,
     event: Uuid,
     sink: &str,
     status: &str,
@@ -158,7 +141,7 @@ type Place = (String, i64, String);
 
 /// What is done to all dead ones of a filter, piece by piece.
 pub(super) struct Walk {
-    action: Action,
+    action: EventAction,
     filter: DeadFilter,
     by: Operator,
     audit: Uuid,
@@ -170,7 +153,7 @@ pub(super) struct Walk {
 }
 
 impl Walk {
-    pub(super) fn new(action: Action, filter: DeadFilter, by: Operator) -> Self {
+    pub(super) fn new(action: EventAction, filter: DeadFilter, by: Operator) -> Self {
         let (audit, before, after) = (Uuid::now_v7(), None, None);
         Self { action, filter, by, audit, before, after, over: false, total: 0 }
     }
@@ -190,8 +173,8 @@ impl Walk {
         let page = self.page(tx, before)?;
         for (sink, _, event) in &page {
             self.total += match self.action {
-                Action::Redeliver => u64::from(queue_again(tx, event, sink, sink)?),
-                Action::Discard => bury(tx, event, sink)?,
+                EventAction::Redeliver => u64::from(queue_again(tx, event, sink, sink)?),
+                EventAction::Discard => bury(tx, event, sink)?,
             };
         }
         if !page.is_empty() {
