@@ -35,7 +35,7 @@ async fn client(url: &str) -> Client {
     client
 }
 
-fn claim(order: Order, limit: u32) -> Claim {
+pub(crate) fn claim(order: Order, limit: u32) -> Claim {
     Claim {
         sink: "main".into(),
         lane: Lane::Fresh,
@@ -48,7 +48,7 @@ fn claim(order: Order, limit: u32) -> Claim {
     }
 }
 
-fn sent(claimed: &Claimed) -> Acknowledgement {
+pub(crate) fn sent(claimed: &Claimed) -> Acknowledgement {
     Acknowledgement {
         event_id: claimed.event_id,
         claim_no: claimed.claim_no,

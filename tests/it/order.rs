@@ -8,13 +8,17 @@ use std::time::Duration;
 
 use oncegate::record::{Lease, LeaseView, OwnerId};
 use oncegate::relay::{self, Claimant, Settings, sink};
-use oncegate::store::{Chosen, DeadFilter, OnDead, Operator, Order, Store};
+use oncegate::store::{
+    Acknowledgement, Chosen, DeadFilter, OnDead, Operator, Order, Store, Verdict,
+};
+
 use oncegate::telemetry::Metrics;
 use serde_json::Value;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use crate::housekeeping::{claim, sent};
 use crate::support::eventually;
 use crate::support::process::eventually as happens;
 use crate::support::rig::{Place, Which, on_both_stores};
@@ -25,6 +29,7 @@ on_both_stores! {
     f26_a_dead_head_frees_its_key_or_blocks_it_as_configured,
     f27_no_event_waits_longer_than_for_those_before_it_and_none_overtakes,
     f28_a_crowd_behind_one_event_holds_up_no_other_key,
+    who_is_woken_is_not_in_flight,
 }
 
 const LONG: Duration = Duration::from_secs(20);
@@ -274,4 +279,24 @@ async fn f28_a_crowd_behind_one_event_holds_up_no_other_key(which: Which) {
     };
     let looked_at = format!("select count(*) from outbox_queue where next_attempt_at <= {due}");
     assert_eq!(place.count(&looked_at).await, 0);
+}
+
+/// A verdict that met such a change at the same moment would count for nothing, and cost one more delivery.
+async fn who_is_woken_is_not_in_flight(which: Which) {
+    let place = Place::new(which).await;
+    let store = store(&place).await;
+    write(&place, which, 0..2, "'k'").await;
+    let both = store.claim(&claim(Order::None, 9)).await.unwrap();
+    let (first, second) = (&both[0], &both[1]);
+    let dead = Verdict::Dead { status: None, error: "x".into() };
+    let buried = Acknowledgement { verdict: dead, ..sent(first) };
+    store.acknowledge("main", Order::None, &[buried]).await.unwrap();
+    let due = "select count(*) from outbox_queue where next_attempt_at = created_at";
+    assert_eq!(place.count(due).await, 1);
+    let by = Operator { who: "olga".into(), why: None };
+    let this = Chosen::One { id: first.event_id, sink: None };
+    assert_eq!(store.discard(&this, &by).await.unwrap(), 1);
+    assert_eq!(place.count(due).await, 1, "it is as it was");
+    let written = store.acknowledge("main", Order::None, &[sent(second)]).await.unwrap();
+    assert_eq!(written, [second.event_id]);
 }

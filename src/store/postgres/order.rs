@@ -243,7 +243,7 @@ next AS MATERIALIZED (
     WHERE f.event_id <> ALL ($3::uuid[])
     ORDER BY f.event_id)
 UPDATE outbox_queue q SET next_attempt_at = clock_timestamp() FROM next
-WHERE q.event_id = next.event_id AND q.sink || '' = $1";
+WHERE q.event_id = next.event_id AND q.sink || '' = $1 AND q.lease_until <= clock_timestamp()";
 
 /// An event that is no longer in flight, or no longer owed.
 #[derive(Default)]

@@ -125,7 +125,7 @@ pub(super) fn pass_on(
         WHERE sink = ?1 AND ordering_key = ?2 AND event_id = ?3";
     // What this very verdict frees keeps the time that it gave it.
     const WAKE: &str = "UPDATE outbox_queue SET next_attempt_at = ?4
-        WHERE sink = ?1 AND event_id <> ?3 AND event_id = (
+        WHERE sink = ?1 AND event_id <> ?3 AND lease_until <= ?4 AND event_id = (
           SELECT event_id FROM outbox_queue WHERE sink = ?1 AND ordering_key = ?2
           ORDER BY created_at, seq, event_id LIMIT 1)";
     tx.execute(if blocks { DEAD } else { END }, params![sink, key, id])?;
