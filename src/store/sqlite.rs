@@ -36,7 +36,7 @@ use uuid::Uuid;
 use self::file::Stand;
 pub use self::file::{FileLock, lock};
 use self::records::Completer;
-use self::thread::{Role, Tx, Worker, checkpoints, connect};
+use self::thread::{Busy, Role, Tx, Worker, checkpoints, connect};
 use super::batch::{Batcher, RunError, Turns, Work};
 use super::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Cause, Changed, Chosen, Claim,
@@ -116,12 +116,19 @@ impl Sqlite {
     /// [`OpenError::NewerSchema`], [`OpenError::OlderSchema`] where it is not allowed, [`OpenError::Migration`].
     pub async fn migrate(&self, allowed: bool) -> Result<u32, OpenError> {
         let found = self.version().await?;
-        if found < KNOWN && !allowed {
+        if found > KNOWN {
+            return Err(OpenError::NewerSchema { found, known: KNOWN });
+        }
+        if found == KNOWN {
+            // Who only reads writes nothing then, and waits for nobody's lock.
+            return Ok(found);
+        }
+        if !allowed {
             return Err(OpenError::OlderSchema { found, known: KNOWN });
         }
         for (version, sql) in MIGRATIONS {
             let applied = self.pen.write(move |tx| apply(tx, version, sql)).await;
-            applied.map_err(|cause| OpenError::Migration { version, cause: cause.into() })?;
+            applied.map_err(|error| self.not_migrated(version, error))?;
         }
         match self.version().await? {
             found if found > KNOWN => Err(OpenError::NewerSchema { found, known: KNOWN }),
@@ -180,6 +187,18 @@ impl Sqlite {
                 }
                 Ok(walk.total())
             }
+        }
+    }
+
+    fn not_migrated(&self, version: u32, error: Error) -> OpenError {
+        match error {
+            Error::Unavailable(cause) if cause.is::<Busy>() => {
+                OpenError::Connect { place: self.place.clone(), cause }
+            }
+            other @ (Error::Unavailable(_)
+            | Error::InDoubt(_)
+            | Error::Refused(_)
+            | Error::Late) => OpenError::Migration { version, cause: other.into() },
         }
     }
 
