@@ -29,7 +29,7 @@ use uuid::Uuid;
 pub use self::late::{LateEnd, LateOutcome};
 pub use self::outbox::{
     Acknowledgement, AttemptRow, Chosen, Claim, Claimed, DeadFilter, EventAction, EventFilter,
-    EventRow, EventStatus, Lane, OnDead, Order, Over, Verdict,
+    EventRow, EventStatus, Lane, LetGo, OnDead, Order, Over, Verdict,
 };
 pub use self::sinks::{Pause, PauseReason, SinkOrder, SinkState, SinkTurn, Trouble};
 use crate::record::event::Event;
@@ -452,6 +452,15 @@ pub trait Store: Send + Sync + 'static {
 
     /// How long until the next event of this sink that is not claimable now could be (a retry's time or a claim's end); `None`: nothing waits.
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error>;
+
+    /// Makes due what nothing keeps back any more in this order: with [`Order::None`] whatever waits for others of its ordering
+    /// key; with [`Order::Key`] the first event of each key whose turn nobody has, and that was put off behind an event that went
+    /// without waking it (by hand, say, or by a relay with another order). Dead events block no key any more unless `order` says that
+    /// they do. The pauses of retries stay as they are.
+    ///
+    /// In pieces, each a short transaction: from the beginning with `None`, then from where the last one ended. To be asked at the
+    /// start and from time to time: so a change of the order takes effect though nobody says that it was one.
+    async fn let_go(&self, sink: &str, order: Order, from: Option<&str>) -> Result<LetGo, Error>;
 
     /// How the sinks stand that were ever paused. `over` says which probes count as ended.
     async fn sinks(&self, over: Over) -> Result<Vec<SinkState>, Error>;

@@ -281,6 +281,15 @@ pub enum Chosen {
     Dead(DeadFilter),
 }
 
+/// What a piece of [`Store::let_go`](super::Store::let_go) came to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LetGo {
+    /// How many events are due now.
+    pub count: u64,
+    /// From where the next piece goes on; `None`: this was the last.
+    pub next: Option<String>,
+}
+
 /// Which dead events.
 #[derive(Clone, Debug, Default)]
 pub struct DeadFilter {

@@ -43,8 +43,8 @@ use super::batch::{Batcher, RunError, Turns};
 use super::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Cause, Changed, Chosen, Claim,
     Claimed, Completion, DeadFilter, Due, Error, EventAction, EventFilter, EventRow, Gauges,
-    LateOutcome, OpenError, Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reserved,
-    Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
+    LateOutcome, LetGo, OpenError, Operator, Order, Over, Proposal, RecordFilter, RecordRow,
+    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
 };
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
@@ -283,6 +283,10 @@ impl Store for Postgres {
 
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
         outbox::next_due(&self.door, sink).await
+    }
+
+    async fn let_go(&self, sink: &str, order: Order, from: Option<&str>) -> Result<LetGo, Error> {
+        order::let_go(&self.door, sink, order, from).await
     }
 
     async fn sinks(&self, over: Over) -> Result<Vec<SinkState>, Error> {

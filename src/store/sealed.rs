@@ -25,7 +25,7 @@ pub use self::keys::{Keys, KeysError, Unopened};
 use self::keys::{MARK, NoRandom, Part};
 use super::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
-    Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateEnd, LateOutcome,
+    Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateEnd, LateOutcome, LetGo,
     Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reserved, Settled, SinkOrder,
     SinkState, SinkTurn, Store, Takeover, Unresolved, Untold, Verdict,
 };
@@ -307,6 +307,7 @@ verbs! {
         untold(which: Untold, limit: u32) -> Vec<Doubt>;
         acknowledge(sink: &str, order: Order, verdicts: &[Acknowledgement]) -> Vec<Uuid>;
         next_due(sink: &str) -> Option<Duration>;
+        let_go(sink: &str, order: Order, from: Option<&str>) -> LetGo;
         sinks(over: Over) -> Vec<SinkState>;
         turn_sink(sink: &str, no: i64, turn: &SinkTurn) -> Changed;
         operate_sink(sink: &str, order: SinkOrder, by: &Operator) -> Changed;

@@ -41,8 +41,8 @@ use super::batch::{Batcher, RunError, Turns, Work};
 use super::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Cause, Changed, Chosen, Claim,
     Claimed, Completion, DeadFilter, Due, Error, EventAction, EventFilter, EventRow, Gauges,
-    LateOutcome, OpenError, Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reserved,
-    Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
+    LateOutcome, LetGo, OpenError, Operator, Order, Over, Proposal, RecordFilter, RecordRow,
+    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
 };
 use crate::fault::{self, Point};
 use crate::record::event::Event;
@@ -412,6 +412,11 @@ impl Store for Sqlite {
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
         let sink = sink.to_owned();
         self.reader.read(move |tx| outbox::next_due(tx, &sink)).await
+    }
+
+    async fn let_go(&self, sink: &str, order: Order, from: Option<&str>) -> Result<LetGo, Error> {
+        let (sink, from) = (sink.to_owned(), from.map(str::to_owned));
+        self.pen.write(move |tx| order::let_go(tx, &sink, order, from)).await
     }
 
     async fn sinks(&self, over: Over) -> Result<Vec<SinkState>, Error> {

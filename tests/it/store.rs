@@ -18,7 +18,7 @@ use oncegate::record::{
 };
 use oncegate::store::{
     ATTEMPTS_KEPT, Acknowledgement, Asker, Asking, AttemptRow, Beat, Changed, Chosen, Claim,
-    Claimed, Completion, DeadFilter, EventFilter, EventStatus, Lane, LateEnd, LateOutcome,
+    Claimed, Completion, DeadFilter, EventFilter, EventStatus, Lane, LateEnd, LateOutcome, LetGo,
     Objection, OnDead, Operator, Order, Over, PauseReason, Proposal, RecordFilter, Reserved,
     Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Trouble, Untold, Verdict,
 };
@@ -86,6 +86,8 @@ on_every_store![
     a_stale_acknowledgement_changes_nothing,
     verdicts_move_events_as_they_say,
     redelivery_goes_on_from_the_claim_number,
+    what_an_order_kept_back_goes_once_it_is_no_longer_asked_for,
+    what_waits_for_nobody_is_woken,
     a_sink_is_paused_once_and_resumed_by_its_probe,
     one_probes_a_sink_at_a_time_and_a_late_probe_changes_nothing,
     a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed,
@@ -1292,6 +1294,95 @@ async fn redelivery_goes_on_from_the_claim_number(store: Tested) {
     let events: Vec<_> = audit.iter().filter_map(|row| row.event).collect();
     assert_eq!(events, [of("sent").event_id], "all dead ones at once are a row of no record");
     assert!(audit.iter().all(|row| row.action == "event.redeliver" && row.who == "olga"));
+}
+
+/// How many became due, and that there is no more.
+async fn let_go(store: &Tested, sink: &str, order: Order) -> u64 {
+    let LetGo { count, next } = store.let_go(sink, order, None).await.unwrap();
+    assert_eq!(next, None);
+    count
+}
+
+async fn what_an_order_kept_back_goes_once_it_is_no_longer_asked_for(store: Tested) {
+    let sink = sink();
+    let of = |name, key| (name, Some(key));
+    let events =
+        [of("a", "k"), of("b", "k"), of("c", "k"), of("d", "l"), of("e", "l"), of("f", "l")];
+    announced_in_order(&store, &sink, &events).await;
+    let after = |delay| Verdict::Retry { delay, status: None, error: "x".into() };
+    let again = || after(MINUTE);
+    // "a" pauses, with two behind it. "d" and "e" died, "f" failed; then "d" and "e" were redelivered, "d" pauses, and the
+    // others wait for it.
+    let first = in_order(&store, &sink, Lane::Fresh, FREE).await;
+    assert_eq!(names(&first), ["a", "d"]);
+    say(&store, &sink, FREE, &first[0], again()).await;
+    say(&store, &sink, FREE, &first[1], dead()).await;
+    let e = in_order(&store, &sink, Lane::Fresh, FREE).await;
+    assert_eq!(names(&e), ["e"]);
+    say(&store, &sink, FREE, &e[0], dead()).await;
+    let f = in_order(&store, &sink, Lane::Fresh, FREE).await;
+    assert_eq!(names(&f), ["f"]);
+    say(&store, &sink, FREE, &f[0], after(Duration::ZERO)).await;
+    let all = Chosen::Dead(DeadFilter { sink: Some(sink.clone()), ..DeadFilter::default() });
+    assert_eq!(store.redeliver(&all, &somebody()).await.unwrap(), 2);
+    let d = in_order(&store, &sink, Lane::Retry, FREE).await;
+    assert_eq!(names(&d), ["d"]);
+    say(&store, &sink, FREE, &d[0], again()).await;
+
+    for order in [FREE, BLOCK] {
+        assert_eq!(let_go(&store, &sink, order).await, 0, "they wait for others");
+    }
+    let both = async |order| {
+        let mut all = in_order(&store, &sink, Lane::Fresh, order).await;
+        all.extend(in_order(&store, &sink, Lane::Retry, order).await);
+        names(&all).into_iter().map(str::to_owned).collect::<BTreeSet<_>>()
+    };
+    assert_eq!(both(FREE).await, BTreeSet::new());
+    assert_eq!(let_go(&store, &sink, Order::None).await, 4);
+    assert_eq!(both(Order::None).await, BTreeSet::from(["b", "c", "e", "f"].map(str::to_owned)));
+    assert_eq!(let_go(&store, &sink, Order::None).await, 0, "\"a\" and \"d\" pause as they did");
+}
+
+async fn what_waits_for_nobody_is_woken(store: Tested) {
+    let fresh = async |sink: &str, order| in_order(&store, sink, Lane::Fresh, order).await;
+    // A relay without an order, as a replica of an older configuration is, wakes nobody.
+    let mixed = sink();
+    announced_in_order(&store, &mixed, &[("x", Some("k")), ("y", Some("k"))]).await;
+    let both = claim(&store, &mixed, Lane::Fresh, 2, MINUTE).await;
+    let of = |kind: &str| both.iter().find(|claimed| claimed.kind == kind).unwrap();
+    assert!(verdict(&store, &mixed, of("y"), Verdict::GivenBack).await);
+    assert!(fresh(&mixed, BLOCK).await.is_empty());
+    assert_eq!(let_go(&store, &mixed, BLOCK).await, 0, "it waits for the first");
+    assert!(verdict(&store, &mixed, of("x"), Verdict::Sent { status: Some(200) }).await);
+    assert!(fresh(&mixed, BLOCK).await.is_empty(), "it is put off");
+    assert_eq!(let_go(&store, &mixed, BLOCK).await, 1);
+    assert_eq!(names(&fresh(&mixed, BLOCK).await), ["y"]);
+
+    // What blocked its key may not do so any more.
+    let blocked = sink();
+    let fence = announced_in_order(&store, &blocked, &[("a", Some("k")), ("b", Some("k"))]).await;
+    let a = fresh(&blocked, BLOCK).await.remove(0);
+    say(&store, &blocked, BLOCK, &a, dead()).await;
+    assert!(fresh(&blocked, BLOCK).await.is_empty());
+    assert_eq!(let_go(&store, &blocked, BLOCK).await, 0, "as it is configured");
+    assert!(fresh(&blocked, BLOCK).await.is_empty());
+    assert_eq!(let_go(&store, &blocked, FREE).await, 1);
+    assert_eq!(names(&fresh(&blocked, FREE).await), ["b"]);
+    assert_eq!(let_go(&store, &blocked, FREE).await, 0, "it is in flight");
+    assert_eq!(store.gauges().await.unwrap().blocked, []);
+    let filter = EventFilter { record: Some(fence.id), limit: 9, ..EventFilter::default() };
+    assert!(store.list_events(&filter).await.unwrap().iter().all(|row| !row.blocks));
+
+    // Who has the turn is waited for, also by what stands before it.
+    let turn = sink();
+    announced_in_order(&store, &turn, &[("m", Some("k")), ("n", Some("k"))]).await;
+    let m = fresh(&turn, FREE).await.remove(0);
+    say(&store, &turn, FREE, &m, dead()).await;
+    assert_eq!(names(&fresh(&turn, FREE).await), ["n"]);
+    let again = Chosen::One { id: m.event_id, sink: None };
+    assert_eq!(store.redeliver(&again, &somebody()).await.unwrap(), 1);
+    assert!(in_order(&store, &turn, Lane::Retry, FREE).await.is_empty());
+    assert_eq!(let_go(&store, &turn, FREE).await, 0);
 }
 
 /// How a sink stands; `None`: it was never paused.

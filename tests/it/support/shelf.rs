@@ -17,7 +17,7 @@ use oncegate::record::{
 use oncegate::store::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
     Completion, DeadFilter, Due, Error, EventFilter, EventRow, EventStatus, Gauges, LateOutcome,
-    Objection, Operator, Order, Over, Pause, PauseReason, Proposal, RecordFilter, RecordRow,
+    LetGo, Objection, Operator, Order, Over, Pause, PauseReason, Proposal, RecordFilter, RecordRow,
     Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
 };
 use uuid::Uuid;
@@ -390,6 +390,9 @@ impl Store for Shelf {
         Err(unavailable())
     }
     async fn next_due(&self, _: &str) -> Result<Option<Duration>, Error> {
+        Err(unavailable())
+    }
+    async fn let_go(&self, _: &str, _: Order, _: Option<&str>) -> Result<LetGo, Error> {
         Err(unavailable())
     }
     async fn untold(&self, _: Untold, _: u32) -> Result<Vec<Doubt>, Error> {
