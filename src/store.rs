@@ -29,7 +29,7 @@ use uuid::Uuid;
 pub use self::late::{LateEnd, LateOutcome};
 pub use self::outbox::{
     Acknowledgement, AttemptRow, Chosen, Claim, Claimed, DeadFilter, EventAction, EventFilter,
-    EventRow, EventStatus, Lane, LetGo, OnDead, Order, Over, Verdict,
+    EventRow, EventStatus, Lane, LetGo, OnDead, Order, Over, Touched, Verdict,
 };
 pub use self::sinks::{Pause, PauseReason, SinkOrder, SinkState, SinkTurn, Trouble};
 use crate::record::event::Event;
@@ -512,16 +512,17 @@ pub trait Store: Send + Sync + 'static {
         by: &Operator,
     ) -> Result<Acted, Error>;
 
-    /// Makes events due again, through the retry lane, under their id and with growing claim numbers. Audited. How many.
+    /// Makes events due again, through the retry lane, under their id and with growing claim numbers. Audited.
     ///
-    /// One event: what is sent, dead or pending, or was discarded towards the sink that is named; what is being delivered right
-    /// now is left alone. Dead ones go in small transactions, those that were dead at the beginning. Each is one row in the
-    /// audit table, and all dead ones together are one, which grows with them.
-    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<u64, Error>;
+    /// One event: what is dead or pending, unless it is asked for otherwise what is sent, too, and what was discarded towards the
+    /// sink that is named; what is being delivered right now is left alone. Dead ones go in small transactions, those that were
+    /// dead at the beginning. Each is one row in the audit table, and all dead ones together are one, which grows with them and
+    /// is found from each of their records.
+    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error>;
 
     /// Gives events up for good: pending and dead ones become discarded. What is sent stays so, and what is being delivered
-    /// right now is left alone. Audited as a redelivery is. How many.
-    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<u64, Error>;
+    /// right now is left alone. Audited as a redelivery is.
+    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error>;
 
     /// How many dead events these are.
     async fn count_dead(&self, which: &DeadFilter) -> Result<u64, Error>;
@@ -540,7 +541,8 @@ pub trait Store: Send + Sync + 'static {
     /// What went wrong with a sink's deliveries, of those that are still owed: the error of the one that was tried last.
     async fn last_failure(&self, sink: &str) -> Result<Option<String>, Error>;
 
-    /// What was done to a record by hand, and its late outcomes, oldest first.
+    /// What was done to a record by hand, and its late outcomes, oldest first. What was done to many dead events at once is told
+    /// for each of the record's among them, for as long as the event is kept.
     async fn audit_of(&self, record: RecordId) -> Result<Vec<AuditRow>, Error>;
 
     /// Records that operators acted on within the last `window`.

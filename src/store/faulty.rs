@@ -13,7 +13,7 @@ use super::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
     Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateOutcome, LetGo,
     Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reserved, Settled, SinkOrder,
-    SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
+    SinkState, SinkTurn, Store, Takeover, Touched, Unresolved, Untold,
 };
 use crate::fault::{self, Injected, Point, Verb};
 use crate::record::event::Event;
@@ -80,8 +80,8 @@ verbs! {
     list_events(filter: &EventFilter) -> Vec<EventRow>;
     operator_release(fence: Fence, completed: bool, by: &Operator) -> Acted, OperatorRelease;
     operator_complete(completion: &Completion, by: &Operator) -> Acted, OperatorComplete;
-    redeliver(which: &Chosen, by: &Operator) -> u64, Redeliver;
-    discard(which: &Chosen, by: &Operator) -> u64, Discard;
+    redeliver(which: &Chosen, by: &Operator) -> Touched, Redeliver;
+    discard(which: &Chosen, by: &Operator) -> Touched, Discard;
     count_dead(which: &DeadFilter) -> u64;
     attempts_of(event: Uuid) -> Vec<AttemptRow>;
     operate_sink(sink: &str, order: SinkOrder, by: &Operator) -> Changed, OperateSink;

@@ -44,7 +44,8 @@ use super::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Cause, Changed, Chosen, Claim,
     Claimed, Completion, DeadFilter, Due, Error, EventAction, EventFilter, EventRow, Gauges,
     LateOutcome, LetGo, OpenError, Operator, Order, Over, Proposal, RecordFilter, RecordRow,
-    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
+    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched, Unresolved,
+    Untold,
 };
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
@@ -362,11 +363,11 @@ impl Store for Postgres {
         operate::complete(&self.door, completion, by).await
     }
 
-    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
         events::act(&self.door, EventAction::Redeliver, which, by).await
     }
 
-    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
         events::act(&self.door, EventAction::Discard, which, by).await
     }
 

@@ -42,7 +42,8 @@ use super::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Cause, Changed, Chosen, Claim,
     Claimed, Completion, DeadFilter, Due, Error, EventAction, EventFilter, EventRow, Gauges,
     LateOutcome, LetGo, OpenError, Operator, Order, Over, Proposal, RecordFilter, RecordRow,
-    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
+    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched, Unresolved,
+    Untold,
 };
 use crate::fault::{self, Point};
 use crate::record::event::Event;
@@ -51,7 +52,7 @@ use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 use crate::telemetry;
 
 /// Each migration brings the schema from the version before it to its own.
-const MIGRATIONS: [(u32, &str); 7] = [
+const MIGRATIONS: [(u32, &str); 8] = [
     (1, include_str!("../../migrations/sqlite/0001_records.sql")),
     (2, include_str!("../../migrations/sqlite/0002_unknown.sql")),
     (3, include_str!("../../migrations/sqlite/0003_claim_owner.sql")),
@@ -59,13 +60,14 @@ const MIGRATIONS: [(u32, &str); 7] = [
     (5, include_str!("../../migrations/sqlite/0005_sinks.sql")),
     (6, include_str!("../../migrations/sqlite/0006_order.sql")),
     (7, include_str!("../../migrations/sqlite/0007_attempts.sql")),
+    (8, include_str!("../../migrations/sqlite/0008_audit_events.sql")),
 ];
 
 /// How long a claim goes on looking while all that it finds has to wait for others.
 const LOOK_MAX: Duration = Duration::from_secs(1);
 
 /// The schema's version that this program knows.
-const KNOWN: u32 = 7;
+const KNOWN: u32 = 8;
 
 /// A SQLite file as a store. Dropped, its threads finish what is queued and end.
 pub struct Sqlite {
@@ -167,27 +169,37 @@ impl Sqlite {
     }
 
     /// What an operator does to events. Dead ones go in pieces, between which others write.
-    async fn act(&self, action: EventAction, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+    async fn act(
+        &self,
+        action: EventAction,
+        which: &Chosen,
+        by: &Operator,
+    ) -> Result<Touched, Error> {
         let by = by.clone();
-        match which {
-            Chosen::One { id, sink } => {
-                let (id, sink) = (*id, sink.clone());
-                self.pen.write(move |tx| events::one(tx, action, id, sink.as_deref(), &by)).await
-            }
+        let (id, sink, not_taken) = match which {
+            Chosen::One { id, sink } => (*id, sink.clone(), false),
+            Chosen::NotTaken { id } => (*id, None, true),
             Chosen::Dead(filter) => {
-                let mut walk = events::Walk::new(action, filter.clone(), by);
-                while !walk.is_over() {
-                    let before = walk.total();
-                    let worked = self.pen.write(move |tx| walk.piece(tx)).await;
-                    // After the first piece an error does not mean that nothing was changed.
-                    walk = worked.map_err(|error| match before {
-                        0 => error,
-                        _ => Error::InDoubt(error.into()),
-                    })?;
-                }
-                Ok(walk.total())
+                let walk = events::Walk::new(action, filter.clone(), by);
+                return self.walk(walk).await.map(Touched::many);
             }
+        };
+        let act = move |tx: &Tx<'_>| events::one(tx, action, id, sink.as_deref(), not_taken, &by);
+        self.pen.write(act).await.map(Touched::one)
+    }
+
+    /// Goes on with it piece by piece to its end; how many rows it changed.
+    async fn walk(&self, mut walk: events::Walk) -> Result<u64, Error> {
+        while !walk.is_over() {
+            let before = walk.total();
+            let worked = self.pen.write(move |tx| walk.piece(tx)).await;
+            // After the first piece an error does not mean that nothing was changed.
+            walk = worked.map_err(|error| match before {
+                0 => error,
+                _ => Error::InDoubt(error.into()),
+            })?;
         }
+        Ok(walk.total())
     }
 
     fn not_migrated(&self, version: u32, error: Error) -> OpenError {
@@ -497,11 +509,11 @@ impl Store for Sqlite {
         self.pen.write(move |tx| operator::complete(tx, &completion, &by)).await
     }
 
-    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
         self.act(EventAction::Redeliver, which, by).await
     }
 
-    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
         self.act(EventAction::Discard, which, by).await
     }
 

@@ -197,7 +197,7 @@ async fn f26_a_dead_head_frees_its_key_or_blocks_it_as_configured(which: Which) 
             } else {
                 store.redeliver(&dead, &by).await
             };
-            assert_eq!(done.unwrap(), 1);
+            assert_eq!(done.unwrap().count, 1);
             relay.wake.notify_one();
         }
         let owed = "select count(*) from outbox_queue";
@@ -316,7 +316,7 @@ async fn who_is_woken_is_not_in_flight(which: Which) {
     assert_eq!(place.count(due).await, 1);
     let by = Operator { who: "olga".into(), why: None };
     let this = Chosen::One { id: first.event_id, sink: None };
-    assert_eq!(store.discard(&this, &by).await.unwrap(), 1);
+    assert_eq!(store.discard(&this, &by).await.unwrap().count, 1);
     assert_eq!(place.count(due).await, 1, "it is as it was");
     let written = store.acknowledge("main", Order::None, &[sent(second)]).await.unwrap();
     assert_eq!(written, [second.event_id]);

@@ -471,7 +471,8 @@ WITH gone AS (
     "
     RETURNING m.id),
 done AS (DELETE FROM outbox_done d USING gone WHERE d.event_id = gone.id),
-tried AS (DELETE FROM outbox_attempts a USING gone WHERE a.event_id = gone.id)
+tried AS (DELETE FROM outbox_attempts a USING gone WHERE a.event_id = gone.id),
+told AS (DELETE FROM audit_events a USING gone WHERE a.event_id = gone.id)
 SELECT count(*) AS count FROM gone"
 );
 

@@ -427,10 +427,10 @@ impl Store for Fake {
     async fn operator_complete(&self, _: &Completion, _: &Operator) -> Result<Acted, Error> {
         no()
     }
-    async fn redeliver(&self, _: &Chosen, _: &Operator) -> Result<u64, Error> {
+    async fn redeliver(&self, _: &Chosen, _: &Operator) -> Result<Touched, Error> {
         no()
     }
-    async fn discard(&self, _: &Chosen, _: &Operator) -> Result<u64, Error> {
+    async fn discard(&self, _: &Chosen, _: &Operator) -> Result<Touched, Error> {
         no()
     }
     async fn count_dead(&self, _: &DeadFilter) -> Result<u64, Error> {

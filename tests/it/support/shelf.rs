@@ -18,7 +18,8 @@ use oncegate::store::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
     Completion, DeadFilter, Due, Error, EventFilter, EventRow, EventStatus, Gauges, LateOutcome,
     LetGo, Objection, Operator, Order, Over, Pause, PauseReason, Proposal, RecordFilter, RecordRow,
-    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
+    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched, Unresolved,
+    Untold,
 };
 use uuid::Uuid;
 
@@ -157,7 +158,7 @@ impl Shelf {
         });
     }
 
-    /// Gives the chosen events of these states another one; how many.
+    /// Gives the chosen events of these states another one.
     fn act(
         &self,
         action: &str,
@@ -165,22 +166,26 @@ impl Shelf {
         from: &[EventStatus],
         to: EventStatus,
         by: &Operator,
-    ) -> u64 {
-        let mut count = 0;
+    ) -> Touched {
+        let mut touched = Touched::default();
         for row in self.events.lock().unwrap().iter_mut() {
             let chosen = match which {
                 Chosen::One { id, sink } => {
                     row.id == *id && from.contains(&row.status) && is(sink.as_ref(), &row.sink)
                 }
+                Chosen::NotTaken { id } => row.id == *id && row.status == EventStatus::Dead,
                 Chosen::Dead(filter) => fits(filter, row),
             };
             if chosen {
+                touched.count += 1;
+                if !matches!(which, Chosen::Dead(_)) {
+                    touched.sinks.push((row.sink.clone(), row.status));
+                }
                 row.status = to;
-                count += 1;
             }
         }
         self.note(action, None, None, by);
-        count
+        touched
     }
 
     /// The record at this fence, or why it may not be acted on.
@@ -292,14 +297,14 @@ impl Store for Shelf {
         Ok(Ok(()))
     }
 
-    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
         self.reach().await?;
         // Here a pending event is always one that is being delivered.
         let idle = [EventStatus::Sent, EventStatus::Dead];
         Ok(self.act("event.redeliver", which, &idle, EventStatus::Pending, by))
     }
 
-    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
         self.reach().await?;
         Ok(self.act("event.discard", which, &[EventStatus::Dead], EventStatus::Discarded, by))
     }
