@@ -312,7 +312,7 @@ macro_rules! put_off {
 }
 
 // From key to key by the index, however many events stand behind the first. Nobody is waited for: who holds a row is about
-// to change it.
+// to change it. The outcome is a scalar sub-select, which is never made into a hash over all dead ones.
 const WAKE_HEADS: &str = concat!(
     "-- wake_heads
 WITH RECURSIVE heads AS (
@@ -333,9 +333,9 @@ waits AS MATERIALIZED (
       AND NOT EXISTS (
           SELECT FROM outbox_turns t
           WHERE t.sink = $1 AND t.ordering_key = h.ordering_key AND t.event_id <> h.event_id
-            AND CASE WHEN t.lease_until = 'infinity' THEN $4 AND EXISTS (
-                    SELECT FROM outbox_done d
-                    WHERE d.event_id = t.event_id AND d.sink = t.sink AND d.outcome = 'dead')
+            AND CASE WHEN t.lease_until = 'infinity' THEN $4 AND (
+                    SELECT d.outcome FROM outbox_done d
+                    WHERE d.event_id = t.event_id AND d.sink = t.sink) = 'dead'
                 ELSE t.lease_until > clock_timestamp() END)
     FOR UPDATE OF q SKIP LOCKED),
 woken AS (
