@@ -384,6 +384,11 @@ async fn operators_see_a_paused_sink_and_resume_it_from_the_command_line_and_ove
     assert_eq!(act("main/resume", r#"{"why":"?"}"#).await, 400);
     let over_http = get("/api/v1/sinks").to(rig.gateway.admin).await.json()["sinks"][0].clone();
     assert_eq!((&over_http["reason"], &over_http["note"]), (&"operator".into(), &"a move".into()));
+    let (_, table, _) = command(&rig.gateway, &["sinks", "list"]);
+    assert!(
+        table.contains("a move") && table.contains("410"),
+        "what it met is not hidden: {table}"
+    );
     let shown = async || {
         let text = get("/metrics").to(rig.gateway.admin).await.body;
         String::from_utf8_lossy(&text).contains(r#"sink_paused{sink="main",reason="operator"} 1"#)

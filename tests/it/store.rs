@@ -19,8 +19,8 @@ use oncegate::record::{
 use oncegate::store::{
     ATTEMPTS_KEPT, Acknowledgement, Asker, Asking, AttemptRow, Beat, Changed, Chosen, Claim,
     Claimed, Completion, DeadFilter, EventFilter, EventStatus, Lane, LateEnd, LateOutcome,
-    Objection, OnDead, Operator, Order, Over, PauseReason, Proposal, RecordFilter, Reserved,
-    Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Trouble, Untold, Verdict,
+    NextProbe, Objection, OnDead, Operator, Order, Over, PauseReason, Proposal, RecordFilter,
+    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Trouble, Untold, Verdict,
 };
 use uuid::Uuid;
 
@@ -90,6 +90,7 @@ on_every_store![
     one_probes_a_sink_at_a_time_and_a_late_probe_changes_nothing,
     a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed,
     what_is_given_back_keeps_its_attempts_and_says_what_it_met,
+    what_a_sink_met_last_is_known_until_it_is_given_up_and_then,
     each_failed_attempt_under_a_current_claim_is_kept,
     no_more_attempts_than_fifty_are_kept_and_they_go_with_their_event,
     a_discarded_event_is_over_and_what_is_sent_or_in_flight_is_left_alone,
@@ -1343,7 +1344,8 @@ async fn a_sink_is_paused_once_and_resumed_by_its_probe(store: Tested) {
     assert_eq!((state.no, pause.reason, pause.failed_probes), (1, PauseReason::Failing, 0));
     let error = state.last_error.unwrap();
     assert!(error.starts_with("500: h") && error.ends_with("äß"), "{error}");
-    assert!(pause.probe_in.is_some_and(|wait| wait <= SOON && wait > SOON / 2), "{pause:?}");
+    let waits = matches!(pause.probe, NextProbe::In(wait) if wait <= SOON && wait > SOON / 2);
+    assert!(waits, "{pause:?}");
     assert!(!turned(&store, sink, 1, &probing(me)).await, "it is not time");
     assert!(!turned(&store, sink, 1, &SinkTurn::Resume).await, "nobody has probed it");
 
@@ -1368,9 +1370,11 @@ async fn one_probes_a_sink_at_a_time_and_a_late_probe_changes_nothing(store: Tes
     let (first, second) = (owner(&store).await, owner(&store).await);
     assert!(turned(&store, sink, 0, &pausing(failing(Duration::ZERO))).await);
     assert!(turned(&store, sink, 1, &probing(first)).await);
-    let waits = |state: &SinkState| state.pause.as_ref().unwrap().probe_in.unwrap();
+    let probe = |state: &SinkState| state.pause.as_ref().unwrap().probe;
+    let under_way =
+        |probe| matches!(probe, NextProbe::UnderWay { over_in } if over_in > MINUTE / 2);
     let state = stand(&store, sink, Over::EndedOrDead).await.unwrap();
-    assert!(waits(&state) > MINUTE / 2, "until the probe's end: {state:?}");
+    assert!(under_way(probe(&state)), "{state:?}");
     assert!(!turned(&store, sink, 2, &probing(second)).await, "the first one probes");
 
     let error = "503".to_owned();
@@ -1388,14 +1392,26 @@ async fn one_probes_a_sink_at_a_time_and_a_late_probe_changes_nothing(store: Tes
     let patient = SinkTurn::Probe { owner: first, lease: MINUTE, over: Over::Ended };
     assert!(!turned(&store, sink, 4, &patient).await, "who may not judge waits");
     let state = stand(&store, sink, Over::EndedOrDead).await.unwrap();
-    assert_eq!(waits(&state), Duration::ZERO);
+    assert_eq!(probe(&state), NextProbe::In(Duration::ZERO));
+    let patient = stand(&store, sink, Over::Ended).await.unwrap();
+    assert!(under_way(probe(&patient)), "{patient:?}");
     assert!(turned(&store, sink, 4, &probing(first)).await);
     assert!(!turned(&store, sink, 4, &SinkTurn::Resume).await, "the dead one's answer is late");
     assert!(turned(&store, sink, 5, &SinkTurn::ProbeIdle { again: MINUTE }).await);
     let state = stand(&store, sink, Over::Ended).await.unwrap();
     assert_eq!(state.pause.as_ref().unwrap().failed_probes, 1, "nothing was sent");
     assert_eq!(state.last_error.as_deref(), Some("503"));
-    assert!(waits(&state) > MINUTE / 2);
+    assert!(matches!(probe(&state), NextProbe::In(wait) if wait > MINUTE / 2), "{state:?}");
+
+    // A probe that met a sink that wants to be left alone has failed, too.
+    let busy = &self::sink();
+    assert!(turned(&store, busy, 0, &pausing(Trouble::Busy { again: Duration::ZERO })).await);
+    assert!(turned(&store, busy, 1, &probing(first)).await);
+    let trouble = Trouble::Busy { again: Duration::ZERO };
+    let failed = SinkTurn::ProbeFailed { trouble, error: "429".into() };
+    assert!(turned(&store, busy, 2, &failed).await);
+    let pause = stand(&store, busy, Over::Ended).await.unwrap().pause.unwrap();
+    assert_eq!((pause.reason, pause.failed_probes), (PauseReason::Busy, 1));
 }
 
 async fn a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed(store: Tested) {
@@ -1409,6 +1425,8 @@ async fn a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed(store: T
     assert!(turned(&store, sink, 0, &pausing(failing(Duration::ZERO))).await);
     assert!(turned(&store, sink, 1, &probing(me)).await);
     assert_eq!(order(sink, SinkOrder::Pause).await, Changed::Yes);
+    let met = stand(&store, sink, Over::Ended).await.unwrap().last_error;
+    assert!(met.is_some_and(|met| met.contains("500")), "it is not forgotten");
     assert_eq!(order(sink, SinkOrder::Pause).await, Changed::No, "it is paused by hand");
     let failed = SinkTurn::ProbeFailed { trouble: failing(Duration::ZERO), error: "x".into() };
     for turn in [SinkTurn::Resume, failed, probing(me), pausing(failing(Duration::ZERO))] {
@@ -1420,13 +1438,31 @@ async fn a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed(store: T
         [(sink, PauseReason::Operator, Some("asked the bank")), (gone, PauseReason::Gone, None)]
     {
         let pause = stand(&store, sink, Over::Ended).await.unwrap().pause.unwrap();
-        assert_eq!((pause.reason, pause.probe_in, pause.note.as_deref()), (why, None, note));
+        let said = (pause.reason, pause.probe, pause.note.as_deref());
+        assert_eq!(said, (why, NextProbe::Never, note));
         assert_eq!(order(sink, SinkOrder::Resume).await, Changed::Yes);
         assert_eq!(reason(&store, sink).await, None);
     }
     let no = stand(&store, sink, Over::Ended).await.unwrap().no;
     assert!(turned(&store, sink, no, &pausing(Trouble::Busy { again: MINUTE })).await);
     assert_eq!(reason(&store, sink).await, Some(PauseReason::Busy));
+}
+
+async fn what_a_sink_met_last_is_known_until_it_is_given_up_and_then(store: Tested) {
+    let sink = sink();
+    announced(&store, &sink, &["a", "b"]).await;
+    let met = async || store.last_failure(&sink).await.unwrap();
+    assert_eq!(met().await, None);
+    let claimed = claim(&store, &sink, Lane::Fresh, 2, MINUTE).await;
+    let dies = |error: &str| Verdict::Dead { status: Some(500), error: error.into() };
+    assert!(verdict(&store, &sink, &claimed[0], dies("first")).await);
+    assert_eq!(met().await.as_deref(), Some("first"));
+    let again = Verdict::Retry { delay: Duration::ZERO, status: None, error: "again".into() };
+    assert!(verdict(&store, &sink, &claimed[1], again).await);
+    assert_eq!(met().await.as_deref(), Some("again"), "what is still owed");
+    let retried = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert!(verdict(&store, &sink, &retried, dies("last")).await);
+    assert_eq!(met().await.as_deref(), Some("last"));
 }
 
 async fn what_is_given_back_keeps_its_attempts_and_says_what_it_met(store: Tested) {

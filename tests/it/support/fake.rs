@@ -61,7 +61,7 @@ impl Stand {
                 self.probing_until = Some(now + *lease);
             }
             SinkTurn::ProbeFailed { trouble, error } if probed => {
-                self.failed_probes += u32::from(matches!(trouble, Trouble::Failing { .. }));
+                self.failed_probes += 1;
                 self.reason = Some(trouble.reason());
                 self.probe_at = trouble.again().map(|again| now + again);
                 self.error.clone_from(error);
@@ -350,7 +350,11 @@ impl Store for Fake {
             since: std::time::SystemTime::UNIX_EPOCH,
             pause: stand.reason.map(|reason| Pause {
                 reason,
-                probe_in: stand.probing_until.or(stand.probe_at).map(|at| at - now),
+                probe: match (stand.probing_until, stand.probe_at) {
+                    (Some(until), _) => NextProbe::UnderWay { over_in: until - now },
+                    (None, Some(at)) => NextProbe::In(at - now),
+                    (None, None) => NextProbe::Never,
+                },
                 failed_probes: stand.failed_probes,
                 note: None,
             }),
