@@ -29,7 +29,7 @@ use uuid::Uuid;
 pub use self::late::{LateEnd, LateOutcome};
 pub use self::outbox::{
     Acknowledgement, AttemptRow, Chosen, Claim, Claimed, DeadFilter, EventAction, EventFilter,
-    EventRow, EventStatus, Lane, OnDead, Order, Over, Verdict,
+    EventRow, EventStatus, Lane, Look, OnDead, Order, Over, Verdict,
 };
 pub use self::sinks::{NextProbe, Pause, PauseReason, SinkOrder, SinkState, SinkTurn, Trouble};
 use crate::record::event::Event;

@@ -18,13 +18,13 @@ use oncegate::record::{
 };
 use oncegate::store::{
     ATTEMPTS_KEPT, Acknowledgement, Asker, Asking, AttemptRow, Beat, Changed, Chosen, Claim,
-    Claimed, Completion, DeadFilter, EventFilter, EventStatus, Lane, LateEnd, LateOutcome,
+    Claimed, Completion, DeadFilter, EventFilter, EventStatus, Lane, LateEnd, LateOutcome, Look,
     NextProbe, Objection, OnDead, Operator, Order, Over, PauseReason, Proposal, RecordFilter,
     Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Trouble, Untold, Verdict,
 };
 use uuid::Uuid;
 
-use crate::support::happens;
+use crate::support::{eventually, happens};
 
 /// Runs each named check on each store.
 macro_rules! on_every_store {
@@ -78,6 +78,8 @@ on_every_store![
     a_late_delivery_stays_visible_for_its_whole_retention,
     an_event_that_is_dead_towards_one_sink_is_kept_whole,
     a_claim_takes_no_more_than_its_limit_and_nothing_twice,
+    a_claim_from_a_place_on_takes_what_became_due_there,
+    in_order_a_claim_from_a_place_on_takes_only_the_first_of_a_key,
     of_one_ordering_key_one_event_is_claimed_and_its_verdict_wakes_the_next,
     a_dead_event_blocks_its_ordering_key_where_that_is_asked_for,
     the_turn_of_a_claim_that_is_over_goes_to_the_same_event,
@@ -238,7 +240,7 @@ async fn claim(
         owner,
         lease,
         over,
-        sweep: true,
+        look: Look::Complete,
     };
     store.claim(&claim).await.unwrap()
 }
@@ -247,8 +249,70 @@ async fn claim(
 async fn claim_as(store: &Tested, sink: &str, owner: OwnerId, over: Over) -> Vec<Claimed> {
     let (sink, lane, lease) = (sink.to_owned(), Lane::Fresh, MINUTE);
     let claim =
-        Claim { sink, lane, order: Order::None, limit: 10, owner, lease, over, sweep: false };
+        Claim { sink, lane, order: Order::None, limit: 10, owner, lease, over, look: Look::Quick };
     store.claim(&claim).await.unwrap()
+}
+
+/// Until the clock of every store has gone on: what comes now is later. That of SQLite counts milliseconds.
+async fn tick() {
+    let begun = Instant::now();
+    eventually("time passes", SOON, || begun.elapsed() > Duration::from_millis(2)).await;
+}
+
+/// From a place on, one at most; `share` of the time between the oldest and the newest.
+async fn claim_from(
+    store: &Tested,
+    sink: &str,
+    lane: Lane,
+    order: Order,
+    share: u16,
+) -> Option<String> {
+    let (owner, over, lease) = (OwnerId::fresh(), Over::Ended, MINUTE);
+    let (sink, look) = (sink.to_owned(), Look::From(share));
+    let claim = Claim { sink, lane, order, limit: 1, owner, lease, over, look };
+    let mut found = store.claim(&claim).await.unwrap();
+    assert!(found.len() <= 1);
+    found.pop().map(|claimed| claimed.kind)
+}
+
+async fn a_claim_from_a_place_on_takes_what_became_due_there(store: Tested) {
+    let (sink, other) = (&sink(), &sink());
+    for name in ["a", "b", "c", "d", "e"] {
+        announced(&store, sink, &[name]).await;
+        tick().await;
+    }
+    announced(&store, other, &["of another sink"]).await;
+    let (oldest, newest) = (0, u16::MAX);
+    let from = async |share| claim_from(&store, sink, Lane::Fresh, Order::None, share).await;
+    assert_eq!(claim_from(&store, sink, Lane::Retry, Order::None, oldest).await, None);
+    assert_eq!(from(newest).await.as_deref(), Some("e"));
+    // What is claimed, or of another sink or lane, is no end.
+    assert_eq!(from(newest).await.as_deref(), Some("d"));
+    assert_eq!(from(oldest).await.as_deref(), Some("a"));
+    assert_eq!(from(newest / 2).await.as_deref(), Some("c"), "b stands before the middle");
+    assert_eq!(from(newest / 2).await.as_deref(), Some("b"), "the only one is everywhere");
+    assert_eq!(from(newest / 2).await, None);
+    // Nor is what is not due yet.
+    let again = claim(&store, other, Lane::Fresh, 1, MINUTE).await.remove(0);
+    let later = Verdict::Retry { delay: MINUTE, status: None, error: "x".into() };
+    assert!(verdict(&store, other, &again, later).await);
+    assert_eq!(claim_from(&store, other, Lane::Retry, Order::None, newest).await, None);
+}
+
+async fn in_order_a_claim_from_a_place_on_takes_only_the_first_of_a_key(store: Tested) {
+    let sink = &sink();
+    for event in [("a", Some("k")), ("b", Some("l")), ("c", Some("k")), ("d", None)] {
+        announced_in_order(&store, sink, &[event]).await;
+        tick().await;
+    }
+    let from = async |share| claim_from(&store, sink, Lane::Fresh, FREE, share).await;
+    assert_eq!(from(u16::MAX).await.as_deref(), Some("d"));
+    assert_eq!(from(u16::MAX).await, None, "before c stands a");
+    assert_eq!(from(u16::MAX).await.as_deref(), Some("b"), "and c is put off");
+    let first = in_order(&store, sink, Lane::Fresh, FREE).await;
+    assert_eq!(names(&first), ["a"]);
+    say(&store, sink, FREE, &first[0], Verdict::Sent { status: None }).await;
+    assert_eq!(from(0).await.as_deref(), Some("c"), "its turn has come");
 }
 
 async fn claims_of_an_owner_without_a_lease_are_free_at_once(store: Tested) {
@@ -1070,7 +1134,8 @@ const BLOCK: Order = Order::Key(OnDead::Block);
 async fn in_order(store: &Tested, sink: &str, lane: Lane, order: Order) -> Vec<Claimed> {
     let (owner, over) = (OwnerId::fresh(), Over::Ended);
     let sink = sink.to_owned();
-    let claim = Claim { sink, lane, order, limit: 9, owner, lease: MINUTE, over, sweep: true };
+    let claim =
+        Claim { sink, lane, order, limit: 9, owner, lease: MINUTE, over, look: Look::Complete };
     store.claim(&claim).await.unwrap()
 }
 
@@ -1164,7 +1229,7 @@ async fn the_turn_of_a_claim_that_is_over_goes_to_the_same_event(store: Tested) 
     let (lane, order) = (Lane::Fresh, FREE);
     let claim = |owner, lease, over| {
         let sink = sink.clone();
-        Claim { sink, lane, order, limit: 9, owner, lease, over, sweep: false }
+        Claim { sink, lane, order, limit: 9, owner, lease, over, look: Look::Quick }
     };
     let short = store.claim(&claim(lost, Duration::ZERO, Over::Ended)).await.unwrap();
     let long = store.claim(&claim(lost, MINUTE, Over::Ended)).await.unwrap();
@@ -1485,6 +1550,7 @@ async fn what_is_given_back_keeps_its_attempts_and_says_what_it_met(store: Teste
     // What goes back goes behind what is due: another one comes first.
     let other = claim(&store, &sink, Lane::Fresh, 1, MINUTE).await.remove(0);
     assert!(verdict(&store, &sink, &other, back(Duration::ZERO)).await);
+    tick().await;
     let next = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
     assert_eq!((next.event_id, next.refusals), (first.event_id, 1));
     assert!(verdict(&store, &sink, &next, back(Duration::ZERO)).await);

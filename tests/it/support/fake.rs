@@ -180,6 +180,11 @@ impl Fake {
             .filter(|(_, row)| row.sink == claim.sink && row.due <= now && row.leased <= now)
             .collect();
         due.sort_by_key(|(_, row)| row.due);
+        if let (Look::From(share), [(_, oldest), .., (_, newest)]) = (claim.look, &due[..]) {
+            let share = f64::from(share) / f64::from(u16::MAX);
+            let place = oldest.due + (newest.due - oldest.due).mul_f64(share);
+            due.retain(|(_, row)| row.due >= place);
+        }
         due.truncate(usize::try_from(claim.limit).unwrap());
         let claimed: Vec<Claimed> = due
             .into_iter()
