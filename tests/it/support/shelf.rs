@@ -17,8 +17,9 @@ use oncegate::record::{
 use oncegate::store::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
     Completion, DeadFilter, Due, Error, EventFilter, EventRow, EventStatus, Gauges, LateOutcome,
-    Objection, Operator, Order, Over, Pause, PauseReason, Proposal, RecordFilter, RecordRow,
-    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
+    NextProbe, Objection, Operator, Order, Over, Pause, PauseReason, Proposal, RecordFilter,
+    RecordRow, Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved,
+    Untold,
 };
 use uuid::Uuid;
 
@@ -433,7 +434,7 @@ impl Store for Shelf {
         sinks.retain(|state| state.sink != sink);
         let pause = (order == SinkOrder::Pause).then(|| Pause {
             reason: PauseReason::Operator,
-            probe_in: None,
+            probe: NextProbe::Never,
             failed_probes: 0,
             note: by.why.clone(),
         });
