@@ -39,13 +39,14 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use self::board::{Board, Reader, Standing};
+use self::probe::anywhere;
 use self::room::{Room, Slot};
 use self::sink::{Delivered, Sink};
 use self::verdict::Evidence;
 use crate::fault::{self, Point};
 use crate::record::LeaseView;
 use crate::store::{
-    Acknowledgement, Claim, Claimed, Error, Lane, LetGo, Order, Over, Store, Verdict,
+    Acknowledgement, Claim, Claimed, Error, Lane, LetGo, Look, Order, Over, Store, Verdict,
 };
 use crate::telemetry::{Delivery, Metrics, causes};
 
@@ -355,6 +356,7 @@ impl Desk {
                     if round.stood.is_some_and(|(stood, _)| stood != no) {
                         self.room.resumed(round.stood.map_or(0, |(_, failed)| failed));
                         self.metrics.sink_failures(self.sink.name(), 0);
+                        round.sweep_at = Instant::now();
                     }
                     round.stood = Some((no, 0));
                     if self.room.free() > 0 {
@@ -438,19 +440,25 @@ impl Desk {
             self.let_go(round).await?;
         }
         let sweep = Instant::now() >= round.sweep_at;
+        let look = match (sweep, self.room.is_starting()) {
+            (false, _) => Look::Quick,
+            (true, false) => Look::Complete,
+            // What made it pause may be a crowd of bad events that stands before all others.
+            (true, true) => anywhere(),
+        };
         // What is tried again does not mind a short wait; a look for nothing would cost fresh events as much as theirs.
         let skip = !self.is_ordered() && Instant::now() < round.retry_at;
         let (fresh, retry) = if skip { (free, 0) } else { split(free, &mut round.turn) };
-        let got_fresh = self.claim(Lane::Fresh, fresh, no, sweep, round).await?;
+        let got_fresh = self.claim(Lane::Fresh, fresh, no, look, round).await?;
         let spare = fresh.saturating_sub(got_fresh);
         let asked = if skip { 0 } else { retry + spare };
-        let got_retry = self.claim(Lane::Retry, asked, no, sweep, round).await?;
+        let got_retry = self.claim(Lane::Retry, asked, no, look, round).await?;
         if asked > 0 && got_retry == 0 {
             round.retry_at = Instant::now() + self.poll;
         }
         let mut found = got_fresh + got_retry;
         if spare == 0 && got_retry < retry {
-            found += self.claim(Lane::Fresh, retry - got_retry, no, sweep, round).await?;
+            found += self.claim(Lane::Fresh, retry - got_retry, no, look, round).await?;
         }
         // A full look means a backlog: the next one sweeps, too.
         if sweep && found < self.full(free) {
@@ -479,7 +487,7 @@ impl Desk {
         self.sink.timeout().saturating_mul(2).saturating_add(LEASE_EXTRA)
     }
 
-    fn claim_of(&self, lane: Lane, limit: usize, sweep: bool) -> Claim {
+    fn claim_of(&self, lane: Lane, limit: usize, look: Look) -> Claim {
         Claim {
             sink: self.sink.name().to_owned(),
             lane,
@@ -488,8 +496,25 @@ impl Desk {
             owner: self.claimant.lease.current().owner,
             lease: self.lease(),
             over: self.claimant.over(),
-            sweep,
+            look,
         }
+    }
+
+    /// Takes events. What there are too few of from a place on is taken from the beginning.
+    async fn take(&self, mut claim: Claim) -> Result<Vec<Claimed>, Error> {
+        let mut found = self.store.claim(&claim).await?;
+        claim.limit = claim.limit.saturating_sub(u32::try_from(found.len()).unwrap_or(u32::MAX));
+        if claim.limit == 0 || !matches!(claim.look, Look::From(_)) {
+            return Ok(found);
+        }
+        claim.look = Look::Complete;
+        match self.store.claim(&claim).await {
+            Ok(more) => found.extend(more),
+            Err(error) if found.is_empty() => return Err(error),
+            // What was found is claimed already.
+            Err(error) => self.note_failure("claim", &error),
+        }
+        Ok(found)
     }
 
     /// Claims up to `limit` events of a lane and starts their deliveries, of a sink that is open under `no`.
@@ -498,15 +523,15 @@ impl Desk {
         lane: Lane,
         limit: usize,
         no: i64,
-        sweep: bool,
+        look: Look,
         round: &mut Round,
     ) -> Result<usize, Error> {
         if limit == 0 {
             return Ok(0);
         }
-        let claim = self.claim_of(lane, limit, sweep);
+        let claim = self.claim_of(lane, limit, look);
         let until = Instant::now() + claim.lease;
-        let events = self.store.claim(&claim).await?;
+        let events = self.take(claim).await?;
         let found = events.len();
         for event in events {
             let slot = self.room.take();

@@ -29,9 +29,9 @@ use uuid::Uuid;
 pub use self::late::{LateEnd, LateOutcome};
 pub use self::outbox::{
     Acknowledgement, AttemptRow, Chosen, Claim, Claimed, DeadFilter, EventAction, EventFilter,
-    EventRow, EventStatus, Lane, LetGo, OnDead, Order, Over, Touched, Verdict,
+    EventRow, EventStatus, Lane, LetGo, Look, OnDead, Order, Over, Touched, Verdict,
 };
-pub use self::sinks::{Pause, PauseReason, SinkOrder, SinkState, SinkTurn, Trouble};
+pub use self::sinks::{NextProbe, Pause, PauseReason, SinkOrder, SinkState, SinkTurn, Trouble};
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
 use crate::record::{
@@ -538,7 +538,8 @@ pub trait Store: Send + Sync + 'static {
         by: &Operator,
     ) -> Result<Changed, Error>;
 
-    /// What went wrong with a sink's deliveries, of those that are still owed: the error of the one that was tried last.
+    /// What went wrong with a sink's deliveries: the error of the one that was tried last of those that are still owed, or else
+    /// of the one that died last.
     async fn last_failure(&self, sink: &str) -> Result<Option<String>, Error>;
 
     /// What was done to a record by hand, and its late outcomes, oldest first. What was done to many dead events at once is told

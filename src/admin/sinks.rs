@@ -7,7 +7,9 @@ use serde::Serialize;
 
 use super::query::nearest;
 use super::view::time;
-use crate::store::{self, Changed, Operator, Over, SinkOrder, SinkState, Store};
+use crate::store::{
+    self, Changed, NextProbe, Operator, Over, PauseReason, SinkOrder, SinkState, Store,
+};
 
 /// A sink as it is shown. Field names are promised.
 #[derive(Debug, Default, Serialize)]
@@ -24,8 +26,10 @@ pub struct SinkView {
     pub note: Option<String>,
     /// Since when it is paused, or open again. None: it was never paused.
     pub since: Option<String>,
-    /// In how many seconds it may be probed next.
+    /// In how many seconds it may be probed next; 0 while it is being probed. None: it is not probed.
     pub next_probe_seconds: Option<u64>,
+    /// Whether it is being probed.
+    pub probing: bool,
     /// Probes in a row that failed.
     pub failed_probes: u32,
     /// Events owed to it.
@@ -34,7 +38,7 @@ pub struct SinkView {
     pub oldest_age_seconds: u64,
     /// Events given up for it.
     pub dead: u64,
-    /// What went wrong last.
+    /// What went wrong last, also where an operator has paused it since.
     pub last_error: Option<String>,
 }
 
@@ -77,8 +81,9 @@ pub async fn list(store: &dyn Store, configured: &[String]) -> Result<SinkPage, 
     }
     let mut sinks = Vec::with_capacity(views.len());
     for (name, mut view) in views {
-        // What is owed and failed last is newer than what paused it, unless it is paused.
-        if view.pending > 0 && !view.paused {
+        // What paused it by itself is the last that went wrong until it is resumed. Else its deliveries know better.
+        let operator = view.reason == Some(PauseReason::Operator.as_str());
+        if view.pending + view.dead > 0 && (operator || !view.paused) {
             view.last_error = store.last_failure(&name).await?.or(view.last_error);
         }
         view.name = name;
@@ -94,7 +99,11 @@ fn show(view: &mut SinkView, state: &SinkState) {
         view.paused = true;
         view.reason = Some(pause.reason.as_str());
         view.note.clone_from(&pause.note);
-        view.next_probe_seconds = pause.probe_in.map(round_up);
+        (view.next_probe_seconds, view.probing) = match pause.probe {
+            NextProbe::Never => (None, false),
+            NextProbe::In(wait) => (Some(round_up(wait)), false),
+            NextProbe::UnderWay { .. } => (Some(0), true),
+        };
         view.failed_probes = pause.failed_probes;
     }
 }

@@ -75,22 +75,22 @@ async fn list(
         "PENDING",
         "OLDEST",
         "DEAD",
+        "NOTE",
         "LAST ERROR",
     ]);
     for sink in &page.sinks {
         let (pending, dead) = (sink.pending.to_string(), sink.dead.to_string());
         let oldest = if sink.pending > 0 { age(sink.oldest_age_seconds) } else { "-".to_owned() };
-        let probe =
-            sink.next_probe_seconds.map_or("-".to_owned(), |wait| format!("in {}", age(wait)));
         table.row([
             &sink.name,
             &state(sink),
             sink.since.as_deref().unwrap_or("-"),
-            &probe,
+            &probe(sink),
             &pending,
             &oldest,
             &dead,
-            sink.note.as_deref().or(sink.last_error.as_deref()).unwrap_or("-"),
+            sink.note.as_deref().unwrap_or("-"),
+            sink.last_error.as_deref().unwrap_or("-"),
         ]);
     }
     table.print(out, "")?;
@@ -102,6 +102,15 @@ fn state(sink: &SinkView) -> String {
         (Some(reason), _) => format!("paused: {reason}"),
         (None, true) => "open".to_owned(),
         (None, false) => "not configured".to_owned(),
+    }
+}
+
+fn probe(sink: &SinkView) -> String {
+    match sink.next_probe_seconds {
+        None => "-".to_owned(),
+        Some(_) if sink.probing => "under way".to_owned(),
+        Some(0) => "now".to_owned(),
+        Some(wait) => format!("in {}", age(wait)),
     }
 }
 

@@ -24,8 +24,21 @@ pub struct Claim {
     pub lease: Duration,
     /// Which claims of others are over.
     pub over: Over,
-    /// Also look at events that have been due for long (the slow, complete look).
-    pub sweep: bool,
+    /// At which of those that are due.
+    pub look: Look,
+}
+
+/// Which of the events that are due a claim looks at. Each look begins with the one that has been due longest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Look {
+    /// At those that became due a short while ago: spares the dead end of a long index.
+    Quick,
+    /// At all.
+    Complete,
+    /// At those from a place on that lies between the one that has been due longest (0) and the one that became due last
+    /// (`u16::MAX`), in parts of the time between them. It looks once: where all that it meets has to wait, it finds nothing
+    /// though a complete look would.
+    From(u16),
 }
 
 /// In which order a sink gets its events.

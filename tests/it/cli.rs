@@ -10,7 +10,7 @@ use oncegate::cli::records::{self, Records};
 use oncegate::cli::sinks::{self, Sinks};
 use oncegate::record::event::Event;
 use oncegate::record::{Answer, KeptBody, Status};
-use oncegate::store::{EventStatus, RecordRow};
+use oncegate::store::{EventStatus, NextProbe, Pause, PauseReason, RecordRow, SinkState};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -462,6 +462,52 @@ async fn events_are_discarded_and_counted_before() {
         let (exit, refusal) = run_json(&shelf, &["events", "discard", &event(n)]).await;
         assert_eq!((exit, &refusal["refused"]), (Exit::Refused, &json!(name)));
     }
+}
+
+#[tokio::test]
+async fn the_list_of_sinks_says_when_each_is_probed_and_hides_no_error_behind_a_note() {
+    let shelf = shelf();
+    let paused = |sink: &str, reason, probe, note: Option<&str>| SinkState {
+        sink: sink.into(),
+        no: 1,
+        since: std::time::SystemTime::UNIX_EPOCH,
+        pause: Some(Pause { reason, probe, failed_probes: 0, note: note.map(str::to_owned) }),
+        last_error: Some(format!("met by {sink}")),
+    };
+    let under_way = NextProbe::UnderWay { over_in: Duration::from_secs(35) };
+    let soon = NextProbe::In(Duration::from_millis(2500));
+    *shelf.sinks.lock().unwrap() = vec![
+        paused("a", PauseReason::Failing, under_way, None),
+        paused("b", PauseReason::Busy, soon, None),
+        paused("c", PauseReason::Failing, NextProbe::In(Duration::ZERO), None),
+        paused("d", PauseReason::Operator, NextProbe::Never, Some("a move")),
+    ];
+    shelf.gauges.lock().unwrap().dead = vec![("main".into(), 3)];
+    let list = async |json| {
+        let mut out = Vec::new();
+        let configured = ["main".to_owned()];
+        let exit = sinks::run(&Sinks::List, &shelf, &configured, &mut out, json).await.unwrap();
+        assert_eq!(exit, Exit::Done);
+        String::from_utf8(out).unwrap()
+    };
+    let since = "1970-01-01T00:00:00.000000Z";
+    let wanted = format!(
+        "\
+SINK  STATE             SINCE                        NEXT PROBE  PENDING  OLDEST  DEAD  NOTE    LAST ERROR
+a     paused: failing   {since}  under way   0        -       0     -       met by a
+b     paused: busy      {since}  in 3s       0        -       0     -       met by b
+c     paused: failing   {since}  now         0        -       0     -       met by c
+d     paused: operator  {since}  -           0        -       0     a move  met by d
+main  open              -                            -           0        -       3     -       the sink answered 500: why?
+"
+    );
+    assert_eq!(list(false).await, wanted);
+    let page: Value = serde_json::from_str(&list(true).await).unwrap();
+    let probe = |n: usize| {
+        let sink = &page["sinks"][n];
+        (sink["next_probe_seconds"].as_u64(), sink["probing"].as_bool().unwrap())
+    };
+    assert_eq!([0, 1, 3].map(probe), [(Some(0), true), (Some(3), false), (None, false)]);
 }
 
 #[test]

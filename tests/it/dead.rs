@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use oncegate::record::OwnerId;
 use oncegate::store::postgres::Postgres;
 use oncegate::store::{
-    Acknowledgement, Chosen, Claim, DeadFilter, Lane, Operator, Order, Over, Store, Verdict,
+    Acknowledgement, Chosen, Claim, DeadFilter, Lane, Look, Operator, Order, Over, Store, Verdict,
 };
 use serde_json::Value;
 use tokio::sync::watch;
@@ -217,7 +217,7 @@ async fn claim_and_fail_one(store: &dyn Store) {
         owner: OwnerId::fresh(),
         lease: Duration::from_secs(60),
         over: Over::Ended,
-        sweep: true,
+        look: Look::Complete,
     };
     for claimed in store.claim(&claim).await.unwrap() {
         let delay = Duration::from_secs(3600);

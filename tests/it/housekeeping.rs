@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use oncegate::lease::Contact;
 use oncegate::record::OwnerId;
-use oncegate::store::{Acknowledgement, Claim, Claimed, Lane, OnDead, Order, Over, Store, Verdict};
+use oncegate::store::{
+    Acknowledgement, Claim, Claimed, Lane, Look, OnDead, Order, Over, Store, Verdict,
+};
 use oncegate::sweep;
 use oncegate::telemetry::Metrics;
 use tokio::time::Instant;
@@ -44,7 +46,7 @@ pub(crate) fn claim(order: Order, limit: u32) -> Claim {
         owner: OwnerId::fresh(),
         lease: MINUTE,
         over: Over::Ended,
-        sweep: true,
+        look: Look::Complete,
     }
 }
 
@@ -133,8 +135,16 @@ async fn f14_f47_a_claim_takes_what_it_asks_for_and_reads_little_whatever_statis
     let free = Order::Key(OnDead::Free);
     let leased = "select count(*) from outbox_queue where lease_until > clock_timestamp()";
     let mut all = 0;
-    for (order, limit) in [(Order::None, 1), (Order::None, 64), (free, 1), (free, 64), (free, 64)] {
-        let claimed = store.claim(&claim(order, limit)).await.unwrap();
+    let (all_due, middle) = (Look::Complete, Look::From(u16::MAX / 2));
+    for (order, limit, look) in [
+        (Order::None, 1, all_due),
+        (Order::None, 64, all_due),
+        (Order::None, 64, middle),
+        (free, 1, all_due),
+        (free, 64, all_due),
+        (free, 64, all_due),
+    ] {
+        let claimed = store.claim(&Claim { look, ..claim(order, limit) }).await.unwrap();
         assert_eq!(claimed.len(), limit as usize);
         all += i64::from(limit);
         assert_eq!(place.count(leased).await, all, "no more than asked for is claimed");
@@ -148,6 +158,7 @@ async fn f14_f47_a_claim_takes_what_it_asks_for_and_reads_little_whatever_statis
     // A few pages for each event: its row, four indexes, its message. The queue alone has a thousand.
     for (statement, most) in [
         ("claim", 64 * 30),
+        ("place_of_claim", 60),
         ("claim_window", 256 * 12),
         ("claim_in_order", 256 * 30),
         ("wake", 64 * 30),

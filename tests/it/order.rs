@@ -272,7 +272,7 @@ async fn f28_a_crowd_behind_one_event_holds_up_no_other_key(which: Which) {
         owner: OwnerId::fresh(),
         lease: LONG,
         over: oncegate::store::Over::Ended,
-        sweep: true,
+        look: oncegate::store::Look::Complete,
     };
     assert!(store.claim(&claim).await.unwrap().is_empty());
     let due = match which {

@@ -15,7 +15,7 @@ use oncegate::record::{
 use oncegate::store::postgres::{Postgres, Settings};
 use oncegate::store::{
     Acknowledgement, Beat, Changed, Chosen, Claim, Completion, DeadFilter, Error, EventFilter,
-    EventStatus, Lane, Objection, OpenError, Operator, Order, Over, Proposal, RecordFilter,
+    EventStatus, Lane, Look, Objection, OpenError, Operator, Order, Over, Proposal, RecordFilter,
     Reserved, Settled, Store, Takeover, Verdict,
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -145,7 +145,7 @@ fn claim(limit: u32) -> Claim {
         owner: OwnerId::fresh(),
         lease: LEASE,
         over: Over::Ended,
-        sweep: false,
+        look: Look::Quick,
     }
 }
 
@@ -569,7 +569,8 @@ async fn plans_use_the_indexes_of_a_table_that_was_never_analysed() {
     )
     .await
     .unwrap();
-    let judging = Claim { over: Over::EndedOrDead, ..claim(16) };
+    let look = Look::From(0);
+    let judging = Claim { over: Over::EndedOrDead, look, ..claim(16) };
     let taken = store.claim(&judging).await.unwrap();
     assert_eq!(taken.len(), 16);
     let sent = |claimed: &oncegate::store::Claimed| Acknowledgement {
@@ -581,7 +582,7 @@ async fn plans_use_the_indexes_of_a_table_that_was_never_analysed() {
     assert_eq!(store.acknowledge("main", Order::None, &verdicts).await.unwrap().len(), 16);
     let log = Cluster::shared().log();
     let plans: Vec<&str> = plans(&log, database);
-    for name in ["reserve", "read_losers", "complete", "claim", "finish"] {
+    for name in ["reserve", "read_losers", "complete", "place_of_claim", "claim", "finish"] {
         let mine: Vec<_> =
             plans.iter().filter(|plan| plan.contains(&format!("-- {name}\n"))).collect();
         assert!(!mine.is_empty(), "no plan of {name} in the log");
@@ -589,7 +590,8 @@ async fn plans_use_the_indexes_of_a_table_that_was_never_analysed() {
             for table in ["idempotency_records", "outbox_queue", "outbox_messages"] {
                 assert!(!plan.contains(&format!("Seq Scan on {table}")), "{plan}");
             }
-            assert!(name != "claim" || !plan.contains("Seq Scan on oncegate_owners"), "{plan}");
+            let claims = name.ends_with("claim");
+            assert!(!claims || !plan.contains("Seq Scan on oncegate_owners"), "{plan}");
         }
     }
 }
@@ -784,7 +786,7 @@ async fn what_was_promised_survives_the_kill_of_the_database() {
     assert!(matches!(found.state, State::Completed(_)));
     assert_eq!(store.heartbeat(owner, LEASE).await.unwrap(), Beat::Renewed);
     done(&store, completion(&b, &["main"])).await;
-    let every = Claim { sweep: true, ..claim(9) };
+    let every = Claim { look: Look::Complete, ..claim(9) };
     assert_eq!(store.claim(&every).await.unwrap().len(), 2);
 }
 
@@ -873,7 +875,7 @@ async fn several_relays_share_the_events_and_none_is_claimed_twice() {
 
 /// Claims until nothing is left, seven at a time.
 async fn claim_all(store: &Postgres) -> Vec<Uuid> {
-    let every = Claim { sweep: true, ..claim(7) };
+    let every = Claim { look: Look::Complete, ..claim(7) };
     let mut mine = Vec::new();
     loop {
         let taken = store.claim(&every).await.unwrap();

@@ -19,12 +19,13 @@ use oncegate::record::{
 use oncegate::store::{
     ATTEMPTS_KEPT, Acknowledgement, Asker, Asking, AttemptRow, Beat, Changed, Chosen, Claim,
     Claimed, Completion, DeadFilter, EventFilter, EventStatus, Lane, LateEnd, LateOutcome, LetGo,
-    Objection, OnDead, Operator, Order, Over, PauseReason, Proposal, RecordFilter, Reserved,
-    Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched, Trouble, Untold, Verdict,
+    Look, NextProbe, Objection, OnDead, Operator, Order, Over, PauseReason, Proposal, RecordFilter,
+    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched, Trouble, Untold,
+    Verdict,
 };
 use uuid::Uuid;
 
-use crate::support::happens;
+use crate::support::{eventually, happens};
 
 /// Runs each named check on each store.
 macro_rules! on_every_store {
@@ -78,6 +79,8 @@ on_every_store![
     a_late_delivery_stays_visible_for_its_whole_retention,
     an_event_that_is_dead_towards_one_sink_is_kept_whole,
     a_claim_takes_no_more_than_its_limit_and_nothing_twice,
+    a_claim_from_a_place_on_takes_what_became_due_there,
+    in_order_a_claim_from_a_place_on_takes_only_the_first_of_a_key,
     of_one_ordering_key_one_event_is_claimed_and_its_verdict_wakes_the_next,
     a_dead_event_blocks_its_ordering_key_where_that_is_asked_for,
     the_turn_of_a_claim_that_is_over_goes_to_the_same_event,
@@ -94,6 +97,7 @@ on_every_store![
     one_probes_a_sink_at_a_time_and_a_late_probe_changes_nothing,
     a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed,
     what_is_given_back_keeps_its_attempts_and_says_what_it_met,
+    what_a_sink_met_last_is_known_until_it_is_given_up_and_then,
     each_failed_attempt_under_a_current_claim_is_kept,
     no_more_attempts_than_fifty_are_kept_and_they_go_with_their_event,
     a_discarded_event_is_over_and_what_is_sent_or_in_flight_is_left_alone,
@@ -241,7 +245,7 @@ async fn claim(
         owner,
         lease,
         over,
-        sweep: true,
+        look: Look::Complete,
     };
     store.claim(&claim).await.unwrap()
 }
@@ -250,8 +254,70 @@ async fn claim(
 async fn claim_as(store: &Tested, sink: &str, owner: OwnerId, over: Over) -> Vec<Claimed> {
     let (sink, lane, lease) = (sink.to_owned(), Lane::Fresh, MINUTE);
     let claim =
-        Claim { sink, lane, order: Order::None, limit: 10, owner, lease, over, sweep: false };
+        Claim { sink, lane, order: Order::None, limit: 10, owner, lease, over, look: Look::Quick };
     store.claim(&claim).await.unwrap()
+}
+
+/// Until the clock of every store has gone on: what comes now is later. That of SQLite counts milliseconds.
+async fn tick() {
+    let begun = Instant::now();
+    eventually("time passes", SOON, || begun.elapsed() > Duration::from_millis(2)).await;
+}
+
+/// From a place on, one at most; `share` of the time between the oldest and the newest.
+async fn claim_from(
+    store: &Tested,
+    sink: &str,
+    lane: Lane,
+    order: Order,
+    share: u16,
+) -> Option<String> {
+    let (owner, over, lease) = (OwnerId::fresh(), Over::Ended, MINUTE);
+    let (sink, look) = (sink.to_owned(), Look::From(share));
+    let claim = Claim { sink, lane, order, limit: 1, owner, lease, over, look };
+    let mut found = store.claim(&claim).await.unwrap();
+    assert!(found.len() <= 1);
+    found.pop().map(|claimed| claimed.kind)
+}
+
+async fn a_claim_from_a_place_on_takes_what_became_due_there(store: Tested) {
+    let (sink, other) = (&sink(), &sink());
+    for name in ["a", "b", "c", "d", "e"] {
+        announced(&store, sink, &[name]).await;
+        tick().await;
+    }
+    announced(&store, other, &["of another sink"]).await;
+    let (oldest, newest) = (0, u16::MAX);
+    let from = async |share| claim_from(&store, sink, Lane::Fresh, Order::None, share).await;
+    assert_eq!(claim_from(&store, sink, Lane::Retry, Order::None, oldest).await, None);
+    assert_eq!(from(newest).await.as_deref(), Some("e"));
+    // What is claimed, or of another sink or lane, is no end.
+    assert_eq!(from(newest).await.as_deref(), Some("d"));
+    assert_eq!(from(oldest).await.as_deref(), Some("a"));
+    assert_eq!(from(newest / 2).await.as_deref(), Some("c"), "b stands before the middle");
+    assert_eq!(from(newest / 2).await.as_deref(), Some("b"), "the only one is everywhere");
+    assert_eq!(from(newest / 2).await, None);
+    // Nor is what is not due yet.
+    let again = claim(&store, other, Lane::Fresh, 1, MINUTE).await.remove(0);
+    let later = Verdict::Retry { delay: MINUTE, status: None, error: "x".into() };
+    assert!(verdict(&store, other, &again, later).await);
+    assert_eq!(claim_from(&store, other, Lane::Retry, Order::None, newest).await, None);
+}
+
+async fn in_order_a_claim_from_a_place_on_takes_only_the_first_of_a_key(store: Tested) {
+    let sink = &sink();
+    for event in [("a", Some("k")), ("b", Some("l")), ("c", Some("k")), ("d", None)] {
+        announced_in_order(&store, sink, &[event]).await;
+        tick().await;
+    }
+    let from = async |share| claim_from(&store, sink, Lane::Fresh, FREE, share).await;
+    assert_eq!(from(u16::MAX).await.as_deref(), Some("d"));
+    assert_eq!(from(u16::MAX).await, None, "before c stands a");
+    assert_eq!(from(u16::MAX).await.as_deref(), Some("b"), "and c is put off");
+    let first = in_order(&store, sink, Lane::Fresh, FREE).await;
+    assert_eq!(names(&first), ["a"]);
+    say(&store, sink, FREE, &first[0], Verdict::Sent { status: None }).await;
+    assert_eq!(from(0).await.as_deref(), Some("c"), "its turn has come");
 }
 
 async fn claims_of_an_owner_without_a_lease_are_free_at_once(store: Tested) {
@@ -1073,7 +1139,8 @@ const BLOCK: Order = Order::Key(OnDead::Block);
 async fn in_order(store: &Tested, sink: &str, lane: Lane, order: Order) -> Vec<Claimed> {
     let (owner, over) = (OwnerId::fresh(), Over::Ended);
     let sink = sink.to_owned();
-    let claim = Claim { sink, lane, order, limit: 9, owner, lease: MINUTE, over, sweep: true };
+    let claim =
+        Claim { sink, lane, order, limit: 9, owner, lease: MINUTE, over, look: Look::Complete };
     store.claim(&claim).await.unwrap()
 }
 
@@ -1167,7 +1234,7 @@ async fn the_turn_of_a_claim_that_is_over_goes_to_the_same_event(store: Tested) 
     let (lane, order) = (Lane::Fresh, FREE);
     let claim = |owner, lease, over| {
         let sink = sink.clone();
-        Claim { sink, lane, order, limit: 9, owner, lease, over, sweep: false }
+        Claim { sink, lane, order, limit: 9, owner, lease, over, look: Look::Quick }
     };
     let short = store.claim(&claim(lost, Duration::ZERO, Over::Ended)).await.unwrap();
     let long = store.claim(&claim(lost, MINUTE, Over::Ended)).await.unwrap();
@@ -1530,7 +1597,8 @@ async fn a_sink_is_paused_once_and_resumed_by_its_probe(store: Tested) {
     assert_eq!((state.no, pause.reason, pause.failed_probes), (1, PauseReason::Failing, 0));
     let error = state.last_error.unwrap();
     assert!(error.starts_with("500: h") && error.ends_with("äß"), "{error}");
-    assert!(pause.probe_in.is_some_and(|wait| wait <= SOON && wait > SOON / 2), "{pause:?}");
+    let waits = matches!(pause.probe, NextProbe::In(wait) if wait <= SOON && wait > SOON / 2);
+    assert!(waits, "{pause:?}");
     assert!(!turned(&store, sink, 1, &probing(me)).await, "it is not time");
     assert!(!turned(&store, sink, 1, &SinkTurn::Resume).await, "nobody has probed it");
 
@@ -1555,9 +1623,11 @@ async fn one_probes_a_sink_at_a_time_and_a_late_probe_changes_nothing(store: Tes
     let (first, second) = (owner(&store).await, owner(&store).await);
     assert!(turned(&store, sink, 0, &pausing(failing(Duration::ZERO))).await);
     assert!(turned(&store, sink, 1, &probing(first)).await);
-    let waits = |state: &SinkState| state.pause.as_ref().unwrap().probe_in.unwrap();
+    let probe = |state: &SinkState| state.pause.as_ref().unwrap().probe;
+    let under_way =
+        |probe| matches!(probe, NextProbe::UnderWay { over_in } if over_in > MINUTE / 2);
     let state = stand(&store, sink, Over::EndedOrDead).await.unwrap();
-    assert!(waits(&state) > MINUTE / 2, "until the probe's end: {state:?}");
+    assert!(under_way(probe(&state)), "{state:?}");
     assert!(!turned(&store, sink, 2, &probing(second)).await, "the first one probes");
 
     let error = "503".to_owned();
@@ -1575,14 +1645,26 @@ async fn one_probes_a_sink_at_a_time_and_a_late_probe_changes_nothing(store: Tes
     let patient = SinkTurn::Probe { owner: first, lease: MINUTE, over: Over::Ended };
     assert!(!turned(&store, sink, 4, &patient).await, "who may not judge waits");
     let state = stand(&store, sink, Over::EndedOrDead).await.unwrap();
-    assert_eq!(waits(&state), Duration::ZERO);
+    assert_eq!(probe(&state), NextProbe::In(Duration::ZERO));
+    let patient = stand(&store, sink, Over::Ended).await.unwrap();
+    assert!(under_way(probe(&patient)), "{patient:?}");
     assert!(turned(&store, sink, 4, &probing(first)).await);
     assert!(!turned(&store, sink, 4, &SinkTurn::Resume).await, "the dead one's answer is late");
     assert!(turned(&store, sink, 5, &SinkTurn::ProbeIdle { again: MINUTE }).await);
     let state = stand(&store, sink, Over::Ended).await.unwrap();
     assert_eq!(state.pause.as_ref().unwrap().failed_probes, 1, "nothing was sent");
     assert_eq!(state.last_error.as_deref(), Some("503"));
-    assert!(waits(&state) > MINUTE / 2);
+    assert!(matches!(probe(&state), NextProbe::In(wait) if wait > MINUTE / 2), "{state:?}");
+
+    // A probe that met a sink that wants to be left alone has failed, too.
+    let busy = &self::sink();
+    assert!(turned(&store, busy, 0, &pausing(Trouble::Busy { again: Duration::ZERO })).await);
+    assert!(turned(&store, busy, 1, &probing(first)).await);
+    let trouble = Trouble::Busy { again: Duration::ZERO };
+    let failed = SinkTurn::ProbeFailed { trouble, error: "429".into() };
+    assert!(turned(&store, busy, 2, &failed).await);
+    let pause = stand(&store, busy, Over::Ended).await.unwrap().pause.unwrap();
+    assert_eq!((pause.reason, pause.failed_probes), (PauseReason::Busy, 1));
 }
 
 async fn a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed(store: Tested) {
@@ -1596,6 +1678,8 @@ async fn a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed(store: T
     assert!(turned(&store, sink, 0, &pausing(failing(Duration::ZERO))).await);
     assert!(turned(&store, sink, 1, &probing(me)).await);
     assert_eq!(order(sink, SinkOrder::Pause).await, Changed::Yes);
+    let met = stand(&store, sink, Over::Ended).await.unwrap().last_error;
+    assert!(met.is_some_and(|met| met.contains("500")), "it is not forgotten");
     assert_eq!(order(sink, SinkOrder::Pause).await, Changed::No, "it is paused by hand");
     let failed = SinkTurn::ProbeFailed { trouble: failing(Duration::ZERO), error: "x".into() };
     for turn in [SinkTurn::Resume, failed, probing(me), pausing(failing(Duration::ZERO))] {
@@ -1607,13 +1691,31 @@ async fn a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed(store: T
         [(sink, PauseReason::Operator, Some("asked the bank")), (gone, PauseReason::Gone, None)]
     {
         let pause = stand(&store, sink, Over::Ended).await.unwrap().pause.unwrap();
-        assert_eq!((pause.reason, pause.probe_in, pause.note.as_deref()), (why, None, note));
+        let said = (pause.reason, pause.probe, pause.note.as_deref());
+        assert_eq!(said, (why, NextProbe::Never, note));
         assert_eq!(order(sink, SinkOrder::Resume).await, Changed::Yes);
         assert_eq!(reason(&store, sink).await, None);
     }
     let no = stand(&store, sink, Over::Ended).await.unwrap().no;
     assert!(turned(&store, sink, no, &pausing(Trouble::Busy { again: MINUTE })).await);
     assert_eq!(reason(&store, sink).await, Some(PauseReason::Busy));
+}
+
+async fn what_a_sink_met_last_is_known_until_it_is_given_up_and_then(store: Tested) {
+    let sink = sink();
+    announced(&store, &sink, &["a", "b"]).await;
+    let met = async || store.last_failure(&sink).await.unwrap();
+    assert_eq!(met().await, None);
+    let claimed = claim(&store, &sink, Lane::Fresh, 2, MINUTE).await;
+    let dies = |error: &str| Verdict::Dead { status: Some(500), error: error.into() };
+    assert!(verdict(&store, &sink, &claimed[0], dies("first")).await);
+    assert_eq!(met().await.as_deref(), Some("first"));
+    let again = Verdict::Retry { delay: Duration::ZERO, status: None, error: "again".into() };
+    assert!(verdict(&store, &sink, &claimed[1], again).await);
+    assert_eq!(met().await.as_deref(), Some("again"), "what is still owed");
+    let retried = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert!(verdict(&store, &sink, &retried, dies("last")).await);
+    assert_eq!(met().await.as_deref(), Some("last"));
 }
 
 async fn what_is_given_back_keeps_its_attempts_and_says_what_it_met(store: Tested) {
@@ -1636,6 +1738,7 @@ async fn what_is_given_back_keeps_its_attempts_and_says_what_it_met(store: Teste
     // What goes back goes behind what is due: another one comes first.
     let other = claim(&store, &sink, Lane::Fresh, 1, MINUTE).await.remove(0);
     assert!(verdict(&store, &sink, &other, back(Duration::ZERO)).await);
+    tick().await;
     let next = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
     assert_eq!((next.event_id, next.refusals), (first.event_id, 1));
     assert!(verdict(&store, &sink, &next, back(Duration::ZERO)).await);

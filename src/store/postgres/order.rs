@@ -25,13 +25,14 @@ use uuid::Uuid;
 
 use super::door::{Connection, Door, Params, Task, Transaction};
 use super::outbox::{
-    BEGIN_CLAIM, Columns, FINISH, FLOOR, FREE, claimable, claimed, lane, owner_lives, row_of,
+    BEGIN_CLAIM, Beginning, Columns, FINISH, FREE, beginning, claimable, claimed, lane, not_before,
+    owner_lives, row_of,
 };
 use super::rows::{self, get};
 use super::seconds;
 use crate::store::batch::RunError;
 use crate::store::{
-    Acknowledgement, Claim, Claimed, Error, Lane, LetGo, OnDead, Order, Over, Verdict,
+    Acknowledgement, Claim, Claimed, Error, Lane, LetGo, Look, OnDead, Order, Over, Verdict,
 };
 
 /// How many rows are looked at together: first twice as many as are asked for, since each is locked, and if none of them can
@@ -52,7 +53,8 @@ const WINDOW_OF: &str = concat!(
     "-- claim_window
 SELECT event_id, ordering_key FROM outbox_queue
 WHERE ",
-    claimable!("$1", "$2", "$4", "$5"),
+    claimable!("$1", "$2", "$5"),
+    not_before!("$4", "$6"),
     "
 ORDER BY next_attempt_at, event_id LIMIT $3 FOR UPDATE OF outbox_queue SKIP LOCKED"
 );
@@ -128,23 +130,26 @@ ORDER BY u.created_at, m.record_id, m.seq, u.event_id"
 );
 
 /// What one look found: events that are claimed, and whether there is reason to look again at once.
-struct Look {
+struct Found {
     claimed: Vec<Claimed>,
     again: bool,
 }
 
 /// Claims the first of each key, and goes on while all that is due has to wait for others: what is behind it is due, too.
+/// Not from a place in the middle: those of one key would be put off there by the thousand, and the first of them stands before.
 pub(super) async fn claim(
     door: &Door,
     claim: &Claim,
     on_dead: OnDead,
 ) -> Result<Vec<Claimed>, Error> {
     let end = Instant::now() + LOOK_MAX;
+    let once = matches!(claim.look, Look::From(_));
     let mut window = claim.limit.saturating_mul(2).max(WINDOW_MIN);
     loop {
-        let Look { claimed, again } = door.run(&ClaimingInOrder { claim, on_dead, window }).await?;
+        let Found { claimed, again } =
+            door.run(&ClaimingInOrder { claim, on_dead, window }).await?;
         window = window.max(WINDOW_MAX);
-        if !claimed.is_empty() || !again || Instant::now() >= end {
+        if !claimed.is_empty() || !again || once || Instant::now() >= end {
             return Ok(claimed);
         }
     }
@@ -158,24 +163,29 @@ struct ClaimingInOrder<'a> {
 
 #[async_trait]
 impl Task for ClaimingInOrder<'_> {
-    type Done = Look;
+    type Done = Found;
 
-    async fn run(&self, connection: &mut Connection) -> Result<Look, RunError> {
-        let Claim { sink, lane: which, order: _, limit, owner, lease, over, sweep } = self.claim;
-        let floor = if *sweep { Duration::MAX } else { FLOOR };
+    async fn run(&self, connection: &mut Connection) -> Result<Found, RunError> {
+        let Claim { sink, lane: which, order: _, limit, owner, lease, over, look: _ } = self.claim;
+        let mut transaction = connection.begin(BEGIN_CLAIM).await?;
+        let Some(Beginning { floor, place }) = beginning(&mut transaction, self.claim).await?
+        else {
+            transaction.commit().await?;
+            return Ok(Found { claimed: Vec::new(), again: false });
+        };
         let (judges, window) = (*over == Over::EndedOrDead, self.window);
         let params: Params<'_> = &[
             (sink, Type::TEXT),
             (&lane(*which), Type::INT2),
             (&i64::from(window), Type::INT8),
-            (&seconds(floor), Type::FLOAT8),
+            (&floor, Type::FLOAT8),
             (&judges, Type::BOOL),
+            (&place, Type::TIMESTAMPTZ),
         ];
-        let mut transaction = connection.begin(BEGIN_CLAIM).await?;
         let rows = transaction.run(WINDOW_OF, params).await?;
         if rows.is_empty() || *limit == 0 {
             transaction.commit().await?;
-            return Ok(Look { claimed: Vec::new(), again: false });
+            return Ok(Found { claimed: Vec::new(), again: false });
         }
         let (ids, keys) = identities(&rows)?;
         let locked = if keys.is_empty() {
@@ -198,7 +208,7 @@ impl Task for ClaimingInOrder<'_> {
         ];
         let found = transaction.run(CLAIM_IN_ORDER, params).await?;
         transaction.commit().await?;
-        look(&found, ids.len() >= usize::try_from(window).unwrap_or(usize::MAX))
+        found_of(&found, ids.len() >= usize::try_from(window).unwrap_or(usize::MAX))
     }
 }
 
@@ -214,7 +224,7 @@ fn identities(rows: &[Row]) -> Result<(Vec<Uuid>, Vec<String>), Error> {
 }
 
 /// `full`: there may be more behind the window.
-fn look(rows: &[Row], full: bool) -> Result<Look, RunError> {
+fn found_of(rows: &[Row], full: bool) -> Result<Found, RunError> {
     let put_off: i64 = rows.first().map_or(Ok(0), |row| get(row, "put_off"))?;
     let mut taken = Vec::with_capacity(rows.len());
     for row in rows {
@@ -222,7 +232,7 @@ fn look(rows: &[Row], full: bool) -> Result<Look, RunError> {
             taken.push(claimed(row)?);
         }
     }
-    Ok(Look { claimed: taken, again: full && put_off > 0 })
+    Ok(Found { claimed: taken, again: full && put_off > 0 })
 }
 
 // Sorted, as all who wait for turns take them.

@@ -4,8 +4,8 @@
 use rusqlite::params;
 use uuid::Uuid;
 
-use super::super::{Acknowledgement, Claim, Lane, LetGo, OnDead, Order, Over, Verdict};
-use super::outbox::{Taken, lane, taken};
+use super::super::{Acknowledgement, Claim, Lane, LetGo, Look, OnDead, Order, Over, Verdict};
+use super::outbox::{Taken, claimable, lane, taken};
 use super::row::micros;
 use super::thread::Tx;
 
@@ -19,22 +19,29 @@ const PUT_OFF: i64 = 600_000_000;
 const PIECE: u32 = 500;
 
 /// What one look found: events that are claimed, and whether there is reason to look again at once.
-pub(super) struct Look {
+pub(super) struct Found {
     pub(super) taken: Vec<Taken>,
     pub(super) again: bool,
 }
 
-pub(super) fn take(tx: &Tx<'_>, claim: &Claim, on_dead: OnDead) -> rusqlite::Result<Look> {
-    const DUE: &str = "SELECT event_id, ordering_key FROM outbox_queue q
-        WHERE sink = ?1 AND lane = ?2 AND next_attempt_at <= ?3
-          AND (lease_until <= ?3 OR (?4 AND claimed_by IS NOT NULL AND NOT EXISTS (
-            SELECT 1 FROM oncegate_owners o
-            WHERE o.owner = q.claimed_by AND o.lease_until > ?3)))
-        ORDER BY next_attempt_at, event_id LIMIT ?5";
+/// Looks at what is due from this time on.
+pub(super) fn take(
+    tx: &Tx<'_>,
+    claim: &Claim,
+    on_dead: OnDead,
+    from: i64,
+) -> rusqlite::Result<Found> {
+    const DUE: &str = concat!(
+        "SELECT event_id, ordering_key FROM outbox_queue q
+        WHERE ",
+        claimable!("?1", "?2", "?3", "?4"),
+        " AND next_attempt_at >= ?6
+        ORDER BY next_attempt_at, event_id LIMIT ?5"
+    );
     let judges = claim.over == Over::EndedOrDead;
     let (window, limit) = (WINDOW.max(claim.limit), claim.limit as usize);
     let due: Vec<(String, Option<String>)> =
-        tx.rows(DUE, params![claim.sink, lane(claim.lane), tx.now, judges, window], |row| {
+        tx.rows(DUE, params![claim.sink, lane(claim.lane), tx.now, judges, window, from], |row| {
             Ok((row.get(0)?, row.get(1)?))
         })?;
     let full = due.len() >= window as usize;
@@ -54,7 +61,9 @@ pub(super) fn take(tx: &Tx<'_>, claim: &Claim, on_dead: OnDead) -> rusqlite::Res
             claimed.extend(mark(tx, claim, &id)?);
         }
     }
-    Ok(Look { taken: claimed, again: full && put_off })
+    // Not again from a place in the middle, see there.
+    let again = full && put_off && !matches!(claim.look, Look::From(_));
+    Ok(Found { taken: claimed, again })
 }
 
 /// Whether nothing of the key stands before this event, in either lane.

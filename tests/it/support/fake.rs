@@ -61,7 +61,7 @@ impl Stand {
                 self.probing_until = Some(now + *lease);
             }
             SinkTurn::ProbeFailed { trouble, error } if probed => {
-                self.failed_probes += u32::from(matches!(trouble, Trouble::Failing { .. }));
+                self.failed_probes += 1;
                 self.reason = Some(trouble.reason());
                 self.probe_at = trouble.again().map(|again| now + again);
                 self.error.clone_from(error);
@@ -184,6 +184,11 @@ impl Fake {
             .filter(|(_, row)| row.sink == claim.sink && row.due <= now && row.leased <= now)
             .collect();
         due.sort_by_key(|(_, row)| row.due);
+        if let (Look::From(share), [(_, oldest), .., (_, newest)]) = (claim.look, &due[..]) {
+            let share = f64::from(share) / f64::from(u16::MAX);
+            let place = oldest.due + (newest.due - oldest.due).mul_f64(share);
+            due.retain(|(_, row)| row.due >= place);
+        }
         due.truncate(usize::try_from(claim.limit).unwrap());
         let claimed: Vec<Claimed> = due
             .into_iter()
@@ -359,7 +364,11 @@ impl Store for Fake {
             since: std::time::SystemTime::UNIX_EPOCH,
             pause: stand.reason.map(|reason| Pause {
                 reason,
-                probe_in: stand.probing_until.or(stand.probe_at).map(|at| at - now),
+                probe: match (stand.probing_until, stand.probe_at) {
+                    (Some(until), _) => NextProbe::UnderWay { over_in: until - now },
+                    (None, Some(at)) => NextProbe::In(at - now),
+                    (None, None) => NextProbe::Never,
+                },
                 failed_probes: stand.failed_probes,
                 note: None,
             }),

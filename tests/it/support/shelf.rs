@@ -17,9 +17,9 @@ use oncegate::record::{
 use oncegate::store::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
     Completion, DeadFilter, Due, Error, EventFilter, EventRow, EventStatus, Gauges, LateOutcome,
-    LetGo, Objection, Operator, Order, Over, Pause, PauseReason, Proposal, RecordFilter, RecordRow,
-    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched, Unresolved,
-    Untold,
+    LetGo, NextProbe, Objection, Operator, Order, Over, Pause, PauseReason, Proposal, RecordFilter,
+    RecordRow, Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched,
+    Unresolved, Untold,
 };
 use uuid::Uuid;
 
@@ -441,7 +441,7 @@ impl Store for Shelf {
         sinks.retain(|state| state.sink != sink);
         let pause = (order == SinkOrder::Pause).then(|| Pause {
             reason: PauseReason::Operator,
-            probe_in: None,
+            probe: NextProbe::Never,
             failed_probes: 0,
             note: by.why.clone(),
         });
