@@ -301,6 +301,7 @@ pub struct Metrics {
     sink_probes: Family<ByProbe, Counter>,
     sink_in_flight: Family<BySink, Gauge>,
     pending: Family<BySink, Gauge>,
+    outbox_refused: Counter,
     oldest: Family<BySink, Seconds>,
     dead: Family<BySink, Gauge>,
     sink_clock: Family<BySink, Gauge>,
@@ -337,6 +338,7 @@ impl Default for Metrics {
             sink_probes: Family::default(),
             sink_in_flight: Family::default(),
             pending: Family::default(),
+            outbox_refused: Counter::default(),
             oldest: Family::default(),
             dead: Family::default(),
             sink_clock: Family::default(),
@@ -424,6 +426,11 @@ impl Metrics {
         let r = &mut self.registry;
         r.register("deliveries", "Delivery attempts by sink and result", self.deliveries.clone());
         r.register("outbox_pending", "Events owed to a sink", self.pending.clone());
+        r.register(
+            "outbox_refused",
+            "Reservations refused because too many events are owed",
+            self.outbox_refused.clone(),
+        );
         r.register(
             "outbox_oldest_age_seconds",
             "Age of the oldest event owed to a sink",
@@ -587,6 +594,11 @@ impl Metrics {
         self.pending.get_or_create(&by).set(clamp(pending));
         self.oldest.get_or_create(&by).set(oldest.as_secs_f64());
         self.dead.get_or_create(&by).set(clamp(dead));
+    }
+
+    /// A reservation was refused because too many events are owed.
+    pub fn outbox_refused(&self) {
+        self.outbox_refused.inc();
     }
 
     /// A sink told its time.

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use oncegate::lease::Contact;
 use oncegate::record::OwnerId;
-use oncegate::store::{Acknowledgement, Claim, Claimed, Lane, OnDead, Order, Over, Store, Verdict};
+use oncegate::store::{
+    Acknowledgement, Backlog, Claim, Claimed, Lane, OnDead, Order, Over, Store, Verdict,
+};
 use oncegate::sweep;
 use oncegate::telemetry::Metrics;
 use tokio::time::Instant;
@@ -354,6 +356,7 @@ fn sweeper(store: &Arc<dyn Store>, retention: Duration, stop: &CancellationToken
         every: 50 * MS,
         batch: 500,
         duty: sweep::Duty::All,
+        backlog: Backlog::default(),
     };
     let contact = Contact::sole(Instant::now().into_std());
     let metrics = Arc::new(Metrics::default());

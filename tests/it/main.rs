@@ -22,6 +22,7 @@ mod acceptance;
 mod acceptance_relay;
 mod admin;
 mod attacks;
+mod backlog;
 mod brokers;
 mod bypass;
 mod checker;
