@@ -96,8 +96,12 @@ pub async fn run(
         sinks: BTreeSet::new(),
         strangers: BTreeSet::new(),
     };
+    let mut behind = None;
     while !sweeper.stop.is_cancelled() {
+        let begun = Instant::now();
         let more = sweeper.round().await;
+        behind = more.then(|| behind.unwrap_or(begun));
+        sweeper.metrics.sweep_behind(behind.map_or(Duration::ZERO, |since| since.elapsed()));
         if !more {
             sweeper.rest().await;
         }

@@ -308,6 +308,7 @@ pub struct Metrics {
     blocked_keys: Family<BySink, Gauge>,
     unknown_records: Gauge,
     swept: Family<BySwept, Counter>,
+    sweep_behind: Seconds,
     cached_bytes: Gauge,
     spill_entries: Gauge,
     spill_bytes: Gauge,
@@ -345,6 +346,7 @@ impl Default for Metrics {
             blocked_keys: Family::default(),
             unknown_records: Gauge::default(),
             swept: Family::default(),
+            sweep_behind: Seconds::default(),
             cached_bytes: Gauge::default(),
             spill_entries: Gauge::default(),
             spill_bytes: Gauge::default(),
@@ -413,6 +415,11 @@ impl Metrics {
             self.unknown_records.clone(),
         );
         r.register("swept", "Rows deleted after their retention", self.swept.clone());
+        r.register(
+            "sweep_behind_seconds",
+            "For how long the sweeper has had more to delete than it got to; 0: it keeps up",
+            self.sweep_behind.clone(),
+        );
         r.register(
             "replay_cache_bytes",
             "Size of the answers held in memory for replay",
@@ -620,6 +627,11 @@ impl Metrics {
     /// Rows were swept.
     pub fn swept(&self, what: Swept, rows: u64) {
         self.swept.get_or_create(&BySwept { what }).inc_by(rows);
+    }
+
+    /// For how long there has been more to sweep than was swept in a round.
+    pub fn sweep_behind(&self, time: Duration) {
+        self.sweep_behind.set(time.as_secs_f64());
     }
 
     /// The replay cache's size now.

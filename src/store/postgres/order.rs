@@ -22,7 +22,8 @@ use uuid::Uuid;
 
 use super::door::{Connection, Door, Params, Task, Transaction};
 use super::outbox::{
-    BEGIN_CLAIM, Columns, FINISH, FLOOR, FREE, claimable, claimed, lane, owner_lives, row_of,
+    BEGIN_CLAIM, BEGIN_LOOK, Columns, FINISH, FLOOR, FREE, claimable, claimed, lane, owner_lives,
+    row_of,
 };
 use super::rows::get;
 use super::seconds;
@@ -40,9 +41,10 @@ const LOOK_MAX: Duration = Duration::from_secs(1);
 /// For how long followers are put off at most; half of it at least, so that they do not come back together.
 const PUT_OFF: Duration = Duration::from_secs(600);
 
+// What comes after it in its transaction may sort again.
 const WINDOW_OF: &str = concat!(
     "-- claim_window
-SELECT event_id, ordering_key FROM outbox_queue
+SELECT event_id, ordering_key, set_config('enable_sort', 'on', true) FROM outbox_queue
 WHERE ",
     claimable!("$1", "$2", "$4", "$5"),
     "
@@ -162,7 +164,7 @@ impl Task for ClaimingInOrder<'_> {
             (&seconds(floor), Type::FLOAT8),
             (&judges, Type::BOOL),
         ];
-        let mut transaction = connection.begin(BEGIN_CLAIM).await?;
+        let mut transaction = connection.begin(BEGIN_LOOK).await?;
         let rows = transaction.run(WINDOW_OF, params).await?;
         if rows.is_empty() || *limit == 0 {
             transaction.commit().await?;
