@@ -73,6 +73,7 @@ mod spill;
 mod sqlite;
 mod standby;
 mod store;
+mod storm;
 mod sweep;
 mod tenants;
 mod tokens;
