@@ -9,6 +9,7 @@
 //! - A reservation is durable when [`Store::reserve`] says `Held`; a completion and its events are one transaction.
 //! - An [`Error`] says what may be concluded: nothing happened, or nobody knows.
 
+mod backlog;
 pub mod batch;
 #[cfg(feature = "fault-points")]
 pub mod faulty;
@@ -26,6 +27,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use uuid::Uuid;
 
+pub use self::backlog::{Backlog, Tide};
 pub use self::late::{LateEnd, LateOutcome};
 pub use self::outbox::{
     Acknowledgement, AttemptRow, Chosen, Claim, Claimed, DeadFilter, EventAction, EventFilter,

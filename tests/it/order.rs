@@ -124,7 +124,7 @@ impl Relay {
 }
 
 /// Key and number of a delivery.
-fn told(seen: &Seen) -> (String, u64) {
+pub(crate) fn told(seen: &Seen) -> (String, u64) {
     let value: Value = serde_json::from_slice(&seen.body).unwrap();
     (value["k"].as_str().unwrap().to_owned(), value["n"].as_u64().unwrap())
 }

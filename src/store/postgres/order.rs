@@ -25,8 +25,8 @@ use uuid::Uuid;
 
 use super::door::{Connection, Door, Params, Task, Transaction};
 use super::outbox::{
-    BEGIN_CLAIM, Beginning, Columns, FINISH, FREE, beginning, claimable, claimed, lane, not_before,
-    owner_lives, row_of,
+    BEGIN_CLAIM, BEGIN_LOOK, Beginning, Columns, FINISH, FREE, beginning, claimable, claimed, lane,
+    not_before, owner_lives, row_of,
 };
 use super::rows::{self, get};
 use super::seconds;
@@ -49,9 +49,10 @@ const PUT_OFF: Duration = Duration::from_secs(600);
 /// How many keys, or events, one piece of [`let_go`] looks at.
 const PIECE: i32 = 1000;
 
+// What comes after it in its transaction may sort again.
 const WINDOW_OF: &str = concat!(
     "-- claim_window
-SELECT event_id, ordering_key FROM outbox_queue
+SELECT event_id, ordering_key, set_config('enable_sort', 'on', true) FROM outbox_queue
 WHERE ",
     claimable!("$1", "$2", "$5"),
     not_before!("$4", "$6"),
@@ -167,7 +168,7 @@ impl Task for ClaimingInOrder<'_> {
 
     async fn run(&self, connection: &mut Connection) -> Result<Found, RunError> {
         let Claim { sink, lane: which, order: _, limit, owner, lease, over, look: _ } = self.claim;
-        let mut transaction = connection.begin(BEGIN_CLAIM).await?;
+        let mut transaction = connection.begin(BEGIN_LOOK).await?;
         let Some(Beginning { floor, place }) = beginning(&mut transaction, self.claim).await?
         else {
             transaction.commit().await?;

@@ -52,6 +52,16 @@ BEGIN ISOLATION LEVEL READ COMMITTED;
 SET LOCAL enable_seqscan = off;
 SET LOCAL enable_bitmapscan = off";
 
+// As above; and it would take an index for as good that does not give the order, and read all of that, with whatever was
+// deleted and somebody's snapshot still keeps. Only for looks in the order of an index. What must be sorted all the same
+// seems dear enough then to be compiled first, which takes seconds.
+pub(super) const BEGIN_LOOK: &str = "-- begin_look
+BEGIN ISOLATION LEVEL READ COMMITTED;
+SET LOCAL enable_seqscan = off;
+SET LOCAL enable_bitmapscan = off;
+SET LOCAL enable_sort = off;
+SET LOCAL jit = off";
+
 /// How far back the quick look goes.
 const FLOOR: Duration = Duration::from_secs(10);
 
@@ -209,7 +219,7 @@ impl Task for Claiming<'_> {
 
     async fn run(&self, connection: &mut Connection) -> Result<Vec<Row>, RunError> {
         let Claim { sink, lane: which, order: _, limit, owner, lease, over, look: _ } = self.0;
-        let mut transaction = connection.begin(BEGIN_CLAIM).await?;
+        let mut transaction = connection.begin(BEGIN_LOOK).await?;
         let Some(Beginning { floor, place }) = beginning(&mut transaction, self.0).await? else {
             transaction.commit().await?;
             return Ok(Vec::new());
@@ -457,31 +467,42 @@ async fn settle(door: &Door, sql: &str, sink: &str, columns: &Columns) -> Result
 }
 
 // Claimed rows stand at the low end of what is due, so a bounded look finds the first of their ends.
+// What has been due for longer than the floor and is claimed comes back by the complete look, when its claim ends.
 const NEXT_DUE: &str = "-- next_due
-WITH t AS MATERIALIZED (SELECT clock_timestamp() AS now)
-SELECT extract(epoch FROM min(at) - clock_timestamp())::float8 AS wait FROM (
-    SELECT min(next_attempt_at) AS at FROM outbox_queue
-    WHERE sink = $1 AND lane = 0 AND next_attempt_at > (SELECT now FROM t)
+WITH t AS MATERIALIZED (
+    SELECT clock_timestamp() AS now, clock_timestamp() - make_interval(secs => $2) AS floor),
+lanes AS (SELECT unnest(ARRAY[0, 1]::smallint[]) AS lane)
+SELECT extract(epoch FROM min(at) - clock_timestamp())::float8 AS wait FROM lanes, LATERAL (
+    (SELECT next_attempt_at AS at FROM outbox_queue
+     WHERE sink = $1 AND lane = lanes.lane AND next_attempt_at > (SELECT now FROM t)
+     ORDER BY next_attempt_at, event_id LIMIT 1)
     UNION ALL
-    SELECT min(next_attempt_at) FROM outbox_queue
-    WHERE sink = $1 AND lane = 1 AND next_attempt_at > (SELECT now FROM t)
-    UNION ALL
-    SELECT min(lease_until) FROM (
+    (SELECT min(lease_until) FROM (
         SELECT lease_until FROM outbox_queue
-        WHERE sink = $1 AND lane = 0 AND next_attempt_at <= (SELECT now FROM t)
-        ORDER BY next_attempt_at, event_id LIMIT 1000) AS fresh
-    WHERE lease_until > (SELECT now FROM t)
-    UNION ALL
-    SELECT min(lease_until) FROM (
-        SELECT lease_until FROM outbox_queue
-        WHERE sink = $1 AND lane = 1 AND next_attempt_at <= (SELECT now FROM t)
-        ORDER BY next_attempt_at, event_id LIMIT 1000) AS retry
-    WHERE lease_until > (SELECT now FROM t)) AS due";
+        WHERE sink = $1 AND lane = lanes.lane AND next_attempt_at <= (SELECT now FROM t)
+          AND next_attempt_at >= (SELECT floor FROM t)
+        ORDER BY next_attempt_at, event_id LIMIT 1000) AS begun
+     WHERE lease_until > (SELECT now FROM t))) AS due";
 
 pub(super) async fn next_due(door: &Door, sink: &str) -> Result<Option<Duration>, Error> {
-    let rows = door.read(NEXT_DUE, &[(&sink, Type::TEXT)]).await?;
+    let rows = door.run(&LookingAhead(sink)).await?;
     let wait: Option<f64> = rows.first().map(|row| get(row, "wait")).transpose()?.flatten();
     Ok(wait.map(duration))
+}
+
+struct LookingAhead<'a>(&'a str);
+
+#[async_trait]
+impl Task for LookingAhead<'_> {
+    type Done = Vec<Row>;
+
+    async fn run(&self, connection: &mut Connection) -> Result<Vec<Row>, RunError> {
+        let params: Params<'_> = &[(&self.0, Type::TEXT), (&seconds(FLOOR), Type::FLOAT8)];
+        let mut transaction = connection.begin(BEGIN_LOOK).await?;
+        let rows = transaction.run(NEXT_DUE, params).await?;
+        transaction.commit().await?;
+        Ok(rows)
+    }
 }
 
 const BEGIN_SWEEP: &str = "-- begin_sweep
