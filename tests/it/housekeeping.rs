@@ -145,6 +145,8 @@ async fn f14_f47_a_claim_takes_what_it_asks_for_and_reads_little_whatever_statis
     let mut all = 0;
     let (all_due, middle) = (Look::Complete, Look::From(u16::MAX / 2));
     for (order, limit, look) in [
+        // Whoever is first reads the catalogue, too.
+        (Order::None, 1, all_due),
         (Order::None, 1, all_due),
         (Order::None, 64, all_due),
         (Order::None, 64, middle),

@@ -81,6 +81,11 @@ const MIGRATIONS: &[Migration] = &[
         name: "audit_events",
         sql: include_str!("../../../migrations/postgres/0012_audit_events.sql"),
     },
+    Migration {
+        version: 13,
+        name: "relay",
+        sql: include_str!("../../../migrations/postgres/0013_relay.sql"),
+    },
 ];
 
 /// The version that this program knows.

@@ -134,29 +134,11 @@ macro_rules! row_of {
 }
 pub(super) use row_of;
 
-// A row whose newer version was locked is not at its place for this statement: the next look takes it.
-// MATERIALIZED: the limited look must not be run again for each row.
-const CLAIM: &str = concat!(
-    "-- claim
-WITH c AS MATERIALIZED (
-    SELECT ctid AS place FROM outbox_queue
-    WHERE ",
-    claimable!("$1", "$2", "$7"),
-    not_before!("$5", "$8"),
-    "
-    ORDER BY next_attempt_at, event_id LIMIT $3 FOR UPDATE OF outbox_queue SKIP LOCKED),
-u AS (
-    UPDATE outbox_queue q
-    SET lease_until = clock_timestamp() + make_interval(secs => $4), claim_no = q.claim_no + 1,
-        claimed_by = $6
-    FROM c WHERE q.ctid = c.place
-    RETURNING q.event_id, q.claim_no, q.attempts, q.refusals, q.created_at)
-SELECT u.event_id, u.claim_no, u.attempts, u.refusals,
-       extract(epoch FROM clock_timestamp() - u.created_at)::float8 AS age,
-       m.event_type, m.tenant_id, m.operation, m.idempotency_key, m.payload
-FROM u JOIN outbox_messages m ON m.id = u.event_id
-ORDER BY u.created_at, m.record_id, m.seq, u.event_id"
-);
+// A function of the schema, which says why and how.
+const CLAIM: &str = "-- claim
+SELECT event_id, claim_no, attempts, refusals, age, event_type, tenant_id, operation,
+       idempotency_key, payload
+FROM oncegate_claim($1, $2, $3, $4, $5, $6, $7, $8)";
 
 // Two ends of the index, however much stands between them.
 const PLACE_OF_CLAIM: &str = concat!(
@@ -262,55 +244,9 @@ pub(super) fn claimed(row: &Row) -> Result<Claimed, Error> {
     })
 }
 
-/// Keeps the failed attempts of a common table: in the ring of their event and sink, over the oldest.
-macro_rules! note_attempts {
-    ($from:literal) => {
-        concat!(
-            ",
-noted AS (
-    INSERT INTO outbox_attempts (event_id, sink, slot, claim_no, attempt, at, status, error)
-    SELECT event_id, sink, claim_no % 50, claim_no, attempts, clock_timestamp(), status, error
-    FROM ",
-            $from,
-            " ORDER BY event_id
-    ON CONFLICT (event_id, sink, slot) DO UPDATE
-    SET claim_no = excluded.claim_no, attempt = excluded.attempt, at = excluded.at,
-        status = excluded.status, error = excluded.error)"
-        )
-    };
-}
-
-// A lease of '-infinity': the claim of this number has got its verdict already. So a verdict that is said twice, as
-// after a lost answer, counts once.
-pub(super) const FINISH: &str = concat!(
-    "-- finish
-WITH x AS MATERIALIZED (
-    SELECT * FROM unnest($2::uuid[], $3::int[], $4::text[], $5::int[], $6::text[])
-      AS x(event_id, claim_no, outcome, status, error)
-    ORDER BY x.event_id),
-found AS (
-    SELECT x.*, q.place FROM x CROSS JOIN ",
-    row_of!("x", "$1"),
-    "
-    WHERE q.event_id = x.event_id AND q.sink = $1),
-gone AS (
-    DELETE FROM outbox_queue q USING found x
-    WHERE q.ctid = x.place AND q.claim_no = x.claim_no AND q.lease_until <> '-infinity'
-    RETURNING q.event_id, q.sink, q.claim_no, q.attempts + 1 AS attempts,
-              x.outcome, x.status, x.error, q.ordering_key),
-kept AS (
-    INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts, last_status, last_error,
-                             finished_at)
-    SELECT event_id, sink, outcome, claim_no, attempts, status, error, clock_timestamp()
-    FROM gone ORDER BY event_id
-    ON CONFLICT (event_id, sink) DO UPDATE
-    SET outcome = excluded.outcome, claim_no = excluded.claim_no, attempts = excluded.attempts,
-        last_status = excluded.last_status, last_error = excluded.last_error,
-        finished_at = excluded.finished_at)",
-    note_attempts!("gone WHERE outcome = 'dead'"),
-    "
-SELECT event_id, ordering_key FROM gone"
-);
+// As the claim.
+pub(super) const FINISH: &str = "-- finish
+SELECT event_id, ordering_key FROM oncegate_finish($1, $2, $3, $4, $5, $6)";
 
 // No delay: given back unsent, as if nothing had been. Attempts and refusals: 1 where this was one, else 0.
 pub(super) const FREE: &str = concat!(
@@ -338,9 +274,14 @@ freed AS (
     FROM found x
     WHERE q.ctid = x.place AND q.claim_no = x.claim_no AND q.lease_until <> '-infinity'
     RETURNING q.event_id, q.sink, q.claim_no, q.attempts, x.status, x.error,
-              x.attempts > 0 AS counted, q.ordering_key)",
-    note_attempts!("freed WHERE counted"),
-    "
+              x.attempts > 0 AS counted, q.ordering_key),
+noted AS (
+    INSERT INTO outbox_attempts (event_id, sink, slot, claim_no, attempt, at, status, error)
+    SELECT event_id, sink, claim_no % 50, claim_no, attempts, clock_timestamp(), status, error
+    FROM freed WHERE counted ORDER BY event_id
+    ON CONFLICT (event_id, sink, slot) DO UPDATE
+    SET claim_no = excluded.claim_no, attempt = excluded.attempt, at = excluded.at,
+        status = excluded.status, error = excluded.error)
 SELECT event_id, ordering_key FROM freed"
 );
 
