@@ -39,16 +39,23 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use self::board::{Board, Reader, Standing};
+use self::probe::anywhere;
 use self::room::{Room, Slot};
 use self::sink::{Delivered, Sink};
 use self::verdict::Evidence;
 use crate::fault::{self, Point};
 use crate::record::LeaseView;
-use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Order, Over, Store, Verdict};
+use crate::store::{
+    Acknowledgement, Claim, Claimed, Error, Lane, LetGo, Look, Order, Over, Store, Verdict,
+};
 use crate::telemetry::{Delivery, Metrics, causes};
 
 /// How often a look also takes what has been due for long; at once again while it finds something.
 const SWEEP_EVERY: Duration = Duration::from_secs(5);
+
+/// How often it is looked for what an order kept back that nothing keeps back any more, and how soon for the rest of it.
+const LET_GO_EVERY: Duration = Duration::from_secs(10);
+const LET_GO_ON: Duration = Duration::from_millis(100);
 
 /// In a backlog: how long a look waits until a quarter of the slots are free, so that it claims several events at once.
 const GATHER: Duration = Duration::from_millis(5);
@@ -247,6 +254,9 @@ struct Round {
     sweep_at: Instant,
     /// The lane of retries had nothing, and is not looked at before then.
     retry_at: Instant,
+    /// When it is looked next for what waits for nobody, and from where on.
+    let_go_at: Instant,
+    let_go_from: Option<String>,
     /// Whether the last look found as much as there were slots.
     backlog: bool,
     flights: JoinSet<()>,
@@ -280,8 +290,17 @@ impl Desk {
     async fn claim_on(self: &Arc<Self>, done: mpsc::Sender<Done>) {
         let now = Instant::now();
         let (flights, backlog, stood) = (JoinSet::new(), false, None);
-        let mut round =
-            Round { turn: 0, sweep_at: now, retry_at: now, backlog, flights, done, stood };
+        let mut round = Round {
+            turn: 0,
+            sweep_at: now,
+            retry_at: now,
+            let_go_at: now,
+            let_go_from: None,
+            backlog,
+            flights,
+            done,
+            stood,
+        };
         let mut idle = self.poll;
         let mut outage = OUTAGE_FIRST;
         while let Some(no) = self.may_claim(&mut round).await {
@@ -337,6 +356,7 @@ impl Desk {
                     if round.stood.is_some_and(|(stood, _)| stood != no) {
                         self.room.resumed(round.stood.map_or(0, |(_, failed)| failed));
                         self.metrics.sink_failures(self.sink.name(), 0);
+                        round.sweep_at = Instant::now();
                     }
                     round.stood = Some((no, 0));
                     if self.room.free() > 0 {
@@ -416,20 +436,29 @@ impl Desk {
         no: i64,
         round: &mut Round,
     ) -> Result<usize, Error> {
+        if Instant::now() >= round.let_go_at {
+            self.let_go(round).await?;
+        }
         let sweep = Instant::now() >= round.sweep_at;
+        let look = match (sweep, self.room.is_starting()) {
+            (false, _) => Look::Quick,
+            (true, false) => Look::Complete,
+            // What made it pause may be a crowd of bad events that stands before all others.
+            (true, true) => anywhere(),
+        };
         // What is tried again does not mind a short wait; a look for nothing would cost fresh events as much as theirs.
         let skip = !self.is_ordered() && Instant::now() < round.retry_at;
         let (fresh, retry) = if skip { (free, 0) } else { split(free, &mut round.turn) };
-        let got_fresh = self.claim(Lane::Fresh, fresh, no, sweep, round).await?;
+        let got_fresh = self.claim(Lane::Fresh, fresh, no, look, round).await?;
         let spare = fresh.saturating_sub(got_fresh);
         let asked = if skip { 0 } else { retry + spare };
-        let got_retry = self.claim(Lane::Retry, asked, no, sweep, round).await?;
+        let got_retry = self.claim(Lane::Retry, asked, no, look, round).await?;
         if asked > 0 && got_retry == 0 {
             round.retry_at = Instant::now() + self.poll;
         }
         let mut found = got_fresh + got_retry;
         if spare == 0 && got_retry < retry {
-            found += self.claim(Lane::Fresh, retry - got_retry, no, sweep, round).await?;
+            found += self.claim(Lane::Fresh, retry - got_retry, no, look, round).await?;
         }
         // A full look means a backlog: the next one sweeps, too.
         if sweep && found < self.full(free) {
@@ -438,12 +467,27 @@ impl Desk {
         Ok(found)
     }
 
+    /// Makes due what was put off for an order that this sink does not ask for any more, or behind what went without a word: a
+    /// piece of it. At the start the order may be another one than before; later, a replica with another one may have ended.
+    async fn let_go(&self, round: &mut Round) -> Result<(), Error> {
+        let (sink, order) = (self.sink.name(), self.sink.order());
+        let LetGo { count, next } =
+            self.store.let_go(sink, order, round.let_go_from.as_deref()).await?;
+        if count > 0 {
+            tracing::info!(sink, events = count, "events that waited for their turn are due");
+        }
+        let pause = if next.is_some() { LET_GO_ON } else { jitter(LET_GO_EVERY) };
+        round.let_go_at = Instant::now() + pause;
+        round.let_go_from = next;
+        Ok(())
+    }
+
     /// How long a claim, or a probe, belongs to this process.
     fn lease(&self) -> Duration {
         self.sink.timeout().saturating_mul(2).saturating_add(LEASE_EXTRA)
     }
 
-    fn claim_of(&self, lane: Lane, limit: usize, sweep: bool) -> Claim {
+    fn claim_of(&self, lane: Lane, limit: usize, look: Look) -> Claim {
         Claim {
             sink: self.sink.name().to_owned(),
             lane,
@@ -452,8 +496,25 @@ impl Desk {
             owner: self.claimant.lease.current().owner,
             lease: self.lease(),
             over: self.claimant.over(),
-            sweep,
+            look,
         }
+    }
+
+    /// Takes events. What there are too few of from a place on is taken from the beginning.
+    async fn take(&self, mut claim: Claim) -> Result<Vec<Claimed>, Error> {
+        let mut found = self.store.claim(&claim).await?;
+        claim.limit = claim.limit.saturating_sub(u32::try_from(found.len()).unwrap_or(u32::MAX));
+        if claim.limit == 0 || !matches!(claim.look, Look::From(_)) {
+            return Ok(found);
+        }
+        claim.look = Look::Complete;
+        match self.store.claim(&claim).await {
+            Ok(more) => found.extend(more),
+            Err(error) if found.is_empty() => return Err(error),
+            // What was found is claimed already.
+            Err(error) => self.note_failure("claim", &error),
+        }
+        Ok(found)
     }
 
     /// Claims up to `limit` events of a lane and starts their deliveries, of a sink that is open under `no`.
@@ -462,15 +523,15 @@ impl Desk {
         lane: Lane,
         limit: usize,
         no: i64,
-        sweep: bool,
+        look: Look,
         round: &mut Round,
     ) -> Result<usize, Error> {
         if limit == 0 {
             return Ok(0);
         }
-        let claim = self.claim_of(lane, limit, sweep);
+        let claim = self.claim_of(lane, limit, look);
         let until = Instant::now() + claim.lease;
-        let events = self.store.claim(&claim).await?;
+        let events = self.take(claim).await?;
         let found = events.len();
         for event in events {
             let slot = self.room.take();

@@ -5,8 +5,11 @@ use std::time::Duration;
 
 use serde::Serialize;
 
+use super::query::nearest;
 use super::view::time;
-use crate::store::{self, Changed, Operator, Over, SinkOrder, SinkState, Store};
+use crate::store::{
+    self, Changed, NextProbe, Operator, Over, PauseReason, SinkOrder, SinkState, Store,
+};
 
 /// A sink as it is shown. Field names are promised.
 #[derive(Debug, Default, Serialize)]
@@ -23,8 +26,10 @@ pub struct SinkView {
     pub note: Option<String>,
     /// Since when it is paused, or open again. None: it was never paused.
     pub since: Option<String>,
-    /// In how many seconds it may be probed next.
+    /// In how many seconds it may be probed next; 0 while it is being probed. None: it is not probed.
     pub next_probe_seconds: Option<u64>,
+    /// Whether it is being probed.
+    pub probing: bool,
     /// Probes in a row that failed.
     pub failed_probes: u32,
     /// Events owed to it.
@@ -33,7 +38,7 @@ pub struct SinkView {
     pub oldest_age_seconds: u64,
     /// Events given up for it.
     pub dead: u64,
-    /// What went wrong last.
+    /// What went wrong last, also where an operator has paused it since.
     pub last_error: Option<String>,
 }
 
@@ -76,8 +81,9 @@ pub async fn list(store: &dyn Store, configured: &[String]) -> Result<SinkPage, 
     }
     let mut sinks = Vec::with_capacity(views.len());
     for (name, mut view) in views {
-        // What is owed and failed last is newer than what paused it, unless it is paused.
-        if view.pending > 0 && !view.paused {
+        // What paused it by itself is the last that went wrong until it is resumed. Else its deliveries know better.
+        let operator = view.reason == Some(PauseReason::Operator.as_str());
+        if view.pending + view.dead > 0 && (operator || !view.paused) {
             view.last_error = store.last_failure(&name).await?.or(view.last_error);
         }
         view.name = name;
@@ -93,13 +99,45 @@ fn show(view: &mut SinkView, state: &SinkState) {
         view.paused = true;
         view.reason = Some(pause.reason.as_str());
         view.note.clone_from(&pause.note);
-        view.next_probe_seconds = pause.probe_in.map(round_up);
+        (view.next_probe_seconds, view.probing) = match pause.probe {
+            NextProbe::Never => (None, false),
+            NextProbe::In(wait) => (Some(round_up(wait)), false),
+            NextProbe::UnderWay { .. } => (Some(0), true),
+        };
         view.failed_probes = pause.failed_probes;
     }
 }
 
 fn round_up(wait: Duration) -> u64 {
     wait.as_secs() + u64::from(wait.subsec_nanos() > 0)
+}
+
+/// What to say of a sink of which neither the configuration nor the store knows; `None`: one of them does.
+///
+/// # Errors
+/// The store's.
+pub async fn stranger(
+    store: &dyn Store,
+    configured: &[String],
+    name: &str,
+) -> Result<Option<String>, store::Error> {
+    if configured.iter().any(|known| known == name) {
+        return Ok(None);
+    }
+    let (states, gauges) = (store.sinks(Over::Ended).await?, store.gauges().await?);
+    let mut known: BTreeSet<String> = configured.iter().cloned().collect();
+    known.extend(states.into_iter().map(|state| state.sink));
+    known.extend(gauges.pending.into_iter().map(|(sink, ..)| sink));
+    known.extend(gauges.dead.into_iter().map(|(sink, _)| sink));
+    if known.contains(name) {
+        return Ok(None);
+    }
+    let all: Vec<&str> = known.iter().map(String::as_str).collect();
+    Ok(Some(match nearest(name, all.iter().copied()) {
+        Some(near) => format!("no such sink; did you mean `{near}`?"),
+        None if all.is_empty() => "no such sink; there is none".to_owned(),
+        None => format!("no such sink; there are {}", all.join(", ")),
+    }))
 }
 
 /// Pauses or resumes a sink. `Ok(None)`: done.
@@ -113,17 +151,8 @@ pub async fn operate(
     order: SinkOrder,
     by: &Operator,
 ) -> Result<Option<NoChange>, store::Error> {
-    if !configured.iter().any(|known| known == name) {
-        let states = store.sinks(Over::Ended).await?;
-        let gauges = store.gauges().await?;
-        let known: BTreeSet<&str> = states
-            .iter()
-            .map(|state| state.sink.as_str())
-            .chain(gauges.pending.iter().map(|(sink, ..)| sink.as_str()))
-            .collect();
-        if !known.contains(name) {
-            return Ok(Some(NoChange::NotFound));
-        }
+    if stranger(store, configured, name).await?.is_some() {
+        return Ok(Some(NoChange::NotFound));
     }
     Ok(match store.operate_sink(name, order, by).await? {
         Changed::Yes => None,

@@ -37,7 +37,7 @@ pub struct OrderArgs {
 /// Runs the command that was typed; `configured` names the sinks of the configuration.
 ///
 /// # Errors
-/// The store's, or where the output cannot be written.
+/// [`Failure::Usage`] of a sink that is not known; the store's; or where the output cannot be written.
 pub async fn run(
     command: &Sinks,
     store: &dyn Store,
@@ -75,22 +75,22 @@ async fn list(
         "PENDING",
         "OLDEST",
         "DEAD",
+        "NOTE",
         "LAST ERROR",
     ]);
     for sink in &page.sinks {
         let (pending, dead) = (sink.pending.to_string(), sink.dead.to_string());
         let oldest = if sink.pending > 0 { age(sink.oldest_age_seconds) } else { "-".to_owned() };
-        let probe =
-            sink.next_probe_seconds.map_or("-".to_owned(), |wait| format!("in {}", age(wait)));
         table.row([
             &sink.name,
             &state(sink),
             sink.since.as_deref().unwrap_or("-"),
-            &probe,
+            &probe(sink),
             &pending,
             &oldest,
             &dead,
-            sink.note.as_deref().or(sink.last_error.as_deref()).unwrap_or("-"),
+            sink.note.as_deref().unwrap_or("-"),
+            sink.last_error.as_deref().unwrap_or("-"),
         ]);
     }
     table.print(out, "")?;
@@ -102,6 +102,15 @@ fn state(sink: &SinkView) -> String {
         (Some(reason), _) => format!("paused: {reason}"),
         (None, true) => "open".to_owned(),
         (None, false) => "not configured".to_owned(),
+    }
+}
+
+fn probe(sink: &SinkView) -> String {
+    match sink.next_probe_seconds {
+        None => "-".to_owned(),
+        Some(_) if sink.probing => "under way".to_owned(),
+        Some(0) => "now".to_owned(),
+        Some(wait) => format!("in {}", age(wait)),
     }
 }
 
@@ -119,6 +128,9 @@ async fn operate(
 ) -> Result<Exit, Failure> {
     let by = print::operator(args.reason.as_deref());
     let name = escape(&args.name);
+    if let Some(wrong) = sinks::stranger(store, configured, &args.name).await? {
+        return Err(Failure::Usage(format!("{name}: {}", escape(&wrong))));
+    }
     let done = sinks::operate(store, configured, &args.name, order, &by).await;
     match print::changed(done, "sinks list")? {
         Some(NoChange::NotFound) => {

@@ -163,7 +163,7 @@ fn standing(state: Option<&SinkState>) -> Standing {
         Some(SinkState { no, pause: None, .. }) => Standing::Open { no: *no },
         Some(SinkState { no, pause: Some(pause), .. }) => Standing::Paused {
             no: *no,
-            probe_at: pause.probe_in.map(|wait| Instant::now() + wait),
+            probe_at: pause.probe.wait().map(|wait| Instant::now() + wait),
             failed_probes: pause.failed_probes,
         },
     }

@@ -1,9 +1,11 @@
 //! What the answers of a sink make of it: when it is paused, and how it is probed until it answers again.
 //!
-//! A paused sink is sent one event at a time, over all replicas, at a pace that grows with each failure up to the longest
-//! pause between two attempts. A probe that fails is no attempt: its event goes back, behind all that is due, with what it met.
-//! So no attempts are used up in an outage, and an event that always fails does not keep its sink paused: the next probe takes
-//! another one. A process that dies here leaves a probe and a claim that run out, as every other.
+//! A paused sink is sent one event at a time, over all replicas, at a pace that grows with each failure up to a minute. A probe
+//! that fails is no attempt: its event goes back, behind all that is due, with what it met. So no attempts are used up in an
+//! outage. A process that dies here leaves a probe and a claim that run out, as every other.
+//!
+//! Events that always fail look like an outage from here. So the first probe goes at once, and probes take events from anywhere
+//! in the backlog: a crowd of bad ones that stands before the good ones costs a probe for each pause, and no wait.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,9 +13,13 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::sink::Delivered;
-use super::verdict::{Past, Tells, error, pause, returned, tells, verdict};
+use super::verdict::{
+    Past, Tells, error, returned, tells, until_first_probe, until_probe, verdict,
+};
 use super::{Desk, Done, OUTAGE_FIRST, OUTAGE_MAX, Round, jitter};
-use crate::store::{Acknowledgement, Changed, Claimed, Error, Lane, SinkTurn, Trouble, Verdict};
+use crate::store::{
+    Acknowledgement, Changed, Claimed, Error, Lane, Look, SinkTurn, Trouble, Verdict,
+};
 use crate::telemetry::Probe;
 
 /// Shortest pause of a probe that found nothing to send.
@@ -22,7 +28,8 @@ const IDLE_MIN: Duration = Duration::from_millis(200);
 impl Desk {
     /// What an attempt that was claimed while the sink was open under `no` means for its event; pauses the sink where it is time.
     pub(super) async fn judge(&self, event: &Claimed, delivered: &Delivered, no: i64) -> Verdict {
-        match self.tells(delivered) {
+        let level = self.room.level();
+        match self.tells(delivered, level) {
             Tells::Well => {
                 self.room.well();
                 self.metrics.sink_failures(self.sink.name(), 0);
@@ -36,7 +43,7 @@ impl Desk {
                 let outage = self.room.failed();
                 self.metrics.sink_failures(self.sink.name(), self.room.failures());
                 if outage {
-                    let again = pause(self.room.level(), &self.sink.patience(), fastrand::f64());
+                    let again = until_first_probe(level, &self.sink.patience(), fastrand::f64());
                     self.pause_sink(no, Trouble::Failing { again }, delivered).await;
                 }
                 self.verdict(event, delivered)
@@ -48,9 +55,9 @@ impl Desk {
         }
     }
 
-    fn tells(&self, delivered: &Delivered) -> Tells {
-        let hint = delivered.retry_after;
-        tells(&delivered.evidence, &self.sink.patience(), hint, fastrand::f64())
+    fn tells(&self, delivered: &Delivered, failed_probes: u32) -> Tells {
+        let (hint, patience) = (delivered.retry_after, self.sink.patience());
+        tells(&delivered.evidence, &patience, hint, failed_probes, fastrand::f64())
     }
 
     fn verdict(&self, event: &Claimed, delivered: &Delivered) -> Verdict {
@@ -97,9 +104,9 @@ impl Desk {
         until: Instant,
         round: &mut Round,
     ) -> SinkTurn {
-        let pace = pause(failed, &self.sink.patience(), fastrand::f64());
+        let pace = until_probe(failed, &self.sink.patience(), fastrand::f64());
         let idle = SinkTurn::ProbeIdle { again: pace.max(IDLE_MIN) };
-        let (lane, event) = match self.claim_oldest(failed).await {
+        let (lane, event) = match self.claim_for_probe(failed).await {
             Ok(Some(found)) => found,
             Ok(None) => {
                 self.metrics.sink_probed(self.sink.name(), Probe::Idle);
@@ -123,15 +130,16 @@ impl Desk {
         turn
     }
 
-    /// The event that has been due longest; of both lanes in turn, so that neither can keep the other from being probed with.
-    async fn claim_oldest(&self, failed: u32) -> Result<Option<(Lane, Claimed)>, Error> {
-        let lanes = if failed.is_multiple_of(2) {
-            [Lane::Retry, Lane::Fresh]
+    /// An event from anywhere in a lane, or else the one that has been due longest in the other. The lanes take turns, so that
+    /// neither keeps the other from being probed with; the fresh ones come first, since nothing is known against them.
+    async fn claim_for_probe(&self, failed: u32) -> Result<Option<(Lane, Claimed)>, Error> {
+        let (first, second) = if failed.is_multiple_of(2) {
+            (Lane::Fresh, Lane::Retry)
         } else {
-            [Lane::Fresh, Lane::Retry]
+            (Lane::Retry, Lane::Fresh)
         };
-        for lane in lanes {
-            let mut found = self.store.claim(&self.claim_of(lane, 1, true)).await?;
+        for (lane, look) in [(first, anywhere()), (second, Look::Complete)] {
+            let mut found = self.take(self.claim_of(lane, 1, look)).await?;
             if let Some(event) = found.pop() {
                 return Ok(Some((lane, event)));
             }
@@ -145,14 +153,14 @@ impl Desk {
         delivered: &Delivered,
         failed: u32,
     ) -> (Verdict, SinkTurn) {
-        let (trouble, result) = match self.tells(delivered) {
+        let failed = failed.saturating_add(1);
+        let (trouble, result) = match self.tells(delivered, failed) {
             Tells::Well => {
                 self.metrics.sink_probed(self.sink.name(), Probe::Well);
                 return (self.verdict(event, delivered), SinkTurn::Resume);
             }
             Tells::Failing => {
-                let failed = failed.saturating_add(1);
-                let again = pause(failed, &self.sink.patience(), fastrand::f64());
+                let again = until_probe(failed, &self.sink.patience(), fastrand::f64());
                 (Trouble::Failing { again }, Probe::Failed)
             }
             Tells::Stop(Trouble::Gone) => (Trouble::Gone, Probe::Gone),
@@ -175,4 +183,9 @@ impl Desk {
             outage = (outage * 2).min(OUTAGE_MAX);
         }
     }
+}
+
+/// From a random place of what is due.
+pub(super) fn anywhere() -> Look {
+    Look::From(fastrand::u16(..))
 }

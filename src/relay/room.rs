@@ -22,6 +22,7 @@ struct Health {
     /// ... and how many of them are an outage.
     failures_max: u32,
     /// Failed probes of an outage that is not surely over, so that a sink that falls over again at once is probed no faster.
+    /// One less with each good answer: where events are bad, and not the sink, there are some between them.
     level: u32,
 }
 
@@ -33,9 +34,7 @@ impl Health {
             self.answers = 0;
             self.open = self.open.saturating_mul(2).min(self.full);
         }
-        if self.open == self.full {
-            self.level = 0;
-        }
+        self.level = if self.open == self.full { 0 } else { self.level.saturating_sub(1) };
     }
 
     fn failed(&mut self) -> bool {
@@ -82,6 +81,12 @@ impl Room {
     pub(super) fn free(&self) -> usize {
         let (health, taken) = &*self.state();
         health.open.saturating_sub(*taken)
+    }
+
+    /// Whether the sink has come back and has not got all its slots yet.
+    pub(super) fn is_starting(&self) -> bool {
+        let health = &self.state().0;
+        health.open < health.full
     }
 
     /// How many slots there are now, free or taken.
@@ -150,6 +155,30 @@ mod tests {
         assert_eq!(seen[..8], grown);
         assert_eq!(seen.iter().filter(|open| **open == 8).count(), 8);
         assert_eq!((seen[15], room.free(), room.level()), (16, 16, 0));
+    }
+
+    #[test]
+    fn each_good_answer_makes_the_next_outage_one_level_less_and_all_slots_make_it_the_first() {
+        let room = Room::new(4, 3);
+        room.resumed(9);
+        assert!(room.is_starting());
+        assert_eq!(room.level(), 9, "that of a sink that falls over at once");
+        for level in [8, 7] {
+            room.well();
+            room.failed();
+            assert_eq!(
+                (room.level(), room.is_starting()),
+                (level, true),
+                "failures change nothing"
+            );
+        }
+        room.well();
+        assert_eq!((room.level(), room.is_starting()), (0, false));
+        // Where the outage was short, it is forgotten before all slots are open.
+        room.resumed(1);
+        room.well();
+        room.well();
+        assert_eq!((room.level(), room.is_starting()), (0, true));
     }
 
     #[test]

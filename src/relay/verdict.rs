@@ -4,7 +4,8 @@
 //! answer                             the event                                      the sink
 //! 2xx                                delivered                                      well
 //! 400, 413, 415, 422                 dead after `refusals_max` of them              well: it judged the event
-//! 429, 503 with a Retry-After        given back, no attempt used                    busy: paused for that long
+//! 429, 503 with a Retry-After        given back, no attempt used                    busy: paused for that long; where that
+//!                                                                                   is over already, as long as for failures
 //! 410                                given back, no attempt used                    gone: paused
 //! all else, 3xx and none included    dead when attempts and age are both used up    failing: paused when too many in a row
 //! ```
@@ -22,6 +23,10 @@ use crate::store::{Trouble, Verdict};
 
 /// Shortest pause before another attempt, so that no setting and no sink makes a hot loop.
 pub const PAUSE_MIN: Duration = Duration::from_millis(100);
+
+/// Longest wait for the next probe of a sink, whatever the pauses between attempts, so that an outage is over here soon after
+/// it is over there.
+pub const PROBE_MAX: Duration = Duration::from_secs(60);
 
 /// Longest error text that is stored, in bytes.
 pub const ERROR_MAX: usize = 1024;
@@ -124,12 +129,13 @@ pub fn verdict(
     Verdict::Retry { delay, status, error }
 }
 
-/// What the answer tells of the sink.
+/// What the answer tells of the sink, for which so many probes have failed lately.
 #[must_use]
 pub fn tells(
     evidence: &Evidence,
     patience: &Patience,
     retry_after: Option<Duration>,
+    failed_probes: u32,
     share: f64,
 ) -> Tells {
     if refuses(evidence) {
@@ -141,10 +147,15 @@ pub fn tells(
         Evidence::Answered { status, .. } => *status,
         Evidence::Refused { .. } | Evidence::Failed { .. } => return Tells::Failing,
     };
-    match (status, asked(retry_after)) {
+    match (status, retry_after) {
         (StatusCode::GONE, _) => Tells::Stop(Trouble::Gone),
         (StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE, Some(hint)) => {
-            Tells::Stop(Trouble::Busy { again: told(hint, patience, share) })
+            // Whoever names no time wants to be left alone all the same.
+            let again = match asked(Some(hint)) {
+                Some(hint) => told(hint, patience, share),
+                None => until_probe(failed_probes, patience, share),
+            };
+            Tells::Stop(Trouble::Busy { again })
         }
         _ => Tells::Failing,
     }
@@ -185,7 +196,7 @@ fn refuses(evidence: &Evidence) -> bool {
     }
 }
 
-/// Zero and past dates ask for nothing.
+/// The time that a `Retry-After` names; zero and past dates name none.
 fn asked(retry_after: Option<Duration>) -> Option<Duration> {
     retry_after.filter(|hint| !hint.is_zero())
 }
@@ -196,6 +207,20 @@ pub fn pause(attempts: u32, patience: &Patience, share: f64) -> Duration {
     let growth = 2_u32.saturating_pow(attempts);
     let ceiling = patience.base.saturating_mul(growth).min(patience.max);
     part(ceiling, share).max(PAUSE_MIN)
+}
+
+/// The pause before the first probe of a sink that fails. None, unless it failed probes lately: what fails may be some events
+/// only, and then another one shows it at once. A sink that is down has one request more of it.
+#[must_use]
+pub fn until_first_probe(failed_probes: u32, patience: &Patience, share: f64) -> Duration {
+    if failed_probes == 0 { Duration::ZERO } else { until_probe(failed_probes, patience, share) }
+}
+
+/// The pause before the probe that follows so many failed ones.
+#[must_use]
+pub fn until_probe(failed_probes: u32, patience: &Patience, share: f64) -> Duration {
+    let probing = Patience { max: patience.max.min(PROBE_MAX), ..*patience };
+    pause(failed_probes, &probing, share)
 }
 
 fn told(hint: Duration, patience: &Patience, share: f64) -> Duration {
@@ -332,7 +357,7 @@ mod tests {
             };
             assert!(matches!(judge(3), Verdict::Refused { .. }), "{status}");
             assert!(matches!(judge(4), Verdict::Dead { .. }), "{status}");
-            let told = tells(&answered(status), &PATIENCE, None, 0.5);
+            let told = tells(&answered(status), &PATIENCE, None, 0, 0.5);
             assert_eq!(told, Tells::Well, "{status} says nothing against the sink");
         }
         // Only refusals count, not what failed between them.
@@ -347,19 +372,19 @@ mod tests {
     #[test]
     fn what_is_neither_taken_nor_refused_speaks_against_the_sink() {
         for status in [301, 302, 304, 401, 403, 404, 408, 429, 500, 502, 503, 504, 999] {
-            let told = tells(&answered(status), &PATIENCE, None, 0.5);
+            let told = tells(&answered(status), &PATIENCE, None, 0, 0.5);
             assert_eq!(told, Tells::Failing, "{status}");
         }
         let silent = Evidence::Failed { what: "time-out".into() };
-        assert_eq!(tells(&silent, &PATIENCE, None, 0.5), Tells::Failing);
+        assert_eq!(tells(&silent, &PATIENCE, None, 0, 0.5), Tells::Failing);
         // Of targets that know no statuses.
         let refused = Evidence::Refused { what: "too large".into() };
         for well in [&Evidence::Taken, &refused] {
-            assert_eq!(tells(well, &PATIENCE, None, 0.5), Tells::Well);
+            assert_eq!(tells(well, &PATIENCE, None, 0, 0.5), Tells::Well);
         }
         let judged = verdict(&refused, NEW, &PATIENCE, None, 0.5);
         assert!(matches!(judged, Verdict::Refused { status: None, .. }), "{judged:?}");
-        let gone = tells(&answered(410), &PATIENCE, Some(HOUR), 0.5);
+        let gone = tells(&answered(410), &PATIENCE, Some(HOUR), 0, 0.5);
         assert_eq!(gone, Tells::Stop(Trouble::Gone));
     }
 
@@ -367,7 +392,7 @@ mod tests {
     fn retry_after_pauses_the_sink_on_429_and_503_and_else_delays_the_event() {
         let five = Some(Duration::from_secs(5));
         let busy = |status, hint, share| {
-            let told = tells(&answered(status), &PATIENCE, hint, share);
+            let told = tells(&answered(status), &PATIENCE, hint, 3, share);
             let Tells::Stop(Trouble::Busy { again }) = told else { panic!("{status}: {told:?}") };
             again
         };
@@ -378,10 +403,41 @@ mod tests {
         }
         assert_eq!(busy(429, Some(Duration::MAX), 1.0), HOUR);
         assert!(busy(503, Some(Duration::from_nanos(1)), 0.0) >= PAUSE_MIN);
-        for ignored in [None, Some(Duration::ZERO)] {
-            assert_eq!(tells(&answered(429), &PATIENCE, ignored, 0.5), Tells::Failing);
-            assert!(delay(429, ignored, 0.0) >= PAUSE_MIN);
+        assert_eq!(tells(&answered(429), &PATIENCE, None, 3, 0.5), Tells::Failing);
+        assert!(
+            delay(429, None, 0.0) >= PAUSE_MIN
+                && delay(500, Some(Duration::ZERO), 0.0) >= PAUSE_MIN
+        );
+    }
+
+    #[test]
+    fn whoever_asks_for_no_time_to_come_is_left_alone_as_if_it_failed() {
+        for status in [429, 503] {
+            let busy = |failed, share| {
+                let none = Some(Duration::ZERO);
+                let told = tells(&answered(status), &PATIENCE, none, failed, share);
+                let Tells::Stop(Trouble::Busy { again }) = told else { panic!("{told:?}") };
+                again
+            };
+            assert_eq!((busy(0, 0.0), busy(0, 1.0)), (PAUSE_MIN, PATIENCE.base));
+            assert_eq!((busy(3, 0.5), busy(u32::MAX, 1.0)), (4 * PATIENCE.base, PROBE_MAX));
         }
+    }
+
+    #[test]
+    fn the_first_probe_goes_at_once_and_none_waits_longer_than_a_minute() {
+        for share in [0.0, 0.5, 1.0] {
+            assert_eq!(until_first_probe(0, &PATIENCE, share), Duration::ZERO);
+            // It fell over again.
+            assert_eq!(until_first_probe(2, &PATIENCE, share), pause(2, &PATIENCE, share));
+            assert_eq!(until_probe(2, &PATIENCE, share), pause(2, &PATIENCE, share));
+        }
+        for failed in [6, 12, u32::MAX] {
+            assert_eq!(until_probe(failed, &PATIENCE, 1.0), PROBE_MAX);
+            assert_eq!(until_first_probe(failed, &PATIENCE, 1.0), PROBE_MAX);
+        }
+        let hasty = Patience { max: 5 * PATIENCE.base, ..PATIENCE };
+        assert_eq!(until_probe(u32::MAX, &hasty, 1.0), hasty.max);
     }
 
     #[test]

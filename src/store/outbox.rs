@@ -24,8 +24,21 @@ pub struct Claim {
     pub lease: Duration,
     /// Which claims of others are over.
     pub over: Over,
-    /// Also look at events that have been due for long (the slow, complete look).
-    pub sweep: bool,
+    /// At which of those that are due.
+    pub look: Look,
+}
+
+/// Which of the events that are due a claim looks at. Each look begins with the one that has been due longest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Look {
+    /// At those that became due a short while ago: spares the dead end of a long index.
+    Quick,
+    /// At all.
+    Complete,
+    /// At those from a place on that lies between the one that has been due longest (0) and the one that became due last
+    /// (`u16::MAX`), in parts of the time between them. It looks once: where all that it meets has to wait, it finds nothing
+    /// though a complete look would.
+    From(u16),
 }
 
 /// In which order a sink gets its events.
@@ -277,8 +290,43 @@ pub enum Chosen {
         /// Towards which sink; `None`: all.
         sink: Option<String>,
     },
+    /// One event, towards the sinks that have not taken it: where it is owed, or dead.
+    NotTaken {
+        /// The event.
+        id: Uuid,
+    },
     /// Dead ones, all at once.
     Dead(DeadFilter),
+}
+
+/// What an operator's action came to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Touched {
+    /// How many rows were changed: an event towards two sinks is two.
+    pub count: u64,
+    /// Of one event: each sink towards which it was changed, and how it stood there before.
+    pub sinks: Vec<(String, EventStatus)>,
+}
+
+impl Touched {
+    /// One event, towards these sinks.
+    pub(super) fn one(sinks: Vec<(String, EventStatus)>) -> Self {
+        Self { count: sinks.len() as u64, sinks }
+    }
+
+    /// So many rows of many events.
+    pub(super) fn many(count: u64) -> Self {
+        Self { count, sinks: Vec::new() }
+    }
+}
+
+/// What a piece of [`Store::let_go`](super::Store::let_go) came to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LetGo {
+    /// How many events are due now.
+    pub count: u64,
+    /// From where the next piece goes on; `None`: this was the last.
+    pub next: Option<String>,
 }
 
 /// Which dead events.

@@ -71,13 +71,37 @@ pub struct SinkState {
 pub struct Pause {
     /// Why.
     pub reason: PauseReason,
-    /// How long until the next probe may be taken, by the database's clock; while one is under way, until that one's end at
-    /// most. `None`: it is not probed.
-    pub probe_in: Option<Duration>,
-    /// Probes in a row that failed.
+    /// When it is probed.
+    pub probe: NextProbe,
+    /// Probes in a row that failed, whatever they met.
     pub failed_probes: u32,
     /// The words of the operator who paused it.
     pub note: Option<String>,
+}
+
+/// When a paused sink is probed. All by the database's clock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NextProbe {
+    /// Not at all: an operator resumes it.
+    Never,
+    /// Once this time is over.
+    In(Duration),
+    /// It is being probed.
+    UnderWay {
+        /// After this time the next probe may be taken, should this one never end.
+        over_in: Duration,
+    },
+}
+
+impl NextProbe {
+    /// How long until the next probe may be taken, if ever.
+    #[must_use]
+    pub fn wait(self) -> Option<Duration> {
+        match self {
+            Self::Never => None,
+            Self::In(wait) | Self::UnderWay { over_in: wait } => Some(wait),
+        }
+    }
 }
 
 /// What keeps a sink from being delivered to.

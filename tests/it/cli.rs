@@ -7,9 +7,10 @@ use clap::Parser;
 use oncegate::cli::events::{self, Events};
 use oncegate::cli::print::{Exit, Failure};
 use oncegate::cli::records::{self, Records};
+use oncegate::cli::sinks::{self, Sinks};
 use oncegate::record::event::Event;
 use oncegate::record::{Answer, KeptBody, Status};
-use oncegate::store::{EventStatus, RecordRow};
+use oncegate::store::{EventStatus, NextProbe, Pause, PauseReason, RecordRow, SinkState};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -21,6 +22,8 @@ enum Command {
     Records(Records),
     #[command(subcommand)]
     Events(Events),
+    #[command(subcommand)]
+    Sinks(Sinks),
 }
 
 /// The command line of the tests; `Err` with clap's exit status where it is not one.
@@ -49,7 +52,14 @@ async fn attempt(shelf: &Shelf, line: &[&str], json: bool) -> Result<(Exit, Stri
         Command::Records(command) => {
             records::run(&command, shelf, &announce, &mut out, json).await?
         }
-        Command::Events(command) => events::run(&command, shelf, &mut out, json).await?,
+        Command::Events(command) => {
+            let configured = ["main", "other"].map(str::to_owned);
+            events::run(&command, shelf, &configured, &mut out, json).await?
+        }
+        Command::Sinks(command) => {
+            let configured = ["main", "other"].map(str::to_owned);
+            sinks::run(&command, shelf, &configured, &mut out, json).await?
+        }
     };
     Ok((exit, String::from_utf8(out).unwrap()))
 }
@@ -320,8 +330,8 @@ Attempts
 ";
     assert!(text.ends_with(wanted), "{text}");
 
-    let (exit, text) = run(&shelf, &["events", "redeliver", &event(1)]).await;
-    assert_eq!((exit, text.as_str()), (Exit::Done, "1 event due again.\n"));
+    let (exit, text) = run(&shelf, &["events", "redeliver", &event(1), "--all-sinks"]).await;
+    assert_eq!((exit, text.as_str()), (Exit::Done, "1 event due again.\n  main: queued again\n"));
     let dead = ["events", "redeliver", "--status", "dead", "--sink", "other", "--reason", "fixed"];
     let (exit, text) = run(&shelf, &dead).await;
     assert_eq!((exit, text.as_str()), (Exit::Done, "1 dead event due again to other.\n"));
@@ -332,13 +342,97 @@ Attempts
     for (id, more, name) in [
         (event(9), None, "not_found"),
         (event(3), None, "delivering"),
-        (event(3), Some("nobody"), "not_found"),
+        (event(3), Some("other"), "not_found"),
     ] {
         let mut line = vec!["events", "redeliver", &id];
         line.extend(more.iter().flat_map(|sink| ["--sink", sink]));
         let (exit, refusal) = run_json(&shelf, &line).await;
         assert_eq!((exit, &refusal["refused"]), (Exit::Refused, &json!(name)));
     }
+}
+
+/// One event, towards sinks where it stands like this.
+fn towards(sinks: &[(&str, EventStatus)]) -> (Shelf, String) {
+    let row = record(1, "k", Status::Completed);
+    let events = sinks.iter().map(|(sink, status)| event(1, &row, sink, *status)).collect();
+    (Shelf::with(vec![row], events), Uuid::from_u128(0xe001).to_string())
+}
+
+#[tokio::test]
+async fn an_action_on_an_event_says_what_became_of_it_sink_by_sink() {
+    use EventStatus::{Dead, Discarded, Pending, Sent};
+    let all = [("a", Sent), ("b", Dead), ("c", Pending), ("d", Discarded)];
+    let (shelf, id) = towards(&all);
+    let (exit, text) = run(&shelf, &["events", "redeliver", &id]).await;
+    let wanted = "\
+1 event due again.
+  a: left alone: delivered before (name the sink to send it again)
+  b: queued again
+  c: left alone: being delivered right now
+  d: left alone: discarded before (name the sink to send it all the same)
+";
+    assert_eq!((exit, text.as_str()), (Exit::Done, wanted));
+    let (shelf, _) = towards(&all);
+    let (exit, done) = run_json(&shelf, &["events", "discard", &id]).await;
+    let result = |sink: &str, result: &str| json!({ "sink": sink, "result": result });
+    let told = json!([
+        result("a", "sent"),
+        result("b", "discarded"),
+        result("c", "delivering"),
+        result("d", "discarded_before")
+    ]);
+    assert_eq!((exit, &done["discarded"], &done["sinks"]), (Exit::Done, &json!(1), &told));
+
+    // Nothing is done: why, of each of them.
+    for (sinks, args, name, words) in [
+        (&[("a", Sent), ("b", Sent)][..], &["redeliver"][..], "sent", "a: delivered before (name"),
+        (
+            &[("a", Sent), ("b", Discarded)],
+            &["redeliver"],
+            "left_alone",
+            "b: discarded before (name",
+        ),
+        (&[("a", Sent), ("b", Discarded)], &["discard"], "left_alone", "; b: discarded before."),
+        (&[("a", Sent), ("b", Pending)], &["redeliver"], "delivering", "b: being delivered"),
+        (&[("", Discarded)], &["redeliver"], "discarded", "-: no sink wanted it (name"),
+    ] {
+        let (shelf, id) = towards(sinks);
+        let line = [&["events"], args, &[id.as_str()]].concat();
+        let (exit, refused) = run_json(&shelf, &line).await;
+        assert_eq!((exit, &refused["refused"]), (Exit::Refused, &json!(name)), "{sinks:?}");
+        assert!(refused["detail"].as_str().unwrap().contains(words), "{refused}");
+        assert_eq!(refused["sinks"].as_array().unwrap().len(), sinks.len());
+        assert!(
+            shelf.events.lock().unwrap().iter().zip(sinks).all(|(row, was)| row.status == was.1)
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_sink_that_nobody_knows_is_a_usage_error_that_names_the_nearest() {
+    let shelf = shelf();
+    let id = Uuid::from_u128(0xe001).to_string();
+    for line in [
+        &["events", "redeliver", "--status", "dead", "--sink", "othre"][..],
+        &["events", "discard", "--status", "dead", "--sink", "othre"],
+        &["events", "discard", "--status", "dead", "--dry-run", "--sink", "othre"],
+        &["events", "redeliver", &id, "--sink", "othre"],
+        &["sinks", "pause", "othre"],
+        &["sinks", "resume", "othre"],
+    ] {
+        let failure = attempt(&shelf, line, false).await.unwrap_err();
+        assert_eq!(failure.code(), 2, "{line:?}");
+        let wanted = "othre: no such sink; did you mean `other`?";
+        assert!(failure.to_string().ends_with(wanted), "{failure}");
+    }
+    let unlike = ["events", "discard", "--status", "dead", "--sink", "x"];
+    let failure = attempt(&shelf, &unlike, false).await.unwrap_err().to_string();
+    assert_eq!(failure, "--sink x: no such sink; there are main, other");
+    assert!(shelf.audit.lock().unwrap().is_empty(), "nothing is done");
+    // What the configuration does not have any more, the database may.
+    shelf.gauges.lock().unwrap().dead.push(("left".to_owned(), 1));
+    let old = ["events", "discard", "--status", "dead", "--sink", "left"];
+    assert_eq!(run(&shelf, &old).await.0, Exit::Done);
 }
 
 #[tokio::test]
@@ -356,7 +450,10 @@ async fn events_are_discarded_and_counted_before() {
 
     let (exit, text) =
         run(&shelf, &["events", "discard", &event(2), "--sink", "other", "--reason", "old"]).await;
-    assert_eq!((exit, text.as_str()), (Exit::Done, "1 event discarded for other.\n"));
+    assert_eq!(
+        (exit, text.as_str()),
+        (Exit::Done, "1 event discarded for other.\n  other: discarded\n")
+    );
     let noted = shelf.audit.lock().unwrap()[0].clone();
     assert_eq!((noted.action.as_str(), noted.why.as_deref()), ("event.discard", Some("old")));
     let (exit, text) = run(&shelf, &all).await;
@@ -365,6 +462,52 @@ async fn events_are_discarded_and_counted_before() {
         let (exit, refusal) = run_json(&shelf, &["events", "discard", &event(n)]).await;
         assert_eq!((exit, &refusal["refused"]), (Exit::Refused, &json!(name)));
     }
+}
+
+#[tokio::test]
+async fn the_list_of_sinks_says_when_each_is_probed_and_hides_no_error_behind_a_note() {
+    let shelf = shelf();
+    let paused = |sink: &str, reason, probe, note: Option<&str>| SinkState {
+        sink: sink.into(),
+        no: 1,
+        since: std::time::SystemTime::UNIX_EPOCH,
+        pause: Some(Pause { reason, probe, failed_probes: 0, note: note.map(str::to_owned) }),
+        last_error: Some(format!("met by {sink}")),
+    };
+    let under_way = NextProbe::UnderWay { over_in: Duration::from_secs(35) };
+    let soon = NextProbe::In(Duration::from_millis(2500));
+    *shelf.sinks.lock().unwrap() = vec![
+        paused("a", PauseReason::Failing, under_way, None),
+        paused("b", PauseReason::Busy, soon, None),
+        paused("c", PauseReason::Failing, NextProbe::In(Duration::ZERO), None),
+        paused("d", PauseReason::Operator, NextProbe::Never, Some("a move")),
+    ];
+    shelf.gauges.lock().unwrap().dead = vec![("main".into(), 3)];
+    let list = async |json| {
+        let mut out = Vec::new();
+        let configured = ["main".to_owned()];
+        let exit = sinks::run(&Sinks::List, &shelf, &configured, &mut out, json).await.unwrap();
+        assert_eq!(exit, Exit::Done);
+        String::from_utf8(out).unwrap()
+    };
+    let since = "1970-01-01T00:00:00.000000Z";
+    let wanted = format!(
+        "\
+SINK  STATE             SINCE                        NEXT PROBE  PENDING  OLDEST  DEAD  NOTE    LAST ERROR
+a     paused: failing   {since}  under way   0        -       0     -       met by a
+b     paused: busy      {since}  in 3s       0        -       0     -       met by b
+c     paused: failing   {since}  now         0        -       0     -       met by c
+d     paused: operator  {since}  -           0        -       0     a move  met by d
+main  open              -                            -           0        -       3     -       the sink answered 500: why?
+"
+    );
+    assert_eq!(list(false).await, wanted);
+    let page: Value = serde_json::from_str(&list(true).await).unwrap();
+    let probe = |n: usize| {
+        let sink = &page["sinks"][n];
+        (sink["next_probe_seconds"].as_u64(), sink["probing"].as_bool().unwrap())
+    };
+    assert_eq!([0, 1, 3].map(probe), [(Some(0), true), (Some(3), false), (None, false)]);
 }
 
 #[test]
@@ -379,6 +522,9 @@ fn a_command_line_that_is_not_one_has_exit_status_two() {
         vec!["records", "complete", ID[1], "--status", "200"],
         vec!["events", "redeliver"],
         vec!["events", "redeliver", ID[1], "--status", "dead"],
+        vec!["events", "redeliver", ID[1], "--all-sinks", "--sink", "main"],
+        vec!["events", "redeliver", "--status", "dead", "--all-sinks"],
+        vec!["events", "discard", ID[1], "--all-sinks"],
         vec!["events", "redeliver", "--status", "sent"],
         vec!["events", "discard"],
         vec!["events", "discard", ID[1], "--dry-run"],

@@ -9,8 +9,8 @@ use std::time::Duration;
 use oncegate::lease::Contact;
 use oncegate::record::OwnerId;
 use oncegate::store::{
-    Acknowledgement, Backlog, Chosen, Claim, Claimed, Lane, OnDead, Operator, Order, Over, Store,
-    Verdict,
+    Acknowledgement, Backlog, Chosen, Claim, Claimed, Lane, Look, OnDead, Operator, Order, Over,
+    Store, Verdict,
 };
 use oncegate::sweep;
 use oncegate::telemetry::Metrics;
@@ -49,7 +49,7 @@ pub(crate) fn claim(order: Order, limit: u32) -> Claim {
         owner: OwnerId::fresh(),
         lease: MINUTE,
         over: Over::Ended,
-        sweep: true,
+        look: Look::Complete,
     }
 }
 
@@ -143,8 +143,16 @@ async fn f14_f47_a_claim_takes_what_it_asks_for_and_reads_little_whatever_statis
     let free = Order::Key(OnDead::Free);
     let leased = "select count(*) from outbox_queue where lease_until > clock_timestamp()";
     let mut all = 0;
-    for (order, limit) in [(Order::None, 1), (Order::None, 64), (free, 1), (free, 64), (free, 64)] {
-        let claimed = store.claim(&claim(order, limit)).await.unwrap();
+    let (all_due, middle) = (Look::Complete, Look::From(u16::MAX / 2));
+    for (order, limit, look) in [
+        (Order::None, 1, all_due),
+        (Order::None, 64, all_due),
+        (Order::None, 64, middle),
+        (free, 1, all_due),
+        (free, 64, all_due),
+        (free, 64, all_due),
+    ] {
+        let claimed = store.claim(&Claim { look, ..claim(order, limit) }).await.unwrap();
         assert_eq!(claimed.len(), limit as usize);
         all += i64::from(limit);
         assert_eq!(place.count(leased).await, all, "no more than asked for is claimed");
@@ -158,6 +166,7 @@ async fn f14_f47_a_claim_takes_what_it_asks_for_and_reads_little_whatever_statis
     // A few pages for each event: its row, four indexes, its message. The queue alone has a thousand.
     for (statement, most) in [
         ("claim", 64 * 30),
+        ("place_of_claim", 60),
         ("claim_window", 256 * 12),
         ("claim_in_order", 256 * 30),
         ("wake", 64 * 30),
@@ -198,7 +207,7 @@ async fn f46_a_snapshot_that_is_held_for_long_makes_no_look_for_fresh_events_lon
         let fresh = number * 100..(number + 1) * 100;
         write(&place, Which::Postgres, fresh, "CASE WHEN n % 2 = 0 THEN 'k' || (n % 500) END")
             .await;
-        let look = Claim { sweep: false, ..claim(order, limit) };
+        let look = Claim { look: Look::Quick, ..claim(order, limit) };
         let claimed = store.claim(&look).await.unwrap();
         assert_eq!(claimed.len(), limit as usize);
         let none = store.claim(&Claim { lane: Lane::Retry, ..look }).await.unwrap();
@@ -275,8 +284,8 @@ async fn f28_f51_neither_a_crowd_behind_one_event_nor_what_was_delivered_makes_a
     assert_eq!(store.acknowledge("main", free, &verdicts).await.unwrap().len(), 64);
     let by = Operator { who: "olga".into(), why: None };
     let this = Chosen::One { id: head.event_id, sink: None };
-    assert_eq!(store.redeliver(&this, &by).await.unwrap(), 1, "once more");
-    let next = store.claim(&Claim { sweep: false, ..claim(free, 64) }).await.unwrap();
+    assert_eq!(store.redeliver(&this, &by).await.unwrap().count, 1, "once more");
+    let next = store.claim(&Claim { look: Look::Quick, ..claim(free, 64) }).await.unwrap();
     assert_eq!(next.len(), 64, "the next of the crowd, and others");
     let log = Cluster::shared().log();
     for (statement, most) in [
@@ -495,7 +504,7 @@ async fn f48_relays_operators_and_sweepers_who_break_each_other_off_lose_nothing
                 let id = Uuid::from_u128(0x0000_0000_0000_4000_8000_0000_0000_0000 | event);
                 let chosen = Chosen::One { id, sink: Some("main".into()) };
                 let done = store.redeliver(&chosen, &by).await;
-                *asked.entry(id.to_string()).or_default() += done.unwrap_or(1);
+                *asked.entry(id.to_string()).or_default() += done.map_or(1, |done| done.count);
                 if stop.is_cancelled() {
                     break;
                 }

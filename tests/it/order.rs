@@ -29,6 +29,7 @@ on_both_stores! {
     f26_a_dead_head_frees_its_key_or_blocks_it_as_configured,
     f27_no_event_waits_longer_than_for_those_before_it_and_none_overtakes,
     f28_a_crowd_behind_one_event_holds_up_no_other_key,
+    a_change_of_the_order_takes_effect_at_once,
     who_is_woken_is_not_in_flight,
 }
 
@@ -196,7 +197,7 @@ async fn f26_a_dead_head_frees_its_key_or_blocks_it_as_configured(which: Which) 
             } else {
                 store.redeliver(&dead, &by).await
             };
-            assert_eq!(done.unwrap(), 1);
+            assert_eq!(done.unwrap().count, 1);
             relay.wake.notify_one();
         }
         let owed = "select count(*) from outbox_queue";
@@ -252,7 +253,8 @@ async fn f28_a_crowd_behind_one_event_holds_up_no_other_key(which: Which) {
     let head = "(select event_id from outbox_queue order by created_at limit 1)";
     place
         .rows(&format!(
-            "update outbox_queue set lane = 1, attempts = 1, next_attempt_at = {hour}
+            "update outbox_queue set lane = 1, attempts = 1, claimed_by = event_id,
+                 next_attempt_at = {hour}
              where event_id = {head}"
         ))
         .await;
@@ -270,7 +272,7 @@ async fn f28_a_crowd_behind_one_event_holds_up_no_other_key(which: Which) {
         owner: OwnerId::fresh(),
         lease: LONG,
         over: oncegate::store::Over::Ended,
-        sweep: true,
+        look: oncegate::store::Look::Complete,
     };
     assert!(store.claim(&claim).await.unwrap().is_empty());
     let due = match which {
@@ -279,6 +281,25 @@ async fn f28_a_crowd_behind_one_event_holds_up_no_other_key(which: Which) {
     };
     let looked_at = format!("select count(*) from outbox_queue where next_attempt_at <= {due}");
     assert_eq!(place.count(&looked_at).await, 0);
+}
+
+async fn a_change_of_the_order_takes_effect_at_once(which: Which) {
+    // More keys than one piece of the look has.
+    let (keys, later) = match which {
+        Which::Postgres => (1100, "clock_timestamp() + interval '8 minutes'"),
+        Which::Sqlite => (600, "(unixepoch() + 480) * 1000000"),
+    };
+    for order in [Order::None, FREE] {
+        let place = Place::new(which).await;
+        let store = store(&place).await;
+        let sink = Sink::start(|_, _| OK).await;
+        write(&place, which, 0..keys, "('k' || n)").await;
+        place.rows(&format!("update outbox_queue set next_attempt_at = {later}")).await;
+        let relay = Relay::start(&store, settings(&sink, order));
+        eventually("all arrive", LONG, || sink.seen().len() >= keys as usize).await;
+        relay.stop().await;
+        assert_eq!(sink.ids().len(), keys as usize, "{order:?}");
+    }
 }
 
 /// A verdict that met such a change at the same moment would count for nothing, and cost one more delivery.
@@ -295,7 +316,7 @@ async fn who_is_woken_is_not_in_flight(which: Which) {
     assert_eq!(place.count(due).await, 1);
     let by = Operator { who: "olga".into(), why: None };
     let this = Chosen::One { id: first.event_id, sink: None };
-    assert_eq!(store.discard(&this, &by).await.unwrap(), 1);
+    assert_eq!(store.discard(&this, &by).await.unwrap().count, 1);
     assert_eq!(place.count(due).await, 1, "it is as it was");
     let written = store.acknowledge("main", Order::None, &[sent(second)]).await.unwrap();
     assert_eq!(written, [second.event_id]);

@@ -9,7 +9,8 @@ use std::time::Duration;
 use oncegate::relay::sink::http::Resolve;
 use oncegate::relay::sink::{self, Target, http};
 use oncegate::store::{
-    EventStatus, Lane, Over, PauseReason, SinkOrder, SinkState, SinkTurn, Store, Trouble, Verdict,
+    EventStatus, Lane, OnDead, Order, Over, PauseReason, SinkOrder, SinkState, SinkTurn, Store,
+    Trouble, Verdict,
 };
 use serde_json::Value;
 use tokio::time::Instant;
@@ -19,11 +20,12 @@ use crate::relay::{LONG, MS, Running, sent, settings, webhook};
 use crate::support::client::{get, post};
 use crate::support::fake::{Fake, Stand};
 use crate::support::fleet::{self, ONE_EVENT, command, order};
-use crate::support::rig::{Rig, Which, on_both_stores};
+use crate::support::rig::{Place, Rig, Which, on_both_stores};
 use crate::support::sink::{Act, OK, Seen, Sink};
 use crate::support::{eventually, happens, process};
 
 on_both_stores! {
+    f17_f23_forty_events_that_always_fail_hold_up_none_of_sixty_good_ones,
     operators_see_a_paused_sink_and_resume_it_from_the_command_line_and_over_http,
 }
 
@@ -44,6 +46,39 @@ fn hasty(sink: &Sink) -> sink::Settings {
         backoff_max: 150 * MS,
         ..settings(sink)
     }
+}
+
+/// As patient as a sink is without any settings.
+fn patient(sink: &Sink) -> sink::Settings {
+    sink::Settings {
+        pause_after: 10,
+        concurrency: 16,
+        backoff_base: 1000 * MS,
+        backoff_max: Duration::from_secs(3600),
+        ..settings(sink)
+    }
+}
+
+/// A sink that fails each event whose text says so.
+async fn failing_bad_ones() -> Sink {
+    let bad = |seen: &Seen, _| if seen.text().contains("bad") { Act::Answer(500, "") } else { OK };
+    Sink::start(bad).await
+}
+
+/// How long each pause for failures was to last before its first probe, and how many failed probes it counted.
+fn pauses(fake: &Fake) -> Vec<(Duration, u32)> {
+    let turns = fake.turns.lock().unwrap();
+    let pause = |turn: &SinkTurn| match turn {
+        SinkTurn::Pause { trouble: Trouble::Failing { again }, failed_probes, .. } => {
+            Some((*again, *failed_probes))
+        }
+        SinkTurn::Pause { .. }
+        | SinkTurn::Probe { .. }
+        | SinkTurn::ProbeFailed { .. }
+        | SinkTurn::ProbeIdle { .. }
+        | SinkTurn::Resume => None,
+    };
+    turns.iter().filter_map(pause).collect()
 }
 
 fn failed_probes(fake: &Fake) -> usize {
@@ -72,6 +107,14 @@ async fn f16_f21_f23_an_outage_costs_a_few_probes_and_no_attempts_and_ends_witho
     assert!(running.metrics.render().contains(paused), "{}", running.metrics.render());
     eventually("more probes", LONG, || failed_probes(&fake) >= probes + 4).await;
     assert_eq!(attempts(&fake), used, "a failed probe is no attempt");
+    let [(at_once, 0)] = pauses(&fake)[..] else { panic!("{:?}", pauses(&fake)) };
+    assert_eq!(at_once, Duration::ZERO, "it may be some events only");
+    let waits = |turn: &SinkTurn| match turn {
+        SinkTurn::ProbeFailed { trouble, .. } => trouble.again() >= Some(100 * MS),
+        SinkTurn::Pause { .. } | SinkTurn::Probe { .. } => true,
+        SinkTurn::ProbeIdle { .. } | SinkTurn::Resume => false,
+    };
+    assert!(fake.turns.lock().unwrap().iter().all(waits), "the next ones wait");
     let (seen, probes) = (sink.seen(), failed_probes(&fake) - probes);
     assert!(seen.len() <= requests + probes + 2, "only probes: {} {requests}", seen.len());
     let probe = seen.last().unwrap().id().parse().unwrap();
@@ -177,17 +220,9 @@ async fn f23_a_sink_that_answers_one_probe_and_no_more_is_paused_again_and_probe
     let running = Running::start(&fake, vec![hasty(&sink)]);
     eventually("it is probed", LONG, || failed_probes(&fake) >= 3).await;
     answers.store(1, SeqCst);
-    let again = || {
-        let turns = fake.turns.lock().unwrap();
-        let mut pauses = turns.iter().filter_map(|turn| {
-            let SinkTurn::Pause { failed_probes, .. } = turn else { return None };
-            Some(*failed_probes)
-        });
-        (pauses.next(), pauses.next())
-    };
-    eventually("it is paused again", LONG, || again().1.is_some()).await;
-    let (first, second) = again();
-    assert!(first == Some(0) && second >= Some(3), "the pace goes on: {second:?}");
+    eventually("it is paused again", LONG, || pauses(&fake).len() > 1).await;
+    let (wait, failed) = pauses(&fake)[1];
+    assert!(wait >= 100 * MS && failed >= 3, "the pace goes on: {wait:?} {failed}");
     answers.store(1000, SeqCst);
     sent(&fake, 30).await;
     running.stop().await;
@@ -195,8 +230,7 @@ async fn f23_a_sink_that_answers_one_probe_and_no_more_is_paused_again_and_probe
 
 #[tokio::test]
 async fn f17_f23_an_event_that_always_fails_does_not_keep_its_sink_paused() {
-    let bad = |seen: &Seen, _| if seen.text().contains("bad") { Act::Answer(500, "") } else { OK };
-    let sink = Sink::start(bad).await;
+    let sink = failing_bad_ones().await;
     let fake = Arc::new(Fake::default());
     let now = Instant::now();
     for _ in 0..3 {
@@ -218,6 +252,73 @@ async fn f17_f23_an_event_that_always_fails_does_not_keep_its_sink_paused() {
     eventually("the good one", LONG, || fake.row(good).status == EventStatus::Sent).await;
     eventually("resumed", LONG, || fake.stand("main").reason.is_none()).await;
     running.stop().await;
+}
+
+/// With the settings that a sink has by itself: to wait for one probe after the other would take longer than the test.
+async fn f17_f23_forty_events_that_always_fail_hold_up_none_of_sixty_good_ones(which: Which) {
+    for order in [Order::None, Order::Key(OnDead::Free)] {
+        let sink = failing_bad_ones().await;
+        let place = Place::new(which).await;
+        let store = crate::order::store(&place).await;
+        crate::order::write(&place, which, 0..40, "('bad' || n)").await;
+        crate::order::write(&place, which, 40..100, "('k' || n)").await;
+        // A minute ago, and some time after that.
+        let (second, good) = match which {
+            Which::Postgres => ("interval '1 second'", "ordering_key LIKE 'k%'"),
+            Which::Sqlite => ("1000000", "ordering_key LIKE 'k%'"),
+        };
+        let ago = format!(
+            "update outbox_queue set next_attempt_at = next_attempt_at
+             - case when {good} then 1 else 60 end * {second}"
+        );
+        place.rows(&ago).await;
+        let settings = sink::Settings { order, ..patient(&sink) };
+        let relay = Running::on(Arc::clone(&store), vec![settings], 20 * MS);
+        let good = || sink.seen().iter().filter(|seen| !seen.text().contains("bad")).count();
+        eventually("all good ones", LONG, || good() >= 60).await;
+        relay.stop().await;
+        // Each pause with its probe is three turns, each probe that failed two more. One after the other they were eighty.
+        let turns = store.sinks(Over::Ended).await.unwrap()[0].no;
+        assert!((3..=24).contains(&turns), "{turns}");
+        assert_eq!(good(), 60);
+    }
+}
+
+#[tokio::test]
+async fn f17_what_comes_back_from_a_pause_does_not_go_through_all_bad_events_first() {
+    let sink = failing_bad_ones().await;
+    let fake = Arc::new(Fake::default());
+    let now = Instant::now();
+    for n in 0..460 {
+        let (text, ago) = if n < 400 { ("bad", 60_000 - n) } else { ("good", 1000 - n) };
+        fake.add_row(Uuid::new_v4(), text, |row| row.due = now - ago * MS);
+    }
+    let running = Running::start(&fake, vec![patient(&sink)]);
+    sent(&fake, 60).await;
+    running.stop().await;
+    // Ten bad ones make a pause. At the head of all of them each would end with one good event, its probe.
+    let pauses = pauses(&fake);
+    assert!((1..=9).contains(&pauses.len()), "{pauses:?}");
+    assert!(pauses.iter().filter(|(again, _)| !again.is_zero()).count() <= 1, "{pauses:?}");
+}
+
+#[tokio::test]
+async fn f17_where_all_fresh_events_fail_a_good_one_that_comes_is_among_the_next_probes() {
+    let sink = failing_bad_ones().await;
+    let fake = Arc::new(Fake::default());
+    let now = Instant::now();
+    for n in 0..60 {
+        fake.add_row(Uuid::new_v4(), "bad", |row| row.due = now - (60_000 - n) * MS);
+    }
+    let running = Running::start(&fake, vec![hasty(&sink)]);
+    eventually("it is probed", LONG, || failed_probes(&fake) >= 3).await;
+    let before = failed_probes(&fake);
+    let good = fake.add("good");
+    eventually("the good one", LONG, || fake.row(good).status == EventStatus::Sent).await;
+    let probes = failed_probes(&fake) - before;
+    running.stop().await;
+    // One that was under way, one of the other lane; and hardly ever one of the bad ones.
+    assert!(probes <= 4, "{probes}");
 }
 
 #[tokio::test]
@@ -337,6 +438,33 @@ async fn f33_a_sink_that_asks_for_a_pause_gets_it_for_all_events_and_no_event_di
     assert_eq!(back.count(), 3);
 }
 
+#[tokio::test]
+async fn f33_a_sink_that_names_no_time_to_come_is_left_alone_and_no_event_dies_of_it() {
+    let busy = |_: &Seen, before| match before {
+        0 | 2 => Act::Answer(503, "retry-after: 0\r\n"),
+        1 | 3 => Act::Answer(429, "retry-after: Sun, 06 Nov 1994 08:49:37 GMT\r\n"),
+        _ => OK,
+    };
+    let sink = Sink::start(busy).await;
+    let fake = Arc::new(Fake::default());
+    for _ in 0..3 {
+        fake.add("{}");
+    }
+    // Were it an attempt, each would be dead.
+    let strict =
+        sink::Settings { concurrency: 1, attempts_max: 1, age_max: Duration::ZERO, ..hasty(&sink) };
+    let running = Running::start(&fake, vec![strict]);
+    sent(&fake, 3).await;
+    running.stop().await;
+    let at: Vec<_> = sink.seen().iter().map(|seen| seen.at).collect();
+    assert!(at[..5].windows(2).all(|two| two[1] - two[0] >= 95 * MS), "no hot loop: {at:?}");
+    assert_eq!((at.len(), attempts(&fake)), (7, 3));
+    let first = fake.turns.lock().unwrap().first().cloned().unwrap();
+    let busy = matches!(first, SinkTurn::Pause { trouble: Trouble::Busy { .. }, .. });
+    assert!(busy, "{first:?}");
+    assert_eq!(failed_probes(&fake), 3, "so that the pause grows");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn f16_f23_relays_on_one_database_pause_together_and_probe_one_at_a_time() {
     let pace = 40 * MS;
@@ -424,7 +552,7 @@ async fn operators_see_a_paused_sink_and_resume_it_from_the_command_line_and_ove
     assert_eq!(command(&rig.gateway, &resume).0, 0);
     pending(&rig, 0).await;
     assert_eq!(command(&rig.gateway, &resume).0, 1, "it is not paused any more");
-    assert_eq!(command(&rig.gateway, &["sinks", "pause", "other"]).0, 1, "there is none");
+    assert_eq!(command(&rig.gateway, &["sinks", "pause", "other"]).0, 2, "there is none");
 
     let act = async |what: &str, body: &str| {
         let target = format!("/api/v1/sinks/{what}");
@@ -437,6 +565,11 @@ async fn operators_see_a_paused_sink_and_resume_it_from_the_command_line_and_ove
     assert_eq!(act("main/resume", r#"{"why":"?"}"#).await, 400);
     let over_http = get("/api/v1/sinks").to(rig.gateway.admin).await.json()["sinks"][0].clone();
     assert_eq!((&over_http["reason"], &over_http["note"]), (&"operator".into(), &"a move".into()));
+    let (_, table, _) = command(&rig.gateway, &["sinks", "list"]);
+    assert!(
+        table.contains("a move") && table.contains("410"),
+        "what it met is not hidden: {table}"
+    );
     let shown = async || {
         let text = get("/metrics").to(rig.gateway.admin).await.body;
         String::from_utf8_lossy(&text).contains(r#"sink_paused{sink="main",reason="operator"} 1"#)

@@ -15,7 +15,7 @@ use oncegate::record::{
 use oncegate::store::postgres::{Postgres, Settings};
 use oncegate::store::{
     Acknowledgement, Beat, Changed, Chosen, Claim, Completion, DeadFilter, Error, EventFilter,
-    EventStatus, Lane, Objection, OpenError, Operator, Order, Over, Proposal, RecordFilter,
+    EventStatus, Lane, Look, Objection, OpenError, Operator, Order, Over, Proposal, RecordFilter,
     Reserved, Settled, Store, Takeover, Verdict,
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -145,7 +145,7 @@ fn claim(limit: u32) -> Claim {
         owner: OwnerId::fresh(),
         lease: LEASE,
         over: Over::Ended,
-        sweep: false,
+        look: Look::Quick,
     }
 }
 
@@ -339,11 +339,14 @@ async fn an_event_is_claimed_failed_retried_buried_and_redelivered_under_growing
     assert_eq!(store.gauges().await.unwrap().dead, [("main".to_owned(), 1)]);
     assert_eq!(store.sweep_events(Duration::ZERO, 10).await.unwrap(), 0, "dead ones stay");
 
-    assert_eq!(store.redeliver(&Chosen::Dead(DeadFilter::default()), &by()).await.unwrap(), 1);
+    assert_eq!(
+        store.redeliver(&Chosen::Dead(DeadFilter::default()), &by()).await.unwrap().count,
+        1
+    );
     let fourth = store.claim(&again).await.unwrap();
     assert_eq!((fourth[0].claim_no, fourth[0].attempts), (5, 0));
     let this = Chosen::One { id: one.event_id, sink: None };
-    assert_eq!(store.redeliver(&this, &by()).await.unwrap(), 0, "it is being delivered");
+    assert_eq!(store.redeliver(&this, &by()).await.unwrap().count, 0, "it is being delivered");
     let sent = say(5, Verdict::Sent { status: Some(204) });
     assert_eq!(store.acknowledge("main", Order::None, &sent).await.unwrap().len(), 1);
     let events = store
@@ -352,9 +355,9 @@ async fn an_event_is_claimed_failed_retried_buried_and_redelivered_under_growing
         .unwrap();
     assert_eq!((events.len(), events[0].status), (1, EventStatus::Sent));
     assert!(events[0].sent_at.is_some());
-    assert_eq!(store.audit_of(p.id).await.unwrap().len(), 0, "one row for all of them at once");
-    assert_eq!(store.redeliver(&this, &by()).await.unwrap(), 1);
-    assert_eq!(store.audit_of(p.id).await.unwrap().len(), 1);
+    assert_eq!(store.audit_of(p.id).await.unwrap().len(), 1, "told of all of them at once");
+    assert_eq!(store.redeliver(&this, &by()).await.unwrap().count, 1);
+    assert_eq!(store.audit_of(p.id).await.unwrap().len(), 2);
     assert_eq!(store.sweep_events(Duration::ZERO, 10).await.unwrap(), 0, "owed again");
     let last = store.claim(&again).await.unwrap()[0].claim_no;
     store
@@ -376,9 +379,9 @@ async fn an_event_that_no_sink_wanted_stands_as_discarded_and_can_be_sent_to_a_n
     assert_eq!((events[0].sink.as_str(), events[0].status), ("", EventStatus::Discarded));
     let id = events[0].id;
     let nowhere = Chosen::One { id, sink: None };
-    assert_eq!(store.redeliver(&nowhere, &by()).await.unwrap(), 0);
+    assert_eq!(store.redeliver(&nowhere, &by()).await.unwrap().count, 0);
     let there = Chosen::One { id, sink: Some("main".into()) };
-    assert_eq!(store.redeliver(&there, &by()).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&there, &by()).await.unwrap().count, 1);
     let events = store.list_events(&all).await.unwrap();
     assert_eq!(events.len(), 1);
     assert_eq!((events[0].sink.as_str(), events[0].status), ("main", EventStatus::Pending));
@@ -566,7 +569,8 @@ async fn plans_use_the_indexes_of_a_table_that_was_never_analysed() {
     )
     .await
     .unwrap();
-    let judging = Claim { over: Over::EndedOrDead, ..claim(16) };
+    let look = Look::From(0);
+    let judging = Claim { over: Over::EndedOrDead, look, ..claim(16) };
     let taken = store.claim(&judging).await.unwrap();
     assert_eq!(taken.len(), 16);
     let sent = |claimed: &oncegate::store::Claimed| Acknowledgement {
@@ -578,7 +582,7 @@ async fn plans_use_the_indexes_of_a_table_that_was_never_analysed() {
     assert_eq!(store.acknowledge("main", Order::None, &verdicts).await.unwrap().len(), 16);
     let log = Cluster::shared().log();
     let plans: Vec<&str> = plans(&log, database);
-    for name in ["reserve", "read_losers", "complete", "claim", "finish"] {
+    for name in ["reserve", "read_losers", "complete", "place_of_claim", "claim", "finish"] {
         let mine: Vec<_> =
             plans.iter().filter(|plan| plan.contains(&format!("-- {name}\n"))).collect();
         assert!(!mine.is_empty(), "no plan of {name} in the log");
@@ -586,7 +590,8 @@ async fn plans_use_the_indexes_of_a_table_that_was_never_analysed() {
             for table in ["idempotency_records", "outbox_queue", "outbox_messages"] {
                 assert!(!plan.contains(&format!("Seq Scan on {table}")), "{plan}");
             }
-            assert!(name != "claim" || !plan.contains("Seq Scan on oncegate_owners"), "{plan}");
+            let claims = name.ends_with("claim");
+            assert!(!claims || !plan.contains("Seq Scan on oncegate_owners"), "{plan}");
         }
     }
 }
@@ -781,7 +786,7 @@ async fn what_was_promised_survives_the_kill_of_the_database() {
     assert!(matches!(found.state, State::Completed(_)));
     assert_eq!(store.heartbeat(owner, LEASE).await.unwrap(), Beat::Renewed);
     done(&store, completion(&b, &["main"])).await;
-    let every = Claim { sweep: true, ..claim(9) };
+    let every = Claim { look: Look::Complete, ..claim(9) };
     assert_eq!(store.claim(&every).await.unwrap().len(), 2);
 }
 
@@ -870,7 +875,7 @@ async fn several_relays_share_the_events_and_none_is_claimed_twice() {
 
 /// Claims until nothing is left, seven at a time.
 async fn claim_all(store: &Postgres) -> Vec<Uuid> {
-    let every = Claim { sweep: true, ..claim(7) };
+    let every = Claim { look: Look::Complete, ..claim(7) };
     let mut mine = Vec::new();
     loop {
         let taken = store.claim(&every).await.unwrap();

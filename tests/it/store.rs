@@ -18,13 +18,14 @@ use oncegate::record::{
 };
 use oncegate::store::{
     ATTEMPTS_KEPT, Acknowledgement, Asker, Asking, AttemptRow, Beat, Changed, Chosen, Claim,
-    Claimed, Completion, DeadFilter, EventFilter, EventStatus, Lane, LateEnd, LateOutcome,
-    Objection, OnDead, Operator, Order, Over, PauseReason, Proposal, RecordFilter, Reserved,
-    Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Trouble, Untold, Verdict,
+    Claimed, Completion, DeadFilter, EventFilter, EventStatus, Lane, LateEnd, LateOutcome, LetGo,
+    Look, NextProbe, Objection, OnDead, Operator, Order, Over, PauseReason, Proposal, RecordFilter,
+    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched, Trouble, Untold,
+    Verdict,
 };
 use uuid::Uuid;
 
-use crate::support::happens;
+use crate::support::{eventually, happens};
 
 /// Runs each named check on each store.
 macro_rules! on_every_store {
@@ -78,6 +79,8 @@ on_every_store![
     a_late_delivery_stays_visible_for_its_whole_retention,
     an_event_that_is_dead_towards_one_sink_is_kept_whole,
     a_claim_takes_no_more_than_its_limit_and_nothing_twice,
+    a_claim_from_a_place_on_takes_what_became_due_there,
+    in_order_a_claim_from_a_place_on_takes_only_the_first_of_a_key,
     of_one_ordering_key_one_event_is_claimed_and_its_verdict_wakes_the_next,
     a_dead_event_blocks_its_ordering_key_where_that_is_asked_for,
     the_turn_of_a_claim_that_is_over_goes_to_the_same_event,
@@ -86,10 +89,15 @@ on_every_store![
     a_stale_acknowledgement_changes_nothing,
     verdicts_move_events_as_they_say,
     redelivery_goes_on_from_the_claim_number,
+    redelivery_leaves_those_alone_who_took_it_unless_it_is_asked_for,
+    what_is_done_to_all_dead_events_is_told_of_each_of_their_records,
+    what_an_order_kept_back_goes_once_it_is_no_longer_asked_for,
+    what_waits_for_nobody_is_woken,
     a_sink_is_paused_once_and_resumed_by_its_probe,
     one_probes_a_sink_at_a_time_and_a_late_probe_changes_nothing,
     a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed,
     what_is_given_back_keeps_its_attempts_and_says_what_it_met,
+    what_a_sink_met_last_is_known_until_it_is_given_up_and_then,
     each_failed_attempt_under_a_current_claim_is_kept,
     no_more_attempts_than_fifty_are_kept_and_they_go_with_their_event,
     a_discarded_event_is_over_and_what_is_sent_or_in_flight_is_left_alone,
@@ -237,7 +245,7 @@ async fn claim(
         owner,
         lease,
         over,
-        sweep: true,
+        look: Look::Complete,
     };
     store.claim(&claim).await.unwrap()
 }
@@ -246,8 +254,70 @@ async fn claim(
 async fn claim_as(store: &Tested, sink: &str, owner: OwnerId, over: Over) -> Vec<Claimed> {
     let (sink, lane, lease) = (sink.to_owned(), Lane::Fresh, MINUTE);
     let claim =
-        Claim { sink, lane, order: Order::None, limit: 10, owner, lease, over, sweep: false };
+        Claim { sink, lane, order: Order::None, limit: 10, owner, lease, over, look: Look::Quick };
     store.claim(&claim).await.unwrap()
+}
+
+/// Until the clock of every store has gone on: what comes now is later. That of SQLite counts milliseconds.
+async fn tick() {
+    let begun = Instant::now();
+    eventually("time passes", SOON, || begun.elapsed() > Duration::from_millis(2)).await;
+}
+
+/// From a place on, one at most; `share` of the time between the oldest and the newest.
+async fn claim_from(
+    store: &Tested,
+    sink: &str,
+    lane: Lane,
+    order: Order,
+    share: u16,
+) -> Option<String> {
+    let (owner, over, lease) = (OwnerId::fresh(), Over::Ended, MINUTE);
+    let (sink, look) = (sink.to_owned(), Look::From(share));
+    let claim = Claim { sink, lane, order, limit: 1, owner, lease, over, look };
+    let mut found = store.claim(&claim).await.unwrap();
+    assert!(found.len() <= 1);
+    found.pop().map(|claimed| claimed.kind)
+}
+
+async fn a_claim_from_a_place_on_takes_what_became_due_there(store: Tested) {
+    let (sink, other) = (&sink(), &sink());
+    for name in ["a", "b", "c", "d", "e"] {
+        announced(&store, sink, &[name]).await;
+        tick().await;
+    }
+    announced(&store, other, &["of another sink"]).await;
+    let (oldest, newest) = (0, u16::MAX);
+    let from = async |share| claim_from(&store, sink, Lane::Fresh, Order::None, share).await;
+    assert_eq!(claim_from(&store, sink, Lane::Retry, Order::None, oldest).await, None);
+    assert_eq!(from(newest).await.as_deref(), Some("e"));
+    // What is claimed, or of another sink or lane, is no end.
+    assert_eq!(from(newest).await.as_deref(), Some("d"));
+    assert_eq!(from(oldest).await.as_deref(), Some("a"));
+    assert_eq!(from(newest / 2).await.as_deref(), Some("c"), "b stands before the middle");
+    assert_eq!(from(newest / 2).await.as_deref(), Some("b"), "the only one is everywhere");
+    assert_eq!(from(newest / 2).await, None);
+    // Nor is what is not due yet.
+    let again = claim(&store, other, Lane::Fresh, 1, MINUTE).await.remove(0);
+    let later = Verdict::Retry { delay: MINUTE, status: None, error: "x".into() };
+    assert!(verdict(&store, other, &again, later).await);
+    assert_eq!(claim_from(&store, other, Lane::Retry, Order::None, newest).await, None);
+}
+
+async fn in_order_a_claim_from_a_place_on_takes_only_the_first_of_a_key(store: Tested) {
+    let sink = &sink();
+    for event in [("a", Some("k")), ("b", Some("l")), ("c", Some("k")), ("d", None)] {
+        announced_in_order(&store, sink, &[event]).await;
+        tick().await;
+    }
+    let from = async |share| claim_from(&store, sink, Lane::Fresh, FREE, share).await;
+    assert_eq!(from(u16::MAX).await.as_deref(), Some("d"));
+    assert_eq!(from(u16::MAX).await, None, "before c stands a");
+    assert_eq!(from(u16::MAX).await.as_deref(), Some("b"), "and c is put off");
+    let first = in_order(&store, sink, Lane::Fresh, FREE).await;
+    assert_eq!(names(&first), ["a"]);
+    say(&store, sink, FREE, &first[0], Verdict::Sent { status: None }).await;
+    assert_eq!(from(0).await.as_deref(), Some("c"), "its turn has come");
 }
 
 async fn claims_of_an_owner_without_a_lease_are_free_at_once(store: Tested) {
@@ -1069,7 +1139,8 @@ const BLOCK: Order = Order::Key(OnDead::Block);
 async fn in_order(store: &Tested, sink: &str, lane: Lane, order: Order) -> Vec<Claimed> {
     let (owner, over) = (OwnerId::fresh(), Over::Ended);
     let sink = sink.to_owned();
-    let claim = Claim { sink, lane, order, limit: 9, owner, lease: MINUTE, over, sweep: true };
+    let claim =
+        Claim { sink, lane, order, limit: 9, owner, lease: MINUTE, over, look: Look::Complete };
     store.claim(&claim).await.unwrap()
 }
 
@@ -1107,7 +1178,7 @@ async fn of_one_ordering_key_one_event_is_claimed_and_its_verdict_wakes_the_next
     assert_eq!(names(&second), ["b"], "the next is due at once");
 
     let one = Chosen::One { id: first[0].event_id, sink: None };
-    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap().count, 1);
     assert!(claim(Lane::Retry).await.is_empty(), "never two of a key at once");
     say(&store, &sink, FREE, &second[0], again(MINUTE)).await;
     assert!(claim(Lane::Fresh).await.is_empty());
@@ -1115,7 +1186,7 @@ async fn of_one_ordering_key_one_event_is_claimed_and_its_verdict_wakes_the_next
     assert_eq!(names(&older), ["a"], "the oldest is woken, whoever gave up the turn");
     let (b, by) = (Chosen::One { id: second[0].event_id, sink: None }, somebody());
     say(&store, &sink, FREE, &older[0], dead()).await;
-    assert_eq!(store.redeliver(&b, &by).await.unwrap(), 1, "due at once");
+    assert_eq!(store.redeliver(&b, &by).await.unwrap().count, 1, "due at once");
     let second = claim(Lane::Retry).await;
     assert_eq!(names(&second), ["b"], "a dead one frees its key");
     say(&store, &sink, FREE, &second[0], sent()).await;
@@ -1140,7 +1211,7 @@ async fn a_dead_event_blocks_its_ordering_key_where_that_is_asked_for(store: Tes
     assert_eq!(blocking, BTreeSet::from(["a", "x"]), "it is visible");
 
     let one = Chosen::One { id: first[0].event_id, sink: None };
-    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap().count, 1);
     let again = in_order(&store, &sink, Lane::Retry, BLOCK).await;
     assert_eq!(names(&again), ["a"]);
     say(&store, &sink, BLOCK, &again[0], Verdict::Sent { status: Some(200) }).await;
@@ -1149,9 +1220,9 @@ async fn a_dead_event_blocks_its_ordering_key_where_that_is_asked_for(store: Tes
     // By an operator's request the follower is looked at anew; where dead ones free their key, nothing holds it.
     let y = rows.iter().find(|row| row.kind == "y").unwrap();
     let one = Chosen::One { id: y.id, sink: None };
-    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap().count, 1);
     assert!(in_order(&store, &sink, Lane::Fresh, BLOCK).await.is_empty());
-    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap().count, 1);
     assert_eq!(names(&in_order(&store, &sink, Lane::Fresh, FREE).await), ["y"]);
     assert!(store.gauges().await.unwrap().blocked.is_empty());
 }
@@ -1163,7 +1234,7 @@ async fn the_turn_of_a_claim_that_is_over_goes_to_the_same_event(store: Tested) 
     let (lane, order) = (Lane::Fresh, FREE);
     let claim = |owner, lease, over| {
         let sink = sink.clone();
-        Claim { sink, lane, order, limit: 9, owner, lease, over, sweep: false }
+        Claim { sink, lane, order, limit: 9, owner, lease, over, look: Look::Quick }
     };
     let short = store.claim(&claim(lost, Duration::ZERO, Over::Ended)).await.unwrap();
     let long = store.claim(&claim(lost, MINUTE, Over::Ended)).await.unwrap();
@@ -1249,7 +1320,7 @@ async fn verdicts_move_events_as_they_say(store: Tested) {
     assert_eq!((row.attempts, row.sent_at), (2, None));
     assert!(row.next_attempt_at.is_some_and(|next| next > row.created_at));
     let one = Chosen::One { id: row.id, sink: Some(sink.clone()) };
-    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1, "due at once");
+    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap().count, 1, "due at once");
     let fourth = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
     assert!(verdict(&store, &sink, &fourth, dead()).await);
     let row = store.list_events(&filter).await.unwrap().remove(0);
@@ -1269,14 +1340,14 @@ async fn redelivery_goes_on_from_the_claim_number(store: Tested) {
     assert!(verdict(&store, &sink, of("sent"), Verdict::Sent { status: Some(204) }).await);
     let by = somebody();
     let leased = Chosen::One { id: of("leased").event_id, sink: None };
-    assert_eq!(store.redeliver(&leased, &by).await.unwrap(), 0, "it is on its way");
+    assert_eq!(store.redeliver(&leased, &by).await.unwrap().count, 0, "it is on its way");
     let all = Chosen::Dead(DeadFilter { sink: Some(sink.clone()), ..DeadFilter::default() });
-    assert_eq!(store.redeliver(&all, &by).await.unwrap(), 1);
-    assert_eq!(store.redeliver(&all, &by).await.unwrap(), 0, "once");
+    assert_eq!(store.redeliver(&all, &by).await.unwrap().count, 1);
+    assert_eq!(store.redeliver(&all, &by).await.unwrap().count, 0, "once");
     let sent = Chosen::One { id: of("sent").event_id, sink: None };
-    assert_eq!(store.redeliver(&sent, &by).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&sent, &by).await.unwrap().count, 1);
     let nobody = Chosen::One { id: Uuid::new_v4(), sink: None };
-    assert_eq!(store.redeliver(&nobody, &by).await.unwrap(), 0);
+    assert_eq!(store.redeliver(&nobody, &by).await.unwrap().count, 0);
     assert!(claim(&store, &sink, Lane::Fresh, 9, MINUTE).await.is_empty(), "the retry lane");
     let again = claim(&store, &sink, Lane::Retry, 9, MINUTE).await;
     assert_eq!(again.len(), 2);
@@ -1290,8 +1361,191 @@ async fn redelivery_goes_on_from_the_claim_number(store: Tested) {
     }
     let audit = store.audit_of(fence.id).await.unwrap();
     let events: Vec<_> = audit.iter().filter_map(|row| row.event).collect();
-    assert_eq!(events, [of("sent").event_id], "all dead ones at once are a row of no record");
+    assert_eq!(events, [of("dead").event_id, of("sent").event_id]);
     assert!(audit.iter().all(|row| row.action == "event.redeliver" && row.who == "olga"));
+}
+
+async fn redelivery_leaves_those_alone_who_took_it_unless_it_is_asked_for(store: Tested) {
+    let sinks = [sink(), sink(), sink(), sink()];
+    let [taken, dead_there, owed, held] = &sinks;
+    let scope = scope();
+    let (fence, _) = self::held(&store, &scope).await;
+    let names: Vec<&str> = sinks.iter().map(String::as_str).collect();
+    let event = event(fence, "a", &names);
+    let id = event.id;
+    assert!(is_done(complete(&store, completion(&scope, fence, vec![event])).await));
+    for (sink, end) in [
+        (taken, Some(Verdict::Sent { status: Some(200) })),
+        (dead_there, Some(dead())),
+        (held, None),
+    ] {
+        let claimed = claim(&store, sink, Lane::Fresh, 1, MINUTE).await.remove(0);
+        if let Some(end) = end {
+            assert!(verdict(&store, sink, &claimed, end).await);
+        }
+    }
+    let by = somebody();
+    let touched = async |which| {
+        let Touched { count, mut sinks } = store.redeliver(&which, &by).await.unwrap();
+        assert_eq!(count, sinks.len() as u64);
+        sinks.sort_by(|one, other| one.0.cmp(&other.0));
+        sinks
+    };
+    let mut wanted =
+        vec![(dead_there.clone(), EventStatus::Dead), (owed.clone(), EventStatus::Pending)];
+    wanted.sort_by(|one, other| one.0.cmp(&other.0));
+    assert_eq!(touched(Chosen::NotTaken { id }).await, wanted);
+    assert!(claim(&store, taken, Lane::Retry, 9, MINUTE).await.is_empty(), "it took it");
+    assert_eq!(claim(&store, dead_there, Lane::Retry, 9, MINUTE).await.len(), 1);
+    assert_eq!(claim(&store, owed, Lane::Fresh, 9, MINUTE).await.len(), 1);
+    assert_eq!(touched(Chosen::NotTaken { id }).await, [], "the rest is in flight");
+    let again = vec![(taken.clone(), EventStatus::Sent)];
+    assert_eq!(touched(Chosen::One { id, sink: None }).await, again);
+    assert_eq!(claim(&store, taken, Lane::Retry, 9, MINUTE).await.len(), 1);
+    let audit = store.audit_of(fence.id).await.unwrap();
+    assert_eq!(audit.len(), 3, "a row for each of them");
+}
+
+async fn what_is_done_to_all_dead_events_is_told_of_each_of_their_records(store: Tested) {
+    let (sink, kinds) = (sink(), ["a", "b"]);
+    let mut fences = Vec::new();
+    for _ in 0..2 {
+        fences.push(announced(&store, &sink, &kinds).await.1);
+    }
+    let die = async |lane, count| {
+        let claimed = claim(&store, &sink, lane, 9, MINUTE).await;
+        assert_eq!(claimed.len(), count);
+        for claimed in &claimed {
+            assert!(verdict(&store, &sink, claimed, dead()).await);
+        }
+    };
+    die(Lane::Fresh, 4).await;
+    let told = async |fence: Fence| -> Vec<_> {
+        let audit = store.audit_of(fence.id).await.unwrap();
+        for row in &audit {
+            assert_eq!((row.who.as_str(), row.record), ("olga", Some(fence.id)));
+            let detail: serde_json::Value =
+                serde_json::from_str(row.detail.as_deref().unwrap()).unwrap();
+            assert_eq!(
+                (&detail["sink"], &detail["status"]),
+                (&sink.clone().into(), &"dead".into())
+            );
+            assert!(detail["among"]["count"].as_u64() >= Some(2), "{detail}");
+        }
+        audit.into_iter().map(|row| (row.action, row.event.unwrap())).collect()
+    };
+    let of = |kind: Option<&str>| {
+        let kind = kind.map(str::to_owned);
+        Chosen::Dead(DeadFilter { sink: Some(sink.clone()), kind, ..DeadFilter::default() })
+    };
+    let by = somebody();
+    assert_eq!(store.redeliver(&of(None), &by).await.unwrap(), Touched { count: 4, sinks: vec![] });
+    die(Lane::Retry, 4).await;
+    assert_eq!(store.discard(&of(Some("a")), &by).await.unwrap().count, 2);
+    for fence in &fences {
+        let (again, up) = ("event.redeliver".to_owned(), "event.discard".to_owned());
+        let ids = kinds.map(|kind| event(*fence, kind, &[]).id);
+        let mut first = ids.map(|id| (again.clone(), id)).to_vec();
+        first.sort();
+        first.push((up, ids[0]));
+        assert_eq!(told(*fence).await, first);
+    }
+    // It goes with the event.
+    assert_eq!(store.discard(&of(None), &by).await.unwrap().count, 2);
+    happens("they are over", SOON, async || {
+        store.sweep_events(Duration::ZERO, 10).await.unwrap();
+        told(fences[0]).await.is_empty() && told(fences[1]).await.is_empty()
+    })
+    .await;
+}
+
+/// How many became due, and that there is no more.
+async fn let_go(store: &Tested, sink: &str, order: Order) -> u64 {
+    let LetGo { count, next } = store.let_go(sink, order, None).await.unwrap();
+    assert_eq!(next, None);
+    count
+}
+
+async fn what_an_order_kept_back_goes_once_it_is_no_longer_asked_for(store: Tested) {
+    let sink = sink();
+    let of = |name, key| (name, Some(key));
+    let events =
+        [of("a", "k"), of("b", "k"), of("c", "k"), of("d", "l"), of("e", "l"), of("f", "l")];
+    announced_in_order(&store, &sink, &events).await;
+    let after = |delay| Verdict::Retry { delay, status: None, error: "x".into() };
+    let again = || after(MINUTE);
+    // "a" pauses, with two behind it. "d" and "e" died, "f" failed; then "d" and "e" were redelivered, "d" pauses, and the
+    // others wait for it.
+    let first = in_order(&store, &sink, Lane::Fresh, FREE).await;
+    assert_eq!(names(&first), ["a", "d"]);
+    say(&store, &sink, FREE, &first[0], again()).await;
+    say(&store, &sink, FREE, &first[1], dead()).await;
+    let e = in_order(&store, &sink, Lane::Fresh, FREE).await;
+    assert_eq!(names(&e), ["e"]);
+    say(&store, &sink, FREE, &e[0], dead()).await;
+    let f = in_order(&store, &sink, Lane::Fresh, FREE).await;
+    assert_eq!(names(&f), ["f"]);
+    say(&store, &sink, FREE, &f[0], after(Duration::ZERO)).await;
+    let all = Chosen::Dead(DeadFilter { sink: Some(sink.clone()), ..DeadFilter::default() });
+    assert_eq!(store.redeliver(&all, &somebody()).await.unwrap().count, 2);
+    let d = in_order(&store, &sink, Lane::Retry, FREE).await;
+    assert_eq!(names(&d), ["d"]);
+    say(&store, &sink, FREE, &d[0], again()).await;
+
+    for order in [FREE, BLOCK] {
+        assert_eq!(let_go(&store, &sink, order).await, 0, "they wait for others");
+    }
+    let both = async |order| {
+        let mut all = in_order(&store, &sink, Lane::Fresh, order).await;
+        all.extend(in_order(&store, &sink, Lane::Retry, order).await);
+        names(&all).into_iter().map(str::to_owned).collect::<BTreeSet<_>>()
+    };
+    assert_eq!(both(FREE).await, BTreeSet::new());
+    assert_eq!(let_go(&store, &sink, Order::None).await, 4);
+    assert_eq!(both(Order::None).await, BTreeSet::from(["b", "c", "e", "f"].map(str::to_owned)));
+    assert_eq!(let_go(&store, &sink, Order::None).await, 0, "\"a\" and \"d\" pause as they did");
+}
+
+async fn what_waits_for_nobody_is_woken(store: Tested) {
+    let fresh = async |sink: &str, order| in_order(&store, sink, Lane::Fresh, order).await;
+    // A relay without an order, as a replica of an older configuration is, wakes nobody.
+    let mixed = sink();
+    announced_in_order(&store, &mixed, &[("x", Some("k")), ("y", Some("k"))]).await;
+    let both = claim(&store, &mixed, Lane::Fresh, 2, MINUTE).await;
+    let of = |kind: &str| both.iter().find(|claimed| claimed.kind == kind).unwrap();
+    assert!(verdict(&store, &mixed, of("y"), Verdict::GivenBack).await);
+    assert!(fresh(&mixed, BLOCK).await.is_empty());
+    assert_eq!(let_go(&store, &mixed, BLOCK).await, 0, "it waits for the first");
+    assert!(verdict(&store, &mixed, of("x"), Verdict::Sent { status: Some(200) }).await);
+    assert!(fresh(&mixed, BLOCK).await.is_empty(), "it is put off");
+    assert_eq!(let_go(&store, &mixed, BLOCK).await, 1);
+    assert_eq!(names(&fresh(&mixed, BLOCK).await), ["y"]);
+
+    // What blocked its key may not do so any more.
+    let blocked = sink();
+    let fence = announced_in_order(&store, &blocked, &[("a", Some("k")), ("b", Some("k"))]).await;
+    let a = fresh(&blocked, BLOCK).await.remove(0);
+    say(&store, &blocked, BLOCK, &a, dead()).await;
+    assert!(fresh(&blocked, BLOCK).await.is_empty());
+    assert_eq!(let_go(&store, &blocked, BLOCK).await, 0, "as it is configured");
+    assert!(fresh(&blocked, BLOCK).await.is_empty());
+    assert_eq!(let_go(&store, &blocked, FREE).await, 1);
+    assert_eq!(store.gauges().await.unwrap().blocked, []);
+    let filter = EventFilter { record: Some(fence.id), limit: 9, ..EventFilter::default() };
+    assert!(store.list_events(&filter).await.unwrap().iter().all(|row| !row.blocks));
+    assert_eq!(names(&fresh(&blocked, FREE).await), ["b"]);
+    assert_eq!(let_go(&store, &blocked, FREE).await, 0, "it is in flight");
+
+    // Who has the turn is waited for, also by what stands before it.
+    let turn = sink();
+    announced_in_order(&store, &turn, &[("m", Some("k")), ("n", Some("k"))]).await;
+    let m = fresh(&turn, FREE).await.remove(0);
+    say(&store, &turn, FREE, &m, dead()).await;
+    assert_eq!(names(&fresh(&turn, FREE).await), ["n"]);
+    let again = Chosen::NotTaken { id: m.event_id };
+    assert_eq!(store.redeliver(&again, &somebody()).await.unwrap().count, 1);
+    assert!(in_order(&store, &turn, Lane::Retry, FREE).await.is_empty());
+    assert_eq!(let_go(&store, &turn, FREE).await, 0);
 }
 
 /// How a sink stands; `None`: it was never paused.
@@ -1343,7 +1597,8 @@ async fn a_sink_is_paused_once_and_resumed_by_its_probe(store: Tested) {
     assert_eq!((state.no, pause.reason, pause.failed_probes), (1, PauseReason::Failing, 0));
     let error = state.last_error.unwrap();
     assert!(error.starts_with("500: h") && error.ends_with("äß"), "{error}");
-    assert!(pause.probe_in.is_some_and(|wait| wait <= SOON && wait > SOON / 2), "{pause:?}");
+    let waits = matches!(pause.probe, NextProbe::In(wait) if wait <= SOON && wait > SOON / 2);
+    assert!(waits, "{pause:?}");
     assert!(!turned(&store, sink, 1, &probing(me)).await, "it is not time");
     assert!(!turned(&store, sink, 1, &SinkTurn::Resume).await, "nobody has probed it");
 
@@ -1368,9 +1623,11 @@ async fn one_probes_a_sink_at_a_time_and_a_late_probe_changes_nothing(store: Tes
     let (first, second) = (owner(&store).await, owner(&store).await);
     assert!(turned(&store, sink, 0, &pausing(failing(Duration::ZERO))).await);
     assert!(turned(&store, sink, 1, &probing(first)).await);
-    let waits = |state: &SinkState| state.pause.as_ref().unwrap().probe_in.unwrap();
+    let probe = |state: &SinkState| state.pause.as_ref().unwrap().probe;
+    let under_way =
+        |probe| matches!(probe, NextProbe::UnderWay { over_in } if over_in > MINUTE / 2);
     let state = stand(&store, sink, Over::EndedOrDead).await.unwrap();
-    assert!(waits(&state) > MINUTE / 2, "until the probe's end: {state:?}");
+    assert!(under_way(probe(&state)), "{state:?}");
     assert!(!turned(&store, sink, 2, &probing(second)).await, "the first one probes");
 
     let error = "503".to_owned();
@@ -1388,14 +1645,26 @@ async fn one_probes_a_sink_at_a_time_and_a_late_probe_changes_nothing(store: Tes
     let patient = SinkTurn::Probe { owner: first, lease: MINUTE, over: Over::Ended };
     assert!(!turned(&store, sink, 4, &patient).await, "who may not judge waits");
     let state = stand(&store, sink, Over::EndedOrDead).await.unwrap();
-    assert_eq!(waits(&state), Duration::ZERO);
+    assert_eq!(probe(&state), NextProbe::In(Duration::ZERO));
+    let patient = stand(&store, sink, Over::Ended).await.unwrap();
+    assert!(under_way(probe(&patient)), "{patient:?}");
     assert!(turned(&store, sink, 4, &probing(first)).await);
     assert!(!turned(&store, sink, 4, &SinkTurn::Resume).await, "the dead one's answer is late");
     assert!(turned(&store, sink, 5, &SinkTurn::ProbeIdle { again: MINUTE }).await);
     let state = stand(&store, sink, Over::Ended).await.unwrap();
     assert_eq!(state.pause.as_ref().unwrap().failed_probes, 1, "nothing was sent");
     assert_eq!(state.last_error.as_deref(), Some("503"));
-    assert!(waits(&state) > MINUTE / 2);
+    assert!(matches!(probe(&state), NextProbe::In(wait) if wait > MINUTE / 2), "{state:?}");
+
+    // A probe that met a sink that wants to be left alone has failed, too.
+    let busy = &self::sink();
+    assert!(turned(&store, busy, 0, &pausing(Trouble::Busy { again: Duration::ZERO })).await);
+    assert!(turned(&store, busy, 1, &probing(first)).await);
+    let trouble = Trouble::Busy { again: Duration::ZERO };
+    let failed = SinkTurn::ProbeFailed { trouble, error: "429".into() };
+    assert!(turned(&store, busy, 2, &failed).await);
+    let pause = stand(&store, busy, Over::Ended).await.unwrap().pause.unwrap();
+    assert_eq!((pause.reason, pause.failed_probes), (PauseReason::Busy, 1));
 }
 
 async fn a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed(store: Tested) {
@@ -1409,6 +1678,8 @@ async fn a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed(store: T
     assert!(turned(&store, sink, 0, &pausing(failing(Duration::ZERO))).await);
     assert!(turned(&store, sink, 1, &probing(me)).await);
     assert_eq!(order(sink, SinkOrder::Pause).await, Changed::Yes);
+    let met = stand(&store, sink, Over::Ended).await.unwrap().last_error;
+    assert!(met.is_some_and(|met| met.contains("500")), "it is not forgotten");
     assert_eq!(order(sink, SinkOrder::Pause).await, Changed::No, "it is paused by hand");
     let failed = SinkTurn::ProbeFailed { trouble: failing(Duration::ZERO), error: "x".into() };
     for turn in [SinkTurn::Resume, failed, probing(me), pausing(failing(Duration::ZERO))] {
@@ -1420,13 +1691,31 @@ async fn a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed(store: T
         [(sink, PauseReason::Operator, Some("asked the bank")), (gone, PauseReason::Gone, None)]
     {
         let pause = stand(&store, sink, Over::Ended).await.unwrap().pause.unwrap();
-        assert_eq!((pause.reason, pause.probe_in, pause.note.as_deref()), (why, None, note));
+        let said = (pause.reason, pause.probe, pause.note.as_deref());
+        assert_eq!(said, (why, NextProbe::Never, note));
         assert_eq!(order(sink, SinkOrder::Resume).await, Changed::Yes);
         assert_eq!(reason(&store, sink).await, None);
     }
     let no = stand(&store, sink, Over::Ended).await.unwrap().no;
     assert!(turned(&store, sink, no, &pausing(Trouble::Busy { again: MINUTE })).await);
     assert_eq!(reason(&store, sink).await, Some(PauseReason::Busy));
+}
+
+async fn what_a_sink_met_last_is_known_until_it_is_given_up_and_then(store: Tested) {
+    let sink = sink();
+    announced(&store, &sink, &["a", "b"]).await;
+    let met = async || store.last_failure(&sink).await.unwrap();
+    assert_eq!(met().await, None);
+    let claimed = claim(&store, &sink, Lane::Fresh, 2, MINUTE).await;
+    let dies = |error: &str| Verdict::Dead { status: Some(500), error: error.into() };
+    assert!(verdict(&store, &sink, &claimed[0], dies("first")).await);
+    assert_eq!(met().await.as_deref(), Some("first"));
+    let again = Verdict::Retry { delay: Duration::ZERO, status: None, error: "again".into() };
+    assert!(verdict(&store, &sink, &claimed[1], again).await);
+    assert_eq!(met().await.as_deref(), Some("again"), "what is still owed");
+    let retried = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
+    assert!(verdict(&store, &sink, &retried, dies("last")).await);
+    assert_eq!(met().await.as_deref(), Some("last"));
 }
 
 async fn what_is_given_back_keeps_its_attempts_and_says_what_it_met(store: Tested) {
@@ -1449,6 +1738,7 @@ async fn what_is_given_back_keeps_its_attempts_and_says_what_it_met(store: Teste
     // What goes back goes behind what is due: another one comes first.
     let other = claim(&store, &sink, Lane::Fresh, 1, MINUTE).await.remove(0);
     assert!(verdict(&store, &sink, &other, back(Duration::ZERO)).await);
+    tick().await;
     let next = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
     assert_eq!((next.event_id, next.refusals), (first.event_id, 1));
     assert!(verdict(&store, &sink, &next, back(Duration::ZERO)).await);
@@ -1458,10 +1748,10 @@ async fn what_is_given_back_keeps_its_attempts_and_says_what_it_met(store: Teste
     assert!(claim(&store, &sink, Lane::Retry, 9, MINUTE).await.is_empty(), "not due yet");
     // Redelivered, it begins anew.
     let row = Chosen::One { id: next.event_id, sink: Some(sink.clone()) };
-    assert_eq!(store.redeliver(&row, &somebody()).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&row, &somebody()).await.unwrap().count, 1);
     let next = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
     assert!(verdict(&store, &sink, &next, dead()).await);
-    assert_eq!(store.redeliver(&row, &somebody()).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&row, &somebody()).await.unwrap().count, 1);
     let anew = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
     assert_eq!((anew.attempts, anew.refusals), (0, 0));
 }
@@ -1498,14 +1788,14 @@ async fn each_failed_attempt_under_a_current_claim_is_kept(store: Tested) {
     assert_eq!(attempts(&store, id).await, both);
 
     let again = Chosen::One { id, sink: None };
-    assert_eq!(store.redeliver(&again, &somebody()).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&again, &somebody()).await.unwrap().count, 1);
     assert_eq!(attempts(&store, id).await, both, "a redelivery forgets nothing");
     for so_far in [3, 4] {
         let anew = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
         assert!(verdict(&store, &sink, &anew, Verdict::Sent { status: Some(202) }).await);
         let rows = attempts(&store, id).await;
         assert_eq!((rows.len(), rows.last()), (so_far, Some(&(1, Some(202), None))));
-        assert_eq!(store.redeliver(&again, &somebody()).await.unwrap(), 1);
+        assert_eq!(store.redeliver(&again, &somebody()).await.unwrap().count, 1);
         assert_eq!(attempts(&store, id).await, rows, "nor that it was taken once");
     }
     let at: Vec<_> = store.attempts_of(id).await.unwrap().iter().map(|row| row.at).collect();
@@ -1554,10 +1844,10 @@ async fn a_discarded_event_is_over_and_what_is_sent_or_in_flight_is_left_alone(s
     let by = somebody();
     for (kind, count) in [("dead", 1), ("sent", 0), ("leased", 0), ("pending", 1), ("failed", 1)] {
         let elsewhere = Chosen::One { id: of(kind).event_id, sink: Some("another".into()) };
-        assert_eq!(store.discard(&elsewhere, &by).await.unwrap(), 0, "{kind}");
+        assert_eq!(store.discard(&elsewhere, &by).await.unwrap().count, 0, "{kind}");
         let one = Chosen::One { id: of(kind).event_id, sink: None };
-        assert_eq!(store.discard(&one, &by).await.unwrap(), count, "{kind}");
-        assert_eq!(store.discard(&one, &by).await.unwrap(), 0, "{kind}: once");
+        assert_eq!(store.discard(&one, &by).await.unwrap().count, count, "{kind}");
+        assert_eq!(store.discard(&one, &by).await.unwrap().count, 0, "{kind}: once");
     }
     let filter = EventFilter { record: Some(fence.id), limit: 9, ..EventFilter::default() };
     for row in store.list_events(&filter).await.unwrap() {
@@ -1582,9 +1872,9 @@ async fn a_discarded_event_is_over_and_what_is_sent_or_in_flight_is_left_alone(s
     // It may still be sent by name, under a number that no late worker has.
     let id = of("failed").event_id;
     let any = Chosen::One { id, sink: None };
-    assert_eq!(store.redeliver(&any, &by).await.unwrap(), 0, "it was given up");
+    assert_eq!(store.redeliver(&any, &by).await.unwrap().count, 0, "it was given up");
     let named = Chosen::One { id, sink: Some(sink.clone()) };
-    assert_eq!(store.redeliver(&named, &by).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&named, &by).await.unwrap().count, 1);
     let anew = claim(&store, &sink, Lane::Retry, 9, MINUTE).await.remove(0);
     assert!(anew.claim_no > of("failed").claim_no + 1 && anew.attempts == 0, "{anew:?}");
     assert!(!verdict(&store, &sink, of("failed"), retry).await);
@@ -1617,9 +1907,9 @@ async fn dead_events_are_chosen_by_what_they_are(store: Tested) {
     }
     let by = somebody();
     let b = DeadFilter { sink: Some(this.clone()), kind: Some("b".into()), ..all() };
-    assert_eq!(store.discard(&Chosen::Dead(b), &by).await.unwrap(), 1);
+    assert_eq!(store.discard(&Chosen::Dead(b), &by).await.unwrap().count, 1);
     let of_this = DeadFilter { tenant: Some(tenants[0].clone()), ..all() };
-    assert_eq!(store.redeliver(&Chosen::Dead(of_this), &by).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&Chosen::Dead(of_this), &by).await.unwrap().count, 1);
     let due = claim(&store, &this, Lane::Retry, 9, MINUTE).await;
     assert_eq!(due.iter().map(|claimed| claimed.kind.as_str()).collect::<Vec<_>>(), ["a"]);
     assert!(claim(&store, &that, Lane::Retry, 9, MINUTE).await.is_empty());

@@ -2,22 +2,22 @@
 //!
 //! A claim is a lease and a number on a narrow row, committed before the delivery begins; every verdict names the
 //! number, so that a late one changes nothing. Claims go by state, never by position: the floor that spares the
-//! quick look the dead end of the index is made good by the complete look (`sweep`).
+//! quick look the dead end of the index, and the place from which others look, are made good by the complete look.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use tokio_postgres::Row;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::door::{Connection, Door, Param, Params, Task};
+use super::door::{Connection, Door, Param, Params, Task, Transaction};
 use super::order::{self, AcknowledgingInOrder};
 use super::rows::{self, duration, get, unsigned};
 use super::seconds;
 use crate::record::event::wanted::{Pattern, Subscriber, Wanted};
 use crate::store::batch::RunError;
-use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Order, Over, Verdict};
+use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Look, Order, Over, Verdict};
 
 // A pattern holds no line end, so the patterns of a sink fit one text, and arrays of different lengths one parameter.
 const NAME_SINKS: &str = "-- name_sinks
@@ -63,7 +63,7 @@ SET LOCAL enable_sort = off;
 SET LOCAL jit = off";
 
 /// How far back the quick look goes.
-pub(super) const FLOOR: Duration = Duration::from_secs(10);
+const FLOOR: Duration = Duration::from_secs(10);
 
 /// Whether the process of this id lives. Looked up by its primary key: a scalar sub-select is never made into a join or a
 /// hash over all owners.
@@ -78,11 +78,10 @@ macro_rules! owner_lives {
 }
 pub(super) use owner_lives;
 
-/// What may be claimed: of a sink and lane, due for no longer than the floor, and free. The clock stands in a sub-select
-/// because only a value that is fixed for the statement can bound an index scan. Owners are asked about only for claims
-/// that run.
+/// What may be claimed: of a sink and lane, due, and free. The clock stands in a sub-select because only a value that is
+/// fixed for the statement can bound an index scan. Owners are asked about only for claims that run.
 macro_rules! claimable {
-    ($sink:literal, $lane:literal, $floor:literal, $judges:literal) => {
+    ($sink:literal, $lane:literal, $judges:literal) => {
         concat!(
             "sink = ",
             $sink,
@@ -90,9 +89,6 @@ macro_rules! claimable {
             $lane,
             "
       AND next_attempt_at <= (SELECT clock_timestamp())
-      AND next_attempt_at >= (SELECT clock_timestamp() - make_interval(secs => ",
-            $floor,
-            "))
       AND (lease_until <= clock_timestamp()
         OR (",
             $judges,
@@ -103,6 +99,21 @@ macro_rules! claimable {
     };
 }
 pub(super) use claimable;
+
+/// Where a claim begins: at a place, or else so long ago.
+macro_rules! not_before {
+    ($floor:literal, $place:literal) => {
+        concat!(
+            "
+      AND next_attempt_at >= (SELECT coalesce(",
+            $place,
+            ", clock_timestamp() - make_interval(secs => ",
+            $floor,
+            ")))"
+        )
+    };
+}
+pub(super) use not_before;
 
 /// The queue's row of an event towards a sink, or the one after it: to be compared again. Its order is that of one index
 /// only. Where the planner believes the queue to be empty, all indexes are equally good to it, and by another one each event
@@ -130,7 +141,8 @@ const CLAIM: &str = concat!(
 WITH c AS MATERIALIZED (
     SELECT ctid AS place FROM outbox_queue
     WHERE ",
-    claimable!("$1", "$2", "$5", "$7"),
+    claimable!("$1", "$2", "$7"),
+    not_before!("$5", "$8"),
     "
     ORDER BY next_attempt_at, event_id LIMIT $3 FOR UPDATE OF outbox_queue SKIP LOCKED),
 u AS (
@@ -146,6 +158,52 @@ FROM u JOIN outbox_messages m ON m.id = u.event_id
 ORDER BY u.created_at, m.record_id, m.seq, u.event_id"
 );
 
+// Two ends of the index, however much stands between them.
+const PLACE_OF_CLAIM: &str = concat!(
+    "-- place_of_claim
+SELECT oldest.at + (newest.at - oldest.at) * $4 AS place
+FROM (SELECT next_attempt_at AS at FROM outbox_queue
+    WHERE ",
+    claimable!("$1", "$2", "$3"),
+    "
+    ORDER BY next_attempt_at, event_id LIMIT 1) AS oldest,
+  (SELECT next_attempt_at AS at FROM outbox_queue
+    WHERE ",
+    claimable!("$1", "$2", "$3"),
+    "
+    ORDER BY next_attempt_at DESC, event_id DESC LIMIT 1) AS newest"
+);
+
+/// Where a look begins: at the place, or, where there is none, so long ago. A place is a time of the database, so that it is
+/// the same in the next statement.
+pub(super) struct Beginning {
+    pub(super) floor: f64,
+    pub(super) place: Option<SystemTime>,
+}
+
+/// Where a claim's look begins. `None`: nothing may be claimed.
+pub(super) async fn beginning(
+    transaction: &mut Transaction<'_>,
+    claim: &Claim,
+) -> Result<Option<Beginning>, RunError> {
+    let share = match claim.look {
+        Look::Quick => return Ok(Some(Beginning { floor: seconds(FLOOR), place: None })),
+        Look::Complete => {
+            return Ok(Some(Beginning { floor: seconds(Duration::MAX), place: None }));
+        }
+        Look::From(share) => f64::from(share) / f64::from(u16::MAX),
+    };
+    let params: Params<'_> = &[
+        (&claim.sink, Type::TEXT),
+        (&lane(claim.lane), Type::INT2),
+        (&(claim.over == Over::EndedOrDead), Type::BOOL),
+        (&share, Type::FLOAT8),
+    ];
+    let rows = transaction.run(PLACE_OF_CLAIM, params).await?;
+    let Some(row) = rows.first() else { return Ok(None) };
+    Ok(Some(Beginning { floor: seconds(Duration::MAX), place: Some(get(row, "place")?) }))
+}
+
 pub(super) async fn claim(door: &Door, claim: &Claim) -> Result<Vec<Claimed>, Error> {
     match claim.order {
         Order::None => door.run(&Claiming(claim)).await?.iter().map(claimed).collect(),
@@ -160,18 +218,22 @@ impl Task for Claiming<'_> {
     type Done = Vec<Row>;
 
     async fn run(&self, connection: &mut Connection) -> Result<Vec<Row>, RunError> {
-        let Claim { sink, lane: which, order: _, limit, owner, lease, over, sweep } = self.0;
-        let floor = if *sweep { Duration::MAX } else { FLOOR };
+        let Claim { sink, lane: which, order: _, limit, owner, lease, over, look: _ } = self.0;
+        let mut transaction = connection.begin(BEGIN_LOOK).await?;
+        let Some(Beginning { floor, place }) = beginning(&mut transaction, self.0).await? else {
+            transaction.commit().await?;
+            return Ok(Vec::new());
+        };
         let params: Params<'_> = &[
             (sink, Type::TEXT),
             (&lane(*which), Type::INT2),
             (&i64::from(*limit), Type::INT8),
             (&seconds(*lease), Type::FLOAT8),
-            (&seconds(floor), Type::FLOAT8),
+            (&floor, Type::FLOAT8),
             (&Uuid::from(*owner), Type::UUID),
             (&(*over == Over::EndedOrDead), Type::BOOL),
+            (&place, Type::TIMESTAMPTZ),
         ];
-        let mut transaction = connection.begin(BEGIN_LOOK).await?;
         let rows = transaction.run(CLAIM, params).await?;
         transaction.commit().await?;
         Ok(rows)
@@ -492,7 +554,8 @@ WITH gone AS (
     "
     RETURNING m.id),
 done AS (DELETE FROM outbox_done d USING gone WHERE d.event_id = gone.id),
-tried AS (DELETE FROM outbox_attempts a USING gone WHERE a.event_id = gone.id)
+tried AS (DELETE FROM outbox_attempts a USING gone WHERE a.event_id = gone.id),
+told AS (DELETE FROM audit_events a USING gone WHERE a.event_id = gone.id)
 SELECT count(*) AS count FROM gone"
 );
 

@@ -9,17 +9,17 @@ use super::outbox::clean;
 use super::rows::{self, duration, get, unsigned};
 use super::seconds;
 use crate::store::{
-    Changed, Error, Operator, Over, Pause, PauseReason, SinkOrder, SinkState, SinkTurn,
+    Changed, Error, NextProbe, Operator, Over, Pause, PauseReason, SinkOrder, SinkState, SinkTurn,
 };
 
 // A probe of a process whose lease has ended is over, for those who may judge.
 const STATES: &str = "-- sink_states
 WITH s AS (
-    SELECT *, probing_until > clock_timestamp() AND NOT ($1
+    SELECT *, coalesce(probing_until > clock_timestamp(), false) AND NOT ($1
         AND coalesce((SELECT o.lease_until FROM oncegate_owners o WHERE o.owner = prober),
                      '-infinity') <= clock_timestamp()) AS probing
     FROM outbox_sinks)
-SELECT sink, pause_no, pause_reason, since, failed_probes, last_error, note,
+SELECT sink, pause_no, pause_reason, since, failed_probes, last_error, note, probing,
        extract(epoch FROM CASE WHEN probing THEN probing_until ELSE probe_at END
                           - clock_timestamp())::float8 AS probe_in
 FROM s ORDER BY sink";
@@ -41,7 +41,7 @@ fn state(row: &Row) -> Result<SinkState, Error> {
         None => None,
         Some(reason) => Some(Pause {
             reason,
-            probe_in: get::<Option<f64>>(row, "probe_in")?.map(duration),
+            probe: probe(row)?,
             failed_probes: unsigned(get(row, "failed_probes")?),
             note: get(row, "note")?,
         }),
@@ -53,6 +53,14 @@ fn state(row: &Row) -> Result<SinkState, Error> {
         pause,
         last_error: get(row, "last_error")?,
     })
+}
+
+fn probe(row: &Row) -> Result<NextProbe, Error> {
+    let Some(wait) = get::<Option<f64>>(row, "probe_in")?.map(duration) else {
+        return Ok(NextProbe::Never);
+    };
+    let probing: bool = get(row, "probing")?;
+    Ok(if probing { NextProbe::UnderWay { over_in: wait } } else { NextProbe::In(wait) })
 }
 
 // The first row of a sink is made under the number 0 only; every other pause finds it under its number, and open.
@@ -123,8 +131,7 @@ pub(super) async fn turn(
             (PAUSE, Some(trouble.reason()), trouble.again(), probes, Some(clean(error)))
         }
         SinkTurn::ProbeFailed { trouble, error } => {
-            let failed = i32::from(trouble.reason() == PauseReason::Failing);
-            (PROBE_ENDED, Some(trouble.reason()), trouble.again(), failed, Some(clean(error)))
+            (PROBE_ENDED, Some(trouble.reason()), trouble.again(), 1, Some(clean(error)))
         }
         SinkTurn::ProbeIdle { again } => (PROBE_ENDED, None, Some(*again), 0, None),
     };
@@ -197,13 +204,18 @@ pub(super) async fn operate(
     Ok(changed(&door.write(sql, params).await?))
 }
 
-// What was tried stands in the retry lane; the head of its far end was tried last, but for the jitter of its pause.
+// What was tried stands in the retry lane; the head of its far end was tried last, but for the jitter of its pause. Where
+// nothing is tried any more, what died last.
 const LAST_FAILURE: &str = "-- last_failure
-SELECT last_error FROM outbox_queue
-WHERE sink = $1 AND lane = 1 AND last_error IS NOT NULL
-ORDER BY next_attempt_at DESC, event_id DESC LIMIT 1";
+SELECT coalesce(
+    (SELECT last_error FROM outbox_queue
+    WHERE sink = $1 AND lane = 1 AND last_error IS NOT NULL
+    ORDER BY next_attempt_at DESC, event_id DESC LIMIT 1),
+    (SELECT last_error FROM outbox_done
+    WHERE sink = $1 AND outcome = 'dead'
+    ORDER BY finished_at DESC, event_id DESC LIMIT 1)) AS last_error";
 
 pub(super) async fn last_failure(door: &Door, sink: &str) -> Result<Option<String>, Error> {
     let rows = door.read(LAST_FAILURE, &[(&sink, Type::TEXT)]).await?;
-    rows.first().map(|row| get(row, "last_error")).transpose()
+    rows.first().map(|row| get(row, "last_error")).transpose().map(Option::flatten)
 }

@@ -11,8 +11,8 @@ use bytes::Bytes;
 use rusqlite::params;
 use uuid::Uuid;
 
-use super::super::{Acknowledgement, Claim, Claimed, Lane, Order, Over, Verdict};
-use super::order::{self, Look};
+use super::super::{Acknowledgement, Claim, Claimed, Lane, Look, Order, Over, Verdict};
+use super::order::{self, Found};
 use super::row::{self, left, micros};
 use super::thread::Tx;
 use crate::record::event::Event;
@@ -71,9 +71,10 @@ pub(super) fn taken(row: &rusqlite::Row<'_>) -> rusqlite::Result<Taken> {
 
 /// Claims what is due. Whether there is reason to claim again at once: all that was looked at has to wait for others.
 pub(super) fn claim(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<(Vec<Claimed>, bool)> {
-    let Look { taken, again } = match claim.order {
-        Order::None => Look { taken: take(tx, claim)?, again: false },
-        Order::Key(on_dead) => order::take(tx, claim, on_dead)?,
+    let Some(from) = beginning(tx, claim)? else { return Ok((Vec::new(), false)) };
+    let Found { taken, again } = match claim.order {
+        Order::None => Found { taken: take(tx, claim, from)?, again: false },
+        Order::Key(on_dead) => order::take(tx, claim, on_dead, from)?,
     };
     let mut claimed = Vec::with_capacity(taken.len());
     for one in taken {
@@ -92,20 +93,66 @@ pub(super) fn lane(lane: Lane) -> i64 {
     }
 }
 
-fn take(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<Vec<Taken>> {
-    const SQL: &str = "UPDATE outbox_queue
+/// What may be claimed at a time, of a sink and lane: due and free.
+macro_rules! claimable {
+    ($sink:literal, $lane:literal, $now:literal, $judges:literal) => {
+        concat!(
+            "sink = ",
+            $sink,
+            " AND lane = ",
+            $lane,
+            " AND next_attempt_at <= ",
+            $now,
+            " AND (lease_until <= ",
+            $now,
+            " OR (",
+            $judges,
+            " AND claimed_by IS NOT NULL AND NOT EXISTS (
+              SELECT 1 FROM oncegate_owners o WHERE o.owner = q.claimed_by AND o.lease_until > ",
+            $now,
+            ")))"
+        )
+    };
+}
+pub(super) use claimable;
+
+/// The time from which on a claim looks. `None`: nothing may be claimed. No index has a dead end here, so the quick look is
+/// complete, too.
+fn beginning(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<Option<i64>> {
+    const ENDS: &str = concat!(
+        "SELECT (SELECT next_attempt_at FROM outbox_queue q WHERE ",
+        claimable!("?1", "?2", "?3", "?4"),
+        " ORDER BY next_attempt_at, event_id LIMIT 1),
+          (SELECT next_attempt_at FROM outbox_queue q WHERE ",
+        claimable!("?1", "?2", "?3", "?4"),
+        " ORDER BY next_attempt_at DESC, event_id DESC LIMIT 1)"
+    );
+    let Look::From(share) = claim.look else { return Ok(Some(i64::MIN)) };
+    let judges = claim.over == Over::EndedOrDead;
+    let params = params![claim.sink, lane(claim.lane), tx.now, judges];
+    let ends: Option<(Option<i64>, Option<i64>)> =
+        tx.first(ENDS, params, |row| Ok((row.get(0)?, row.get(1)?)))?;
+    let Some((Some(oldest), Some(newest))) = ends else { return Ok(None) };
+    let part = i128::from(newest - oldest) * i128::from(share) / i128::from(u16::MAX);
+    Ok(Some(oldest + i64::try_from(part).unwrap_or_default()))
+}
+
+fn take(tx: &Tx<'_>, claim: &Claim, from: i64) -> rusqlite::Result<Vec<Taken>> {
+    const SQL: &str = concat!(
+        "UPDATE outbox_queue
         SET lease_until = ?1, claim_no = claim_no + 1, claimed_by = ?6
         WHERE sink = ?2 AND event_id IN (SELECT event_id FROM outbox_queue q
-          WHERE sink = ?2 AND lane = ?3 AND next_attempt_at <= ?4
-            AND (lease_until <= ?4 OR (?7 AND claimed_by IS NOT NULL AND NOT EXISTS (
-              SELECT 1 FROM oncegate_owners o
-              WHERE o.owner = q.claimed_by AND o.lease_until > ?4)))
+          WHERE ",
+        claimable!("?2", "?3", "?4", "?7"),
+        " AND next_attempt_at >= ?8
           ORDER BY next_attempt_at, event_id LIMIT ?5)
-        RETURNING event_id, claim_no, attempts, refusals";
+        RETURNING event_id, claim_no, attempts, refusals"
+    );
     let until = tx.now + micros(claim.lease);
     let judges = claim.over == Over::EndedOrDead;
     let owner = claim.owner.to_string();
-    let params = params![until, claim.sink, lane(claim.lane), tx.now, claim.limit, owner, judges];
+    let params =
+        params![until, claim.sink, lane(claim.lane), tx.now, claim.limit, owner, judges, from];
     tx.rows(SQL, params, taken)
 }
 
@@ -252,6 +299,7 @@ pub(super) fn sweep(tx: &Tx<'_>, retention: Duration, limit: u32) -> rusqlite::R
     for id in &ended {
         tx.execute("DELETE FROM outbox_done WHERE event_id = ?1", [id])?;
         tx.execute("DELETE FROM outbox_attempts WHERE event_id = ?1", [id])?;
+        tx.execute("DELETE FROM audit_events WHERE event_id = ?1", [id])?;
         swept += tx.execute("DELETE FROM outbox_messages WHERE id = ?1", [id])? as u64;
     }
     Ok(swept)

@@ -3,7 +3,7 @@
 use rusqlite::{Row, params};
 
 use super::super::{
-    Changed, Operator, Over, Pause, PauseReason, SinkOrder, SinkState, SinkTurn, Trouble,
+    Changed, NextProbe, Operator, Over, Pause, PauseReason, SinkOrder, SinkState, SinkTurn, Trouble,
 };
 use super::operator::{Action, audit};
 use super::row::{self, left, micros};
@@ -12,9 +12,9 @@ use super::thread::Tx;
 pub(super) fn states(tx: &Tx<'_>, over: Over) -> rusqlite::Result<Vec<SinkState>> {
     // A probe of a process whose lease has ended is over, for those who may judge.
     const SQL: &str = "SELECT sink, pause_no, pause_reason, since, failed_probes, last_error, note,
-          CASE WHEN probing_until > ?1 AND NOT (?2 AND NOT EXISTS (SELECT 1 FROM oncegate_owners o
-              WHERE o.owner = s.prober AND o.lease_until > ?1))
-            THEN probing_until ELSE probe_at END
+          probe_at, CASE WHEN probing_until > ?1 AND NOT (?2 AND NOT EXISTS (
+              SELECT 1 FROM oncegate_owners o WHERE o.owner = s.prober AND o.lease_until > ?1))
+            THEN probing_until END
         FROM outbox_sinks s ORDER BY sink";
     tx.rows(SQL, params![tx.now, over == Over::EndedOrDead], |found| state(tx, found))
 }
@@ -24,7 +24,11 @@ fn state(tx: &Tx<'_>, found: &Row<'_>) -> rusqlite::Result<SinkState> {
     let pause = if paused {
         Some(Pause {
             reason: row::parsed(found, 2, PauseReason::parse)?,
-            probe_in: found.get::<_, Option<i64>>(7)?.map(|at| left(at, tx.now)),
+            probe: match (found.get(7)?, found.get(8)?) {
+                (_, Some(until)) => NextProbe::UnderWay { over_in: left(until, tx.now) },
+                (Some(at), None) => NextProbe::In(left(at, tx.now)),
+                (None, None) => NextProbe::Never,
+            },
             failed_probes: found.get(4)?,
             note: found.get(6)?,
         })
@@ -62,9 +66,8 @@ pub(super) fn turn(tx: &Tx<'_>, sink: &str, no: i64, turn: &SinkTurn) -> rusqlit
             tx.execute(PROBE, params).map(changed)
         }
         SinkTurn::ProbeFailed { trouble, error } => {
-            let failed = u32::from(trouble.reason() == PauseReason::Failing);
             let at = trouble.again().map(|again| tx.now + micros(again));
-            probe_ended(tx, sink, no, Some(trouble.reason()), at, failed, Some(error))
+            probe_ended(tx, sink, no, Some(trouble.reason()), at, 1, Some(error))
         }
         SinkTurn::ProbeIdle { again } => {
             probe_ended(tx, sink, no, None, Some(tx.now + micros(*again)), 0, None)
@@ -153,8 +156,12 @@ pub(super) fn operate(
 
 pub(super) fn last_failure(tx: &Tx<'_>, sink: &str) -> rusqlite::Result<Option<String>> {
     // What was tried stands in the retry lane; the head of its far end was tried last, but for the jitter of its pause.
-    const SQL: &str = "SELECT last_error FROM outbox_queue
-        WHERE sink = ?1 AND lane = 1 AND last_error IS NOT NULL
-        ORDER BY next_attempt_at DESC, event_id DESC LIMIT 1";
-    tx.first(SQL, [sink], |row| row.get(0))
+    // Where nothing is tried any more, what died last.
+    const SQL: &str = "SELECT coalesce(
+          (SELECT last_error FROM outbox_queue
+          WHERE sink = ?1 AND lane = 1 AND last_error IS NOT NULL
+          ORDER BY next_attempt_at DESC, event_id DESC LIMIT 1),
+          (SELECT last_error FROM outbox_done WHERE sink = ?1 AND outcome = 'dead'
+          ORDER BY finished_at DESC, event_id DESC LIMIT 1))";
+    tx.first(SQL, [sink], |row| row.get(0)).map(Option::flatten)
 }

@@ -61,7 +61,7 @@ impl Stand {
                 self.probing_until = Some(now + *lease);
             }
             SinkTurn::ProbeFailed { trouble, error } if probed => {
-                self.failed_probes += u32::from(matches!(trouble, Trouble::Failing { .. }));
+                self.failed_probes += 1;
                 self.reason = Some(trouble.reason());
                 self.probe_at = trouble.again().map(|again| now + again);
                 self.error.clone_from(error);
@@ -100,6 +100,10 @@ pub(crate) struct Fake {
     /// Looks that found nothing and asked when to come again.
     pub(crate) looked: AtomicU64,
     pub(crate) acknowledged: Mutex<Vec<Acknowledgement>>,
+    /// What the next pieces of letting go come to; nothing after that.
+    pub(crate) let_go: Mutex<VecDeque<LetGo>>,
+    /// When each was asked for, and from where on.
+    pub(crate) let_go_asked: Mutex<Vec<(Instant, Option<String>)>>,
     pub(crate) leased_most: AtomicUsize,
     /// What the next heartbeats find; `Renewed` after that. With the time each takes.
     pub(crate) beats: Mutex<VecDeque<(Duration, Result<Beat, Error>)>>,
@@ -180,6 +184,11 @@ impl Fake {
             .filter(|(_, row)| row.sink == claim.sink && row.due <= now && row.leased <= now)
             .collect();
         due.sort_by_key(|(_, row)| row.due);
+        if let (Look::From(share), [(_, oldest), .., (_, newest)]) = (claim.look, &due[..]) {
+            let share = f64::from(share) / f64::from(u16::MAX);
+            let place = oldest.due + (newest.due - oldest.due).mul_f64(share);
+            due.retain(|(_, row)| row.due >= place);
+        }
         due.truncate(usize::try_from(claim.limit).unwrap());
         let claimed: Vec<Claimed> = due
             .into_iter()
@@ -333,6 +342,11 @@ impl Store for Fake {
             Err(_) => Ok(current),
         }
     }
+    async fn let_go(&self, _: &str, _: Order, from: Option<&str>) -> Result<LetGo, Error> {
+        let asked = (Instant::now(), from.map(str::to_owned));
+        self.let_go_asked.lock().unwrap().push(asked);
+        Ok(self.let_go.lock().unwrap().pop_front().unwrap_or_default())
+    }
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
         let now = Instant::now();
         self.looked.fetch_add(1, Ordering::SeqCst);
@@ -350,7 +364,11 @@ impl Store for Fake {
             since: std::time::SystemTime::UNIX_EPOCH,
             pause: stand.reason.map(|reason| Pause {
                 reason,
-                probe_in: stand.probing_until.or(stand.probe_at).map(|at| at - now),
+                probe: match (stand.probing_until, stand.probe_at) {
+                    (Some(until), _) => NextProbe::UnderWay { over_in: until - now },
+                    (None, Some(at)) => NextProbe::In(at - now),
+                    (None, None) => NextProbe::Never,
+                },
                 failed_probes: stand.failed_probes,
                 note: None,
             }),
@@ -418,10 +436,10 @@ impl Store for Fake {
     async fn operator_complete(&self, _: &Completion, _: &Operator) -> Result<Acted, Error> {
         no()
     }
-    async fn redeliver(&self, _: &Chosen, _: &Operator) -> Result<u64, Error> {
+    async fn redeliver(&self, _: &Chosen, _: &Operator) -> Result<Touched, Error> {
         no()
     }
-    async fn discard(&self, _: &Chosen, _: &Operator) -> Result<u64, Error> {
+    async fn discard(&self, _: &Chosen, _: &Operator) -> Result<Touched, Error> {
         no()
     }
     async fn count_dead(&self, _: &DeadFilter) -> Result<u64, Error> {

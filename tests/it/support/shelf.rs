@@ -17,8 +17,9 @@ use oncegate::record::{
 use oncegate::store::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
     Completion, DeadFilter, Due, Error, EventFilter, EventRow, EventStatus, Gauges, LateOutcome,
-    Objection, Operator, Order, Over, Pause, PauseReason, Proposal, RecordFilter, RecordRow,
-    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
+    LetGo, NextProbe, Objection, Operator, Order, Over, Pause, PauseReason, Proposal, RecordFilter,
+    RecordRow, Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched,
+    Unresolved, Untold,
 };
 use uuid::Uuid;
 
@@ -157,7 +158,7 @@ impl Shelf {
         });
     }
 
-    /// Gives the chosen events of these states another one; how many.
+    /// Gives the chosen events of these states another one.
     fn act(
         &self,
         action: &str,
@@ -165,22 +166,26 @@ impl Shelf {
         from: &[EventStatus],
         to: EventStatus,
         by: &Operator,
-    ) -> u64 {
-        let mut count = 0;
+    ) -> Touched {
+        let mut touched = Touched::default();
         for row in self.events.lock().unwrap().iter_mut() {
             let chosen = match which {
                 Chosen::One { id, sink } => {
                     row.id == *id && from.contains(&row.status) && is(sink.as_ref(), &row.sink)
                 }
+                Chosen::NotTaken { id } => row.id == *id && row.status == EventStatus::Dead,
                 Chosen::Dead(filter) => fits(filter, row),
             };
             if chosen {
+                touched.count += 1;
+                if !matches!(which, Chosen::Dead(_)) {
+                    touched.sinks.push((row.sink.clone(), row.status));
+                }
                 row.status = to;
-                count += 1;
             }
         }
         self.note(action, None, None, by);
-        count
+        touched
     }
 
     /// The record at this fence, or why it may not be acted on.
@@ -292,14 +297,14 @@ impl Store for Shelf {
         Ok(Ok(()))
     }
 
-    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
         self.reach().await?;
         // Here a pending event is always one that is being delivered.
         let idle = [EventStatus::Sent, EventStatus::Dead];
         Ok(self.act("event.redeliver", which, &idle, EventStatus::Pending, by))
     }
 
-    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
         self.reach().await?;
         Ok(self.act("event.discard", which, &[EventStatus::Dead], EventStatus::Discarded, by))
     }
@@ -392,6 +397,9 @@ impl Store for Shelf {
     async fn next_due(&self, _: &str) -> Result<Option<Duration>, Error> {
         Err(unavailable())
     }
+    async fn let_go(&self, _: &str, _: Order, _: Option<&str>) -> Result<LetGo, Error> {
+        Err(unavailable())
+    }
     async fn untold(&self, _: Untold, _: u32) -> Result<Vec<Doubt>, Error> {
         Err(unavailable())
     }
@@ -433,7 +441,7 @@ impl Store for Shelf {
         sinks.retain(|state| state.sink != sink);
         let pause = (order == SinkOrder::Pause).then(|| Pause {
             reason: PauseReason::Operator,
-            probe_in: None,
+            probe: NextProbe::Never,
             failed_probes: 0,
             note: by.why.clone(),
         });
