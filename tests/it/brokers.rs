@@ -24,6 +24,7 @@ use uuid::Uuid;
 use crate::relay::Running;
 use crate::support::broker::{Nats, Redis};
 use crate::support::fake::Fake;
+use crate::support::fault::Fault;
 use crate::support::fleet::{self, order};
 use crate::support::orders::Orders;
 use crate::support::process::{self, Gateway, eventually, free_port};
@@ -504,6 +505,30 @@ async fn a_nats_broker_sees_the_certificate_that_it_asks_for() {
         assert!(what.starts_with("connecting: ") && what.contains(cause), "{tls:?}: {end:?}");
     }
     assert!(begun.elapsed() < Duration::from_secs(4), "none was found out by a time-out");
+}
+
+#[tokio::test]
+async fn what_is_in_flight_fails_with_its_nats_connection_though_another_one_can_be_had_at_once() {
+    let nats = Nats::start("").await;
+    nats.stream("ORDERS", "orders.>", &json!({})).await;
+    // Somebody listens who never answers.
+    let client = nats.client().await;
+    let mut heard = client.subscribe("heard.>").await.unwrap();
+    client.flush().await.unwrap();
+    let wire = Fault::before(([127, 0, 0, 1], nats.server.port).into()).await;
+    let sink = nats_sink(to_nats(&format!("nats://{}", wire.addr), "{type}"));
+    let of = |kind: &str| Claimed { kind: kind.into(), ..event("{}") };
+    assert_eq!(sink.deliver(&of("orders.a")).await.evidence, Evidence::Taken);
+    let (waits, begun) = (of("heard.b"), Instant::now());
+    let cut = async {
+        heard.next().await.unwrap();
+        wire.cut();
+    };
+    let (end, ()) = tokio::join!(sink.deliver(&waits), cut);
+    assert!(failure(&end).contains("the connection was lost"), "{end:?}");
+    assert!(begun.elapsed() < Duration::from_secs(3), "found out by a time-out");
+    assert_eq!(sink.deliver(&of("orders.c")).await.evidence, Evidence::Taken);
+    assert_eq!(nats.count("ORDERS").await, 2);
 }
 
 #[tokio::test]

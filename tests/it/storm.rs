@@ -347,13 +347,23 @@ impl Storm {
         let dead = "select count(*) from outbox_events where status = 'dead'";
         let open =
             "select (select count(*) from outbox_queue) + (select count(*) from outbox_turns)";
-        eventually("all is delivered", async || {
-            if self.place.count(dead).await > 0 {
+        // After a long storm there is much to deliver: it may take its time, as long as it gets less.
+        let (mut least, mut since) = (i64::MAX, Instant::now());
+        loop {
+            let dead = self.place.count(dead).await;
+            if dead > 0 {
                 give(&self.operator, &["events", "redeliver", "--status", "dead"]).await;
             }
-            self.place.count(open).await == 0 && self.place.count(dead).await == 0
-        })
-        .await;
+            let left = self.place.count(open).await + dead;
+            if left == 0 {
+                break;
+            }
+            if left < least {
+                (least, since) = (left, Instant::now());
+            }
+            assert!(since.elapsed() < process::PATIENCE, "{left} are left: {}", self.left().await);
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
         let leases = "select count(*) from oncegate_owners where lease_until > clock_timestamp()";
         eventually("only who lives has a lease", async || {
             self.place.count(leases).await == GATEWAYS as i64
@@ -361,6 +371,21 @@ impl Storm {
         .await;
         let open = "select count(*) from idempotency_records where status = 'in_progress'";
         eventually("nothing is in progress", async || self.place.count(open).await == 0).await;
+    }
+
+    /// What is still owed, by sink, with the time until it is due.
+    async fn left(&self) -> String {
+        let owed = "select sink, lane, count(*), count(ordering_key), min(next_attempt_at - now()),
+                max(next_attempt_at - now()), max(lease_until - now()) filter (where lease_until > now()),
+                max(last_error) from outbox_queue group by 1, 2";
+        let sinks = "select * from outbox_sinks";
+        let turns = "select *, now() from outbox_turns limit 5";
+        format!(
+            "{:?}\n{:?}\n{:?}",
+            self.place.rows(owed).await,
+            self.place.rows(sinks).await,
+            self.place.rows(turns).await
+        )
     }
 
     /// What is not as it was promised.
