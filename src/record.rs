@@ -390,7 +390,7 @@ pub struct Answer {
 /// How the names of headers were spelled by their sender, line by line in the order of the map; HTTP/1.1 callers that read
 /// names by their letters get them so again. Empty where all of them are lower-case.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Spelling(Vec<Box<str>>);
+pub struct Spelling(Arc<[Box<str>]>);
 
 impl Spelling {
     /// The spelling of these headers, out of the names of all lines that were sent, in their order.
@@ -401,9 +401,9 @@ impl Spelling {
             let own = sent.iter().position(|sent| sent.eq_ignore_ascii_case(name.as_str()));
             own.map_or(name.as_str(), |at| sent.remove(at)).into()
         };
-        let names: Vec<Box<str>> = headers.iter().map(|(name, _)| spell(name)).collect();
+        let names: Arc<[Box<str>]> = headers.iter().map(|(name, _)| spell(name)).collect();
         let spelled = names.iter().any(|name| name.bytes().any(|byte| byte.is_ascii_uppercase()));
-        Self(if spelled { names } else { Vec::new() })
+        if spelled { Self(names) } else { Self::default() }
     }
 
     /// Whether all names are lower-case.

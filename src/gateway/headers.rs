@@ -240,9 +240,15 @@ fn named_by_connection(headers: &HeaderMap) -> Vec<HeaderName> {
 /// Removes the names that only the gateway may use, in any spelling that an upstream may take for them.
 pub fn drop_own(headers: &mut HeaderMap) {
     remove_where(headers, |name| {
-        let name = name.replace('_', "-");
-        name.starts_with("oncegate-") || name == "idempotent-replayed"
+        let ours = |ours: &str| name.bytes().map(hyphened).take(ours.len()).eq(ours.bytes());
+        ours("oncegate-")
+            || (ours("idempotent-replayed") && name.len() == "idempotent-replayed".len())
     });
+}
+
+/// As CGI and WSGI upstreams see it.
+fn hyphened(byte: u8) -> u8 {
+    if byte == b'_' { b'-' } else { byte }
 }
 
 /// Removes look-alikes: `X_Tenant_Id` where `X-Tenant-Id` is one of `names`.
@@ -255,8 +261,7 @@ pub fn drop_twins(headers: &mut HeaderMap, names: &[&HeaderName]) {
 }
 
 fn is_twin(name: &str, ours: &str) -> bool {
-    let plain = |byte: u8| if byte == b'_' { b'-' } else { byte };
-    name != ours && name.bytes().map(plain).eq(ours.bytes().map(plain))
+    name != ours && name.bytes().map(hyphened).eq(ours.bytes().map(hyphened))
 }
 
 fn remove_where(headers: &mut HeaderMap, unwanted: impl Fn(&str) -> bool) {

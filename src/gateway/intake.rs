@@ -369,7 +369,7 @@ impl Keyed {
         }
         headers::forward(forwarding, &self.hop, headers);
         if let Some(fence) = fence
-            && let Ok(id) = HeaderValue::from_str(&fence.id.to_string())
+            && let Ok(id) = HeaderValue::try_from(fence.id.to_string())
         {
             headers.insert(reply::RECORD, id);
             headers.insert(reply::ATTEMPT, HeaderValue::from(fence.attempt.number()));

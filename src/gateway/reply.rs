@@ -268,7 +268,7 @@ impl http_body::Body for Trailed {
 }
 
 fn name_record(headers: &mut HeaderMap, record: RecordId) {
-    if let Ok(value) = HeaderValue::from_str(&record.to_string()) {
+    if let Ok(value) = HeaderValue::try_from(record.to_string()) {
         headers.insert(RECORD, value);
     }
 }
