@@ -3,11 +3,12 @@
 # run: pgbench doing the same two transactions, and nginx as a plain proxy. Read the ratios; the figures themselves are the
 # machine's. Everything runs on this machine: load, API, gateway and database share its cores.
 #
-# Usage: benches/throughput.sh [SECONDS]   (default 10 for each measurement)
+# Usage: benches/throughput.sh [SECONDS] [ROUNDS]   (default 5 seconds for each measurement, 5 rounds; medians are shown)
 # Needs: wrk, nginx, postgresql (server and pgbench); as root it steps down for the database.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-seconds=${1:-10}
+seconds=${1:-5}
+rounds=${2:-5}
 connections=${CONNECTIONS:-64}
 . benches/load/common.sh
 
@@ -62,32 +63,46 @@ TOML
 }
 config sqlite "sqlite:$work/gateway.db" 7304
 config postgres "postgres://postgres@127.0.0.1:7303/gateway" 7305
-config single "postgres://postgres@127.0.0.1:7303/gateway" 7306
-for store in sqlite postgres single; do
-  # One working thread, as wrk, nginx and pgbench have here; the others take one for each core.
-  [ "$store" != single ] || export TOKIO_WORKER_THREADS=1
+for store in sqlite postgres; do
   "$gateway" serve --config "$work/$store.toml" > "$work/$store.out" 2> "$work/$store.err" &
   until grep -q '^ready' "$work/$store.out"; do kill -0 $! || { cat "$work/$store.err"; exit 1; }; sleep 0.05; done
 done
 
-round=0
-load() { # port, keys
-  round=$((round + 1))
-  RUN="r$round" KEYS="$2" wrk -t1 -c"$connections" -d"${seconds}s" -s "$here/orders.lua" "http://127.0.0.1:$1/orders" | sed -n 's/^RESULT //p'
+# Rate, errors and latencies. A run's keys are its own, so that what is meant as a first request is one.
+load() { # port, keys, run
+  RUN="$3" KEYS="$2" wrk -t1 -c"$connections" -d"${seconds}s" -s "$here/orders.lua" "http://127.0.0.1:$1/orders" | sed -n 's/^RESULT //p'
 }
-pairs() { # clients
-  "$pgbin/pgbench" -n -M prepared -h 127.0.0.1 -p 7303 -U postgres -f "$here/pairs.sql" -c "$1" -j 1 -T "$seconds" yardstick 2>/dev/null | sed -n 's/^tps = \([0-9.]*\).*/\1/p'
+pairs() {
+  "$pgbin/pgbench" -n -M prepared -h 127.0.0.1 -p 7303 -U postgres -f "$here/pairs.sql" -c "$connections" -j 1 -T "$seconds" yardstick 2>/dev/null | sed -n 's/^tps = \([0-9.]*\).*/\1 0 - -/p'
 }
-row() { printf '%-44s %10.0f %10s %10s %8s   %s\n' "$@"; }
-ratio() { awk "BEGIN { printf \"%.2f\", $1 / $2 }"; }
+# Notes a measurement: its name, then rate, errors and latencies; and its ratio to the yardstick of the same round.
+note() { # name, yardstick, measurement
+  read -r rate errors p50 p99 <<< "$3"
+  echo "$rate $errors $p50 $p99 $(awk "BEGIN { printf \"%.2f\", $rate / ${2%% *} }")" >> "$work/$1.rounds"
+}
+for round in $(seq "$rounds"); do
+  plain=$(load 7302 0 plain); note plain "$plain" "$plain"
+  for store in postgres:7305 sqlite:7304; do
+    load "${store#*:}" 1000 "again$round" >/dev/null
+    note "replays-${store%:*}" "$plain" "$(load "${store#*:}" 1000 "again$round")"
+  done
+  yard=$(pairs); note yard "$yard" "$yard"
+  for store in postgres:7305 sqlite:7304; do
+    note "first-${store%:*}" "$yard" "$(load "${store#*:}" 0 "first$round")"
+  done
+done
 
-printf '%-44s %10s %10s %10s %8s   %s\n' "$connections connections, ${seconds} s each" "per s" "p50 ms" "p99 ms" "errors" "ratio"
-read -r direct e50 p50 p99 <<< "$(load 7301 0)"; row "the API itself" "$direct" "$p50" "$p99" "$e50" ""
-read -r plain e50 p50 p99 <<< "$(load 7302 0)"; row "nginx as a plain proxy" "$plain" "$p50" "$p99" "$e50" "1.00 (yardstick)"
-yard=$(pairs "$connections"); row "pgbench, the same two transactions" "$yard" - - - "1.00 (yardstick)"
-read -r rate e50 p50 p99 <<< "$(load 7305 0)"; row "first requests, Postgres" "$rate" "$p50" "$p99" "$e50" "$(ratio "$rate" "$yard") of pgbench"
-read -r rate e50 p50 p99 <<< "$(load 7306 0)"; row "first requests, Postgres, one thread" "$rate" "$p50" "$p99" "$e50" "$(ratio "$rate" "$yard") of pgbench"
-read -r rate e50 p50 p99 <<< "$(load 7304 0)"; row "first requests, SQLite" "$rate" "$p50" "$p99" "$e50" "$(ratio "$rate" "$yard") of pgbench"
-load 7305 1000 >/dev/null
-read -r rate e50 p50 p99 <<< "$(load 7305 1000)"; row "replays, Postgres" "$rate" "$p50" "$p99" "$e50" "$(ratio "$rate" "$plain") of nginx"
-read -r rate e50 p50 p99 <<< "$(load 7304 1000)"; row "replays, SQLite" "$rate" "$p50" "$p99" "$e50" "$(ratio "$rate" "$plain") of nginx"
+# The median of the rounds, column by column, and the ratio of each round.
+row() { # name, label, of what
+  median() { cut -d' ' -f"$1" "$work/$name.rounds" | sort -g | awk '{ v[NR] = $1 } END { print v[int((NR + 1) / 2)] }'; }
+  local name=$1
+  printf '%-40s %9.0f %8s %8s %7s   %s\n' "$2" "$(median 1)" "$(median 3)" "$(median 4)" "$(cut -d' ' -f2 "$work/$name.rounds" | awk '{ n += $1 } END { print n }')" \
+    "$(median 5) of $3 ($(cut -d' ' -f5 "$work/$name.rounds" | paste -sd' '))"
+}
+printf '%-40s %9s %8s %8s %7s   %s\n' "$connections connections, $rounds x $seconds s each" "per s" "p50 ms" "p99 ms" "errors" "ratio (of each round)"
+row plain "nginx as a plain proxy" nginx
+row replays-postgres "replays, Postgres" nginx
+row replays-sqlite "replays, SQLite" nginx
+row yard "pgbench, the same two transactions" pgbench
+row first-postgres "first requests, Postgres" pgbench
+row first-sqlite "first requests, SQLite" pgbench

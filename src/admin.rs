@@ -495,7 +495,7 @@ enum Problem {
     Query(Vec<String>),
     Question(String),
     Action(Vec<String>),
-    Refused { name: &'static str, detail: String },
+    Refused { name: &'static str, detail: String, sinks: Value },
     InDoubt,
     Id,
     NotFound,
@@ -589,6 +589,9 @@ impl IntoResponse for Problem {
             "status": status.as_u16(),
             "detail": detail,
         });
+        if let (Self::Refused { sinks, .. }, Some(fields)) = (&self, body.as_object_mut()) {
+            fields.insert("sinks".to_owned(), sinks.clone());
+        }
         let errors = if let Self::Query(errors) | Self::Action(errors) = &self {
             json!(errors)
         } else if let Self::Question(error) = &self {

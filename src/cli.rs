@@ -174,22 +174,27 @@ async fn run(command: Command) -> ExitCode {
         Command::Events(args) => {
             with_config(&args.config, async |config| {
                 let store = serve::open(&config.store, false).await.map_err(opened)?;
+                let names = names_of(&config);
                 let (mut out, json) = (std::io::stdout().lock(), args.config.json);
-                events::run(&args.command, &*store, &mut out, json).await.map_err(failed)
+                events::run(&args.command, &*store, &names, &mut out, json).await.map_err(failed)
             })
             .await
         }
         Command::Sinks(args) => {
             with_config(&args.config, async |config| {
                 let store = serve::open(&config.store, false).await.map_err(opened)?;
-                let names: Vec<_> =
-                    config.relay.sinks.iter().map(|sink| sink.name.clone()).collect();
+                let names = names_of(&config);
                 let (mut out, json) = (std::io::stdout().lock(), args.config.json);
                 sinks::run(&args.command, &*store, &names, &mut out, json).await.map_err(failed)
             })
             .await
         }
     }
+}
+
+/// The names of the configured sinks.
+fn names_of(config: &Config) -> Vec<String> {
+    config.relay.sinks.iter().map(|sink| sink.name.clone()).collect()
 }
 
 /// What a command could not do: exit status and message.

@@ -67,7 +67,7 @@ use crate::record::LeaseView;
 use crate::record::lookup::Verdict;
 use crate::route::{Found, Mode, OnUnknown, Route, Routes, Server};
 use crate::scope::{DigestKey, Params};
-use crate::store::{Asking, Due, Store};
+use crate::store::{Asking, Backlog, Due, Store};
 use crate::telemetry::{Metrics, Reply, Step, Would};
 
 /// How often the audit table is read for what operators did.
@@ -169,6 +169,8 @@ pub struct Parts {
     pub metrics: Arc<Metrics>,
     /// Wakes the relay.
     pub wake: Arc<Notify>,
+    /// What is owed already.
+    pub backlog: Backlog,
 }
 
 /// What came of asking for a retry.
@@ -194,7 +196,7 @@ impl Gateway {
     #[must_use]
     pub fn new(settings: Settings, parts: Parts) -> Option<Arc<Self>> {
         let Parts { routes, upstreams, store, lease, may_judge, spill, digest, .. } = parts;
-        let Parts { tokens, servers, metrics, wake, .. } = parts;
+        let Parts { tokens, servers, metrics, wake, backlog, .. } = parts;
         let default = Arc::clone(upstreams.get(&settings.default_upstream)?);
         let desk_settings = reserve::Settings {
             reserve_timeout: settings.reserve_timeout,
@@ -202,7 +204,7 @@ impl Gateway {
             cache_bytes: settings.cache_bytes,
         };
         let (asked, counted) = (Arc::clone(&store), Arc::clone(&metrics));
-        let desk = Desk::new(desk_settings, asked, lease, may_judge, spill, counted);
+        let desk = Desk::new(desk_settings, asked, lease, may_judge, spill, backlog, counted);
         let limits =
             Limits::new(settings.in_flight_max, settings.waiting_max, settings.buffered_bytes_max);
         let tokens = tokens.map(Arc::new);

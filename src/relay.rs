@@ -46,12 +46,16 @@ use self::verdict::Evidence;
 use crate::fault::{self, Point};
 use crate::record::LeaseView;
 use crate::store::{
-    Acknowledgement, Claim, Claimed, Error, Lane, Look, Order, Over, Store, Verdict,
+    Acknowledgement, Claim, Claimed, Error, Lane, LetGo, Look, Order, Over, Store, Verdict,
 };
 use crate::telemetry::{Delivery, Metrics, causes};
 
 /// How often a look also takes what has been due for long; at once again while it finds something.
 const SWEEP_EVERY: Duration = Duration::from_secs(5);
+
+/// How often it is looked for what an order kept back that nothing keeps back any more, and how soon for the rest of it.
+const LET_GO_EVERY: Duration = Duration::from_secs(10);
+const LET_GO_ON: Duration = Duration::from_millis(100);
 
 /// In a backlog: how long a look waits until a quarter of the slots are free, so that it claims several events at once.
 const GATHER: Duration = Duration::from_millis(5);
@@ -250,6 +254,9 @@ struct Round {
     sweep_at: Instant,
     /// The lane of retries had nothing, and is not looked at before then.
     retry_at: Instant,
+    /// When it is looked next for what waits for nobody, and from where on.
+    let_go_at: Instant,
+    let_go_from: Option<String>,
     /// Whether the last look found as much as there were slots.
     backlog: bool,
     flights: JoinSet<()>,
@@ -283,8 +290,17 @@ impl Desk {
     async fn claim_on(self: &Arc<Self>, done: mpsc::Sender<Done>) {
         let now = Instant::now();
         let (flights, backlog, stood) = (JoinSet::new(), false, None);
-        let mut round =
-            Round { turn: 0, sweep_at: now, retry_at: now, backlog, flights, done, stood };
+        let mut round = Round {
+            turn: 0,
+            sweep_at: now,
+            retry_at: now,
+            let_go_at: now,
+            let_go_from: None,
+            backlog,
+            flights,
+            done,
+            stood,
+        };
         let mut idle = self.poll;
         let mut outage = OUTAGE_FIRST;
         while let Some(no) = self.may_claim(&mut round).await {
@@ -420,6 +436,9 @@ impl Desk {
         no: i64,
         round: &mut Round,
     ) -> Result<usize, Error> {
+        if Instant::now() >= round.let_go_at {
+            self.let_go(round).await?;
+        }
         let sweep = Instant::now() >= round.sweep_at;
         let look = match (sweep, self.room.is_starting()) {
             (false, _) => Look::Quick,
@@ -446,6 +465,21 @@ impl Desk {
             round.sweep_at = Instant::now() + jitter(SWEEP_EVERY);
         }
         Ok(found)
+    }
+
+    /// Makes due what was put off for an order that this sink does not ask for any more, or behind what went without a word: a
+    /// piece of it. At the start the order may be another one than before; later, a replica with another one may have ended.
+    async fn let_go(&self, round: &mut Round) -> Result<(), Error> {
+        let (sink, order) = (self.sink.name(), self.sink.order());
+        let LetGo { count, next } =
+            self.store.let_go(sink, order, round.let_go_from.as_deref()).await?;
+        if count > 0 {
+            tracing::info!(sink, events = count, "events that waited for their turn are due");
+        }
+        let pause = if next.is_some() { LET_GO_ON } else { jitter(LET_GO_EVERY) };
+        round.let_go_at = Instant::now() + pause;
+        round.let_go_from = next;
+        Ok(())
     }
 
     /// How long a claim, or a probe, belongs to this process.

@@ -9,6 +9,7 @@
 //! - A reservation is durable when [`Store::reserve`] says `Held`; a completion and its events are one transaction.
 //! - An [`Error`] says what may be concluded: nothing happened, or nobody knows.
 
+mod backlog;
 pub mod batch;
 #[cfg(feature = "fault-points")]
 pub mod faulty;
@@ -26,10 +27,11 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use uuid::Uuid;
 
+pub use self::backlog::{Backlog, Tide};
 pub use self::late::{LateEnd, LateOutcome};
 pub use self::outbox::{
     Acknowledgement, AttemptRow, Chosen, Claim, Claimed, DeadFilter, EventAction, EventFilter,
-    EventRow, EventStatus, Lane, Look, OnDead, Order, Over, Verdict,
+    EventRow, EventStatus, Lane, LetGo, Look, OnDead, Order, Over, Touched, Verdict,
 };
 pub use self::sinks::{NextProbe, Pause, PauseReason, SinkOrder, SinkState, SinkTurn, Trouble};
 use crate::record::event::Event;
@@ -453,6 +455,15 @@ pub trait Store: Send + Sync + 'static {
     /// How long until the next event of this sink that is not claimable now could be (a retry's time or a claim's end); `None`: nothing waits.
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error>;
 
+    /// Makes due what nothing keeps back any more in this order: with [`Order::None`] whatever waits for others of its ordering
+    /// key; with [`Order::Key`] the first event of each key whose turn nobody has, and that was put off behind an event that went
+    /// without waking it (by hand, say, or by a relay with another order). Dead events block no key any more unless `order` says that
+    /// they do. The pauses of retries stay as they are.
+    ///
+    /// In pieces, each a short transaction: from the beginning with `None`, then from where the last one ended. To be asked at the
+    /// start and from time to time: so a change of the order takes effect though nobody says that it was one.
+    async fn let_go(&self, sink: &str, order: Order, from: Option<&str>) -> Result<LetGo, Error>;
+
     /// How the sinks stand that were ever paused. `over` says which probes count as ended.
     async fn sinks(&self, over: Over) -> Result<Vec<SinkState>, Error>;
 
@@ -503,16 +514,17 @@ pub trait Store: Send + Sync + 'static {
         by: &Operator,
     ) -> Result<Acted, Error>;
 
-    /// Makes events due again, through the retry lane, under their id and with growing claim numbers. Audited. How many.
+    /// Makes events due again, through the retry lane, under their id and with growing claim numbers. Audited.
     ///
-    /// One event: what is sent, dead or pending, or was discarded towards the sink that is named; what is being delivered right
-    /// now is left alone. Dead ones go in small transactions, those that were dead at the beginning. Each is one row in the
-    /// audit table, and all dead ones together are one, which grows with them.
-    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<u64, Error>;
+    /// One event: what is dead or pending, unless it is asked for otherwise what is sent, too, and what was discarded towards the
+    /// sink that is named; what is being delivered right now is left alone. Dead ones go in small transactions, those that were
+    /// dead at the beginning. Each is one row in the audit table, and all dead ones together are one, which grows with them and
+    /// is found from each of their records.
+    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error>;
 
     /// Gives events up for good: pending and dead ones become discarded. What is sent stays so, and what is being delivered
-    /// right now is left alone. Audited as a redelivery is. How many.
-    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<u64, Error>;
+    /// right now is left alone. Audited as a redelivery is.
+    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error>;
 
     /// How many dead events these are.
     async fn count_dead(&self, which: &DeadFilter) -> Result<u64, Error>;
@@ -532,7 +544,8 @@ pub trait Store: Send + Sync + 'static {
     /// of the one that died last.
     async fn last_failure(&self, sink: &str) -> Result<Option<String>, Error>;
 
-    /// What was done to a record by hand, and its late outcomes, oldest first.
+    /// What was done to a record by hand, and its late outcomes, oldest first. What was done to many dead events at once is told
+    /// for each of the record's among them, for as long as the event is kept.
     async fn audit_of(&self, record: RecordId) -> Result<Vec<AuditRow>, Error>;
 
     /// Records that operators acted on within the last `window`.

@@ -22,7 +22,7 @@ use tokio_util::sync::CancellationToken;
 use crate::lease::Contact;
 use crate::record::event::doubt::News;
 use crate::record::event::wanted::Subscriber;
-use crate::store::{Error, Gauges, Store, Untold};
+use crate::store::{Backlog, Error, Gauges, Store, Tide, Untold};
 use crate::telemetry::{Metrics, Swept};
 
 /// Longest time for one job of a round, so that a backlog of one kind does not hold up the others.
@@ -33,6 +33,9 @@ const PAUSE_MIN: Duration = Duration::from_millis(100);
 
 /// Longest pause between two rounds.
 const PAUSE_MAX: Duration = Duration::from_secs(24 * 3600);
+
+/// How long a count of what is owed lasts where it decides what may be begun.
+const COUNT_EVERY: Duration = Duration::from_secs(5);
 
 /// How the sweeper works.
 #[derive(Clone, Debug)]
@@ -49,6 +52,8 @@ pub struct Settings {
     pub batch: u32,
     /// What of it is this process's.
     pub duty: Duty,
+    /// Is told of each count of what is owed.
+    pub backlog: Backlog,
 }
 
 /// What a process clears away. Everybody counts.
@@ -91,8 +96,12 @@ pub async fn run(
         sinks: BTreeSet::new(),
         strangers: BTreeSet::new(),
     };
+    let mut behind = None;
     while !sweeper.stop.is_cancelled() {
+        let begun = Instant::now();
         let more = sweeper.round().await;
+        behind = more.then(|| behind.unwrap_or(begun));
+        sweeper.metrics.sweep_behind(behind.map_or(Duration::ZERO, |since| since.elapsed()));
         if !more {
             sweeper.rest().await;
         }
@@ -138,6 +147,7 @@ impl Sweeper {
         match self.store.gauges().await {
             Ok(gauges) => {
                 self.contact.reached(now());
+                self.weigh(&gauges);
                 self.publish(gauges);
             }
             Err(error) => {
@@ -215,6 +225,20 @@ impl Sweeper {
         Ok(doubts.len() as u64)
     }
 
+    /// Tells the backlog, and the log where that changes what is begun.
+    fn weigh(&self, gauges: &Gauges) {
+        let tide = self.settings.backlog.counted(gauges);
+        let most = self.settings.backlog.most();
+        match tide {
+            Tide::Full => tracing::warn!(
+                most,
+                "so many events are owed that no request is reserved that would write more"
+            ),
+            Tide::Room => tracing::info!(most, "requests that write events are reserved again"),
+            Tide::Same => {}
+        }
+    }
+
     fn publish(&mut self, gauges: Gauges) {
         self.warn_of_strangers(&gauges);
         let mut by_sink: BTreeMap<String, (u64, Duration, u64)> = BTreeMap::new();
@@ -261,7 +285,8 @@ impl Sweeper {
 
     /// The pause between two rounds, with as many questions to the database as the contact needs.
     async fn rest(&self) {
-        let end = Instant::now() + self.settings.every.clamp(PAUSE_MIN, PAUSE_MAX);
+        let longest = self.settings.backlog.most().map_or(PAUSE_MAX, |_| COUNT_EVERY);
+        let end = Instant::now() + self.settings.every.clamp(PAUSE_MIN, longest);
         let pace = self.contact.pace().map(|pace| pace.max(PAUSE_MIN));
         while Instant::now() < end {
             let next = pace.map_or(end, |pace| end.min(Instant::now() + pace));

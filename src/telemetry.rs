@@ -301,12 +301,14 @@ pub struct Metrics {
     sink_probes: Family<ByProbe, Counter>,
     sink_in_flight: Family<BySink, Gauge>,
     pending: Family<BySink, Gauge>,
+    outbox_refused: Counter,
     oldest: Family<BySink, Seconds>,
     dead: Family<BySink, Gauge>,
     sink_clock: Family<BySink, Gauge>,
     blocked_keys: Family<BySink, Gauge>,
     unknown_records: Gauge,
     swept: Family<BySwept, Counter>,
+    sweep_behind: Seconds,
     cached_bytes: Gauge,
     spill_entries: Gauge,
     spill_bytes: Gauge,
@@ -337,12 +339,14 @@ impl Default for Metrics {
             sink_probes: Family::default(),
             sink_in_flight: Family::default(),
             pending: Family::default(),
+            outbox_refused: Counter::default(),
             oldest: Family::default(),
             dead: Family::default(),
             sink_clock: Family::default(),
             blocked_keys: Family::default(),
             unknown_records: Gauge::default(),
             swept: Family::default(),
+            sweep_behind: Seconds::default(),
             cached_bytes: Gauge::default(),
             spill_entries: Gauge::default(),
             spill_bytes: Gauge::default(),
@@ -412,6 +416,11 @@ impl Metrics {
         );
         r.register("swept", "Rows deleted after their retention", self.swept.clone());
         r.register(
+            "sweep_behind_seconds",
+            "For how long the sweeper has had more to delete than it got to; 0: it keeps up",
+            self.sweep_behind.clone(),
+        );
+        r.register(
             "replay_cache_bytes",
             "Size of the answers held in memory for replay",
             self.cached_bytes.clone(),
@@ -424,6 +433,11 @@ impl Metrics {
         let r = &mut self.registry;
         r.register("deliveries", "Delivery attempts by sink and result", self.deliveries.clone());
         r.register("outbox_pending", "Events owed to a sink", self.pending.clone());
+        r.register(
+            "outbox_refused",
+            "Reservations refused because too many events are owed",
+            self.outbox_refused.clone(),
+        );
         r.register(
             "outbox_oldest_age_seconds",
             "Age of the oldest event owed to a sink",
@@ -589,6 +603,11 @@ impl Metrics {
         self.dead.get_or_create(&by).set(clamp(dead));
     }
 
+    /// A reservation was refused because too many events are owed.
+    pub fn outbox_refused(&self) {
+        self.outbox_refused.inc();
+    }
+
     /// A sink told its time.
     pub fn sink_clock(&self, sink: &str, ahead_seconds: i64) {
         let by = BySink { sink: sink.to_owned() };
@@ -608,6 +627,11 @@ impl Metrics {
     /// Rows were swept.
     pub fn swept(&self, what: Swept, rows: u64) {
         self.swept.get_or_create(&BySwept { what }).inc_by(rows);
+    }
+
+    /// For how long there has been more to sweep than was swept in a round.
+    pub fn sweep_behind(&self, time: Duration) {
+        self.sweep_behind.set(time.as_secs_f64());
     }
 
     /// The replay cache's size now.

@@ -9,6 +9,7 @@
 //!
 //! A caller that goes away in the middle of many dead events stops the rest of them; the audit table says how many were done.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use axum::extract::rejection::PathRejection;
@@ -24,7 +25,7 @@ use super::sinks::{self, NoChange};
 use super::{Json, OPERATOR, Problem, READ_TIMEOUT, State, id_of, query};
 use crate::store::{
     self, Chosen, DeadFilter, EventAction, EventFilter, EventRow, EventStatus, Operator, SinkOrder,
-    Store,
+    Store, Touched,
 };
 
 /// How long an action may take: a great many dead events go in pieces.
@@ -45,7 +46,7 @@ pub fn done(action: EventAction) -> &'static str {
     }
 }
 
-/// Does it; how many rows were changed.
+/// Does it.
 ///
 /// # Errors
 /// The store's.
@@ -54,17 +55,155 @@ pub async fn run(
     store: &dyn Store,
     which: &Chosen,
     by: &Operator,
-) -> Result<u64, store::Error> {
+) -> Result<Touched, store::Error> {
     match action {
         EventAction::Redeliver => store.redeliver(which, by).await,
         EventAction::Discard => store.discard(which, by).await,
     }
 }
 
+/// What became of an event towards a sink.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Became {
+    /// It had ended, and is owed again.
+    Queued,
+    /// It was owed, and is due at once.
+    Owed,
+    /// It is given up.
+    GivenUp,
+    /// It is being delivered: left alone.
+    Delivering,
+    /// It was delivered: left alone.
+    Sent,
+    /// It was given up before: left alone.
+    GivenUpBefore,
+    /// No sink wanted it: left alone.
+    Unwanted,
+    /// It died meanwhile: left alone.
+    Died,
+}
+
+impl Became {
+    fn touched(action: EventAction, was: EventStatus) -> Self {
+        match (action, was) {
+            (EventAction::Discard, _) => Self::GivenUp,
+            (EventAction::Redeliver, EventStatus::Pending) => Self::Owed,
+            (EventAction::Redeliver, _) => Self::Queued,
+        }
+    }
+
+    fn left_alone(row: &EventRow) -> Self {
+        match row.status {
+            EventStatus::Pending => Self::Delivering,
+            EventStatus::Sent => Self::Sent,
+            EventStatus::Dead => Self::Died,
+            EventStatus::Discarded if row.sink.is_empty() => Self::Unwanted,
+            EventStatus::Discarded => Self::GivenUpBefore,
+        }
+    }
+
+    fn is_done(self) -> bool {
+        matches!(self, Self::Queued | Self::Owed | Self::GivenUp)
+    }
+
+    /// For programs. These names are promised.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Queued => "queued",
+            Self::Owed => "owed",
+            Self::GivenUp => "discarded",
+            Self::Delivering => "delivering",
+            Self::Sent => "sent",
+            Self::GivenUpBefore => "discarded_before",
+            Self::Unwanted => "unwanted",
+            Self::Died => "dead",
+        }
+    }
+
+    fn words(self, action: EventAction) -> &'static str {
+        let redeliver = action == EventAction::Redeliver;
+        match self {
+            Self::Queued => "queued again",
+            Self::Owed => "was owed already, due now",
+            Self::GivenUp => "discarded",
+            Self::Delivering => "being delivered right now",
+            Self::Sent if redeliver => "delivered before (name the sink to send it again)",
+            Self::Sent => "delivered before (what was sent is not discarded)",
+            Self::GivenUpBefore if redeliver => {
+                "discarded before (name the sink to send it all the same)"
+            }
+            Self::GivenUpBefore => "discarded before",
+            Self::Unwanted if redeliver => "no sink wanted it (name the sink to send it to)",
+            Self::Unwanted => "no sink wanted it",
+            Self::Died => "dead since a moment ago",
+        }
+    }
+}
+
+/// What an action upon one event came to, sink by sink.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Told {
+    action: EventAction,
+    sinks: BTreeMap<String, Became>,
+}
+
+impl Told {
+    /// From what was changed, and from the rows of the event as they stand since. `sink`: only this one was meant.
+    #[must_use]
+    pub fn of(
+        action: EventAction,
+        sink: Option<&str>,
+        touched: &Touched,
+        rows: &[EventRow],
+    ) -> Self {
+        let meant = rows.iter().filter(|row| sink.is_none_or(|sink| row.sink == sink));
+        let left = meant.map(|row| (row.sink.clone(), Became::left_alone(row)));
+        let done = touched.sinks.iter();
+        let done = done.map(|(sink, was)| (sink.clone(), Became::touched(action, *was)));
+        Self { action, sinks: left.chain(done).collect() }
+    }
+
+    /// For programs.
+    #[must_use]
+    pub fn json(&self) -> Value {
+        let sinks = self.sinks.iter();
+        sinks.map(|(sink, became)| json!({ "sink": sink, "result": became.name() })).collect()
+    }
+
+    /// For people, a line for each sink.
+    #[must_use]
+    pub fn lines(&self) -> Vec<String> {
+        let line = |(sink, became): (&String, &Became)| {
+            let left = if became.is_done() { "" } else { "left alone: " };
+            format!("{}: {left}{}", named(sink), became.words(self.action))
+        };
+        self.sinks.iter().map(line).collect()
+    }
+
+    /// Why all of it was left alone.
+    fn reason(&self) -> &'static str {
+        let all = |wanted: &[Became]| self.sinks.values().all(|became| wanted.contains(became));
+        if self.sinks.values().any(|became| *became == Became::Delivering) {
+            "delivering"
+        } else if all(&[Became::Sent]) {
+            "sent"
+        } else if all(&[Became::GivenUpBefore, Became::Unwanted]) {
+            "discarded"
+        } else {
+            "left_alone"
+        }
+    }
+}
+
+fn named(sink: &str) -> &str {
+    if sink.is_empty() { "-" } else { sink }
+}
+
 /// Why nothing was done to an event: a name for programs, and a sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// `not_found`, `delivering`, `sent` or `discarded`.
+    /// `not_found`; `delivering` (towards one sink at least), `sent` or `discarded` (towards all of them); or `left_alone`.
     pub name: &'static str,
     /// In words.
     pub detail: String,
@@ -81,34 +220,40 @@ pub async fn rows_of(store: &dyn Store, id: Uuid) -> Result<Vec<EventRow>, store
 
 /// Why nothing was done to an event, whose rows are these.
 #[must_use]
-pub fn refusal(action: EventAction, id: Uuid, sink: Option<&str>, rows: &[EventRow]) -> Refusal {
+pub fn refusal(id: Uuid, sink: Option<&str>, rows: &[EventRow], told: &Told) -> Refusal {
     let refuse = |name, detail| Refusal { name, detail };
     if rows.is_empty() {
         return refuse("not_found", format!("There is no event {id}."));
     }
-    let towards: Vec<_> =
-        rows.iter().filter(|row| sink.is_none_or(|sink| row.sink == sink)).collect();
-    if let (Some(sink), true) = (sink, towards.is_empty()) {
+    if let (Some(sink), true) = (sink, told.sinks.is_empty()) {
         return refuse("not_found", format!("Event {id} is not for the sink {sink}."));
     }
-    let all = |status| towards.iter().all(|row| row.status == status);
-    let any = |status| towards.iter().any(|row| row.status == status);
-    match action {
-        EventAction::Redeliver if sink.is_none() && all(EventStatus::Discarded) => {
-            let why = "was for no sink, or is discarded: name the sink to send it to";
-            refuse("discarded", format!("Event {id} {why}."))
-        }
-        EventAction::Discard if all(EventStatus::Discarded) => {
-            refuse("discarded", format!("Event {id} is discarded already."))
-        }
-        EventAction::Discard if any(EventStatus::Sent) && !any(EventStatus::Pending) => {
-            refuse("sent", format!("Event {id} was delivered: what was sent is not discarded."))
-        }
-        EventAction::Redeliver | EventAction::Discard => {
-            let detail = format!("Event {id} is being delivered right now: it was left alone.");
-            refuse("delivering", detail)
-        }
+    let words = |(sink, became): (&String, &Became)| {
+        format!("{}: {}", named(sink), became.words(told.action))
+    };
+    let all: Vec<String> = told.sinks.iter().map(words).collect();
+    refuse(told.reason(), format!("Event {id} was left alone. {}.", all.join("; ")))
+}
+
+/// What is wrong with the sink that is named for an action; `None`: nothing. An event may still have rows of a sink that is
+/// known nowhere else.
+///
+/// # Errors
+/// The store's.
+pub async fn wrong_sink(
+    store: &dyn Store,
+    configured: &[String],
+    event: Option<Uuid>,
+    sink: Option<&str>,
+) -> Result<Option<String>, store::Error> {
+    let Some(name) = sink else { return Ok(None) };
+    let wrong = sinks::stranger(store, configured, name).await?;
+    if let (Some(_), Some(id)) = (&wrong, event)
+        && rows_of(store, id).await?.iter().any(|row| row.sink == name)
+    {
+        return Ok(None);
     }
+    Ok(wrong)
 }
 
 /// Who asks, and why.
@@ -140,8 +285,22 @@ impl By {
 #[serde(deny_unknown_fields)]
 struct OneEvent {
     sink: Option<String>,
+    #[serde(default)]
+    all_sinks: bool,
     who: Option<String>,
     reason: Option<String>,
+}
+
+impl OneEvent {
+    fn chosen(&self, action: EventAction, id: Uuid) -> Result<Chosen, Problem> {
+        let wrong = |text: &str| Err(Problem::Action(vec![format!("`all_sinks`: {text}")]));
+        match (action, &self.sink, self.all_sinks) {
+            (_, Some(_), true) => wrong("not beside `sink`"),
+            (EventAction::Discard, _, true) => wrong("what was sent is not discarded"),
+            (EventAction::Redeliver, None, false) => Ok(Chosen::NotTaken { id }),
+            (_, sink, _) => Ok(Chosen::One { id, sink: sink.clone() }),
+        }
+    }
 }
 
 /// What may be said about dead ones.
@@ -191,22 +350,39 @@ pub(super) async fn one(
     request: Request,
 ) -> Result<Json, Problem> {
     let id = id_of(id)?;
-    let OneEvent { sink, who, reason } = read(request).await?.unwrap_or_default();
+    let asked: OneEvent = read(request).await?.unwrap_or_default();
+    let which = asked.chosen(action, id)?;
+    let OneEvent { sink, who, reason, .. } = asked;
     let by = By { who, reason }.operator()?;
-    let which = Chosen::One { id, sink: sink.clone() };
     let store = state.store.as_ref();
-    let count = in_time(run(action, store, &which, &by)).await?;
-    if count == 0 {
+    known(&state, Some(id), sink.as_deref()).await?;
+    let touched = in_time(run(action, store, &which, &by)).await?;
+    if touched.count == 0 {
         let rows = super::in_time(rows_of(store, id)).await?;
-        let Refusal { name, detail } = refusal(action, id, sink.as_deref(), &rows);
+        let told = Told::of(action, sink.as_deref(), &touched, &rows);
+        let Refusal { name, detail } = refusal(id, sink.as_deref(), &rows, &told);
         return Err(if rows.is_empty() {
             Problem::NotFound
         } else {
-            Problem::Refused { name, detail }
+            Problem::Refused { name, detail, sinks: told.json() }
         });
     }
-    let answer = json!({ "event": id.to_string(), "sink": sink, "by": by.who, "why": by.why });
-    Ok(Json(counted(answer, done(action), count)))
+    // It is done, whether or not the rest can be read.
+    let rows = super::in_time(rows_of(store, id)).await.unwrap_or_default();
+    let told = Told::of(action, sink.as_deref(), &touched, &rows).json();
+    let answer = json!({
+        "event": id.to_string(), "sink": sink, "sinks": told, "by": by.who, "why": by.why,
+    });
+    Ok(Json(counted(answer, done(action), touched.count)))
+}
+
+/// Refuses a sink of which neither the configuration nor the store knows.
+async fn known(state: &State, event: Option<Uuid>, sink: Option<&str>) -> Result<(), Problem> {
+    let wrong = wrong_sink(state.store.as_ref(), &state.sinks, event, sink);
+    match super::in_time(wrong).await? {
+        Some(wrong) => Err(Problem::Action(vec![format!("`sink`: {wrong}")])),
+        None => Ok(()),
+    }
 }
 
 /// What may be said about a sink.
@@ -247,14 +423,15 @@ pub(super) async fn dead(
     let missing = || Problem::Action(vec!["`status`: must be \"dead\"".to_owned()]);
     let asked = asked.ok_or_else(missing)?;
     let filter = asked.filter()?;
+    known(&state, None, filter.sink.as_deref()).await?;
     let store = state.store.as_ref();
     if asked.dry_run {
         let count = super::in_time(store.count_dead(&filter)).await?;
         return Ok(Json(counted(json!({ "dry_run": true }), done(action), count)));
     }
     let by = By { who: asked.who, reason: asked.reason }.operator()?;
-    let count = in_time(run(action, store, &Chosen::Dead(filter), &by)).await?;
-    Ok(Json(counted(json!({ "by": by.who, "why": by.why }), done(action), count)))
+    let touched = in_time(run(action, store, &Chosen::Dead(filter), &by)).await?;
+    Ok(Json(counted(json!({ "by": by.who, "why": by.why }), done(action), touched.count)))
 }
 
 fn counted(mut answer: Value, name: &str, count: u64) -> Value {

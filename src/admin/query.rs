@@ -112,11 +112,14 @@ impl<'a> Query<'a> {
     }
 }
 
+/// The name that was most likely meant, if there is one.
+pub(super) fn nearest<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n str> {
+    let like = |other: &str| strsim::jaro_winkler(name, other);
+    known.max_by(|a, b| like(a).total_cmp(&like(b))).filter(|near| like(near) > 0.8)
+}
+
 fn unknown(name: &str, known: &[&str]) -> String {
-    let near = known
-        .iter()
-        .max_by(|a, b| strsim::jaro_winkler(name, a).total_cmp(&strsim::jaro_winkler(name, b)));
-    match near.filter(|near| strsim::jaro_winkler(name, near) > 0.8) {
+    match nearest(name, known.iter().copied()) {
         Some(near) => format!("`{name}` is not a parameter here; did you mean `{near}`?"),
         None if known.is_empty() => format!("`{name}` is not a parameter here; there are none"),
         None => format!("`{name}` is not a parameter here; there are {}", known.join(", ")),

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
+use super::query::nearest;
 use super::view::time;
 use crate::store::{
     self, Changed, NextProbe, Operator, Over, PauseReason, SinkOrder, SinkState, Store,
@@ -111,6 +112,34 @@ fn round_up(wait: Duration) -> u64 {
     wait.as_secs() + u64::from(wait.subsec_nanos() > 0)
 }
 
+/// What to say of a sink of which neither the configuration nor the store knows; `None`: one of them does.
+///
+/// # Errors
+/// The store's.
+pub async fn stranger(
+    store: &dyn Store,
+    configured: &[String],
+    name: &str,
+) -> Result<Option<String>, store::Error> {
+    if configured.iter().any(|known| known == name) {
+        return Ok(None);
+    }
+    let (states, gauges) = (store.sinks(Over::Ended).await?, store.gauges().await?);
+    let mut known: BTreeSet<String> = configured.iter().cloned().collect();
+    known.extend(states.into_iter().map(|state| state.sink));
+    known.extend(gauges.pending.into_iter().map(|(sink, ..)| sink));
+    known.extend(gauges.dead.into_iter().map(|(sink, _)| sink));
+    if known.contains(name) {
+        return Ok(None);
+    }
+    let all: Vec<&str> = known.iter().map(String::as_str).collect();
+    Ok(Some(match nearest(name, all.iter().copied()) {
+        Some(near) => format!("no such sink; did you mean `{near}`?"),
+        None if all.is_empty() => "no such sink; there is none".to_owned(),
+        None => format!("no such sink; there are {}", all.join(", ")),
+    }))
+}
+
 /// Pauses or resumes a sink. `Ok(None)`: done.
 ///
 /// # Errors
@@ -122,17 +151,8 @@ pub async fn operate(
     order: SinkOrder,
     by: &Operator,
 ) -> Result<Option<NoChange>, store::Error> {
-    if !configured.iter().any(|known| known == name) {
-        let states = store.sinks(Over::Ended).await?;
-        let gauges = store.gauges().await?;
-        let known: BTreeSet<&str> = states
-            .iter()
-            .map(|state| state.sink.as_str())
-            .chain(gauges.pending.iter().map(|(sink, ..)| sink.as_str()))
-            .collect();
-        if !known.contains(name) {
-            return Ok(Some(NoChange::NotFound));
-        }
+    if stranger(store, configured, name).await?.is_some() {
+        return Ok(Some(NoChange::NotFound));
     }
     Ok(match store.operate_sink(name, order, by).await? {
         Changed::Yes => None,

@@ -12,7 +12,7 @@ use uuid::Uuid;
 
 use super::print::{self, Exit, Failure, Table, block, escape, refuse};
 use super::records::{events_table, seconds};
-use crate::admin::act::{self, Refusal};
+use crate::admin::act::{self, Refusal, Told};
 use crate::admin::query;
 use crate::admin::view::{self, AttemptView, EventView};
 use crate::store::{Chosen, DeadFilter, EventAction, EventFilter, EventStatus, Store};
@@ -24,8 +24,8 @@ pub enum Events {
     List(ListArgs),
     /// Show one event with its message, how it stands towards each sink, and each attempt
     Show(ShowArgs),
-    /// Send an event again, or all dead ones
-    Redeliver(ChooseArgs),
+    /// Send an event again to the sinks that have not taken it, or all dead ones
+    Redeliver(RedeliverArgs),
     /// Give an event up for good, or all dead ones: a pending or dead one is discarded, what was sent stays sent
     Discard(ChooseArgs),
 }
@@ -100,6 +100,28 @@ pub struct ChooseArgs {
     pub reason: Option<String>,
 }
 
+/// Upon which events something is done, and towards which sinks.
+#[derive(Args, Debug)]
+pub struct RedeliverArgs {
+    /// Which events.
+    #[command(flatten)]
+    pub which: ChooseArgs,
+    /// Also to the sinks that took it
+    #[arg(long, conflicts_with_all = ["sink", "status"])]
+    pub all_sinks: bool,
+}
+
+/// What an operator asks for.
+#[derive(Debug)]
+pub struct Asked<'a> {
+    /// What is done.
+    pub action: EventAction,
+    /// To which events.
+    pub args: &'a ChooseArgs,
+    /// Of a redelivery: also to the sinks that took it.
+    pub all_sinks: bool,
+}
+
 impl ChooseArgs {
     fn filter(&self) -> DeadFilter {
         DeadFilter {
@@ -119,22 +141,26 @@ fn dead(text: &str) -> Result<EventStatus, String> {
         .ok_or_else(|| "only dead events are chosen all at once".to_owned())
 }
 
-/// Runs the command that was typed.
+/// Runs the command that was typed; `configured` names the sinks of the configuration.
 ///
 /// # Errors
 /// See the commands.
 pub async fn run(
     command: &Events,
     store: &dyn Store,
+    configured: &[String],
     out: &mut dyn Write,
     json: bool,
 ) -> Result<Exit, Failure> {
-    match command {
-        Events::List(args) => list(store, args, out, json).await,
-        Events::Show(args) => show(store, args, out, json).await,
-        Events::Redeliver(args) => act(store, EventAction::Redeliver, args, out, json).await,
-        Events::Discard(args) => act(store, EventAction::Discard, args, out, json).await,
-    }
+    let asked = match command {
+        Events::List(args) => return list(store, args, out, json).await,
+        Events::Show(args) => return show(store, args, out, json).await,
+        Events::Redeliver(RedeliverArgs { which, all_sinks }) => {
+            Asked { action: EventAction::Redeliver, args: which, all_sinks: *all_sinks }
+        }
+        Events::Discard(args) => Asked { action: EventAction::Discard, args, all_sinks: false },
+    };
+    act(store, configured, &asked, out, json).await
 }
 
 /// Lists events.
@@ -240,17 +266,24 @@ fn attempts_table(attempts: &[AttemptView]) -> Table<5> {
 /// Makes events due again, or gives them up.
 ///
 /// # Errors
-/// [`Failure::Usage`] where neither an id nor a status is given; the store's; or where the output cannot be written.
+/// [`Failure::Usage`] where neither an id nor a status is given, or a sink that is not known; the store's; or where the output
+/// cannot be written.
 pub async fn act(
     store: &dyn Store,
-    action: EventAction,
-    args: &ChooseArgs,
+    configured: &[String],
+    asked: &Asked<'_>,
     out: &mut dyn Write,
     json: bool,
 ) -> Result<Exit, Failure> {
+    let Asked { args, .. } = asked;
+    let sink = args.sink.as_deref();
+    if let Some(wrong) = act::wrong_sink(store, configured, args.id, sink).await? {
+        let sink = escape(sink.unwrap_or_default());
+        return Err(Failure::Usage(format!("--sink {sink}: {}", escape(&wrong))));
+    }
     match (args.id, args.status) {
-        (Some(id), None) => act_on_one(store, action, id, args, out, json).await,
-        (None, Some(_)) => act_on_dead(store, action, args, out, json).await,
+        (Some(id), None) => act_on_one(store, asked, id, out, json).await,
+        (None, Some(_)) => act_on_dead(store, asked, out, json).await,
         (Some(_), Some(_)) | (None, None) => {
             Err(Failure::Usage("give either an event's id or --status dead".to_owned()))
         }
@@ -259,39 +292,51 @@ pub async fn act(
 
 async fn act_on_one(
     store: &dyn Store,
-    action: EventAction,
+    asked: &Asked<'_>,
     id: Uuid,
-    args: &ChooseArgs,
     out: &mut dyn Write,
     json: bool,
 ) -> Result<Exit, Failure> {
-    let by = print::operator(args.reason.as_deref());
-    let which = Chosen::One { id, sink: args.sink.clone() };
+    let Asked { action, args, all_sinks } = *asked;
+    let (by, sink) = (print::operator(args.reason.as_deref()), args.sink.as_deref());
+    let which = match (action, sink, all_sinks) {
+        (EventAction::Redeliver, None, false) => Chosen::NotTaken { id },
+        (_, _, _) => Chosen::One { id, sink: args.sink.clone() },
+    };
     let done = act::run(action, store, &which, &by).await;
-    let count = print::changed(done, &format!("events show {id}"))?;
-    if count == 0 {
-        let rows = act::rows_of(store, id).await?;
-        let Refusal { name, detail } = act::refusal(action, id, args.sink.as_deref(), &rows);
-        return refuse(out, json, name, &escape(&detail));
+    let touched = print::changed(done, &format!("events show {id}"))?;
+    let rows = match act::rows_of(store, id).await {
+        // It is done, whether or not the rest can be read.
+        Err(_) if touched.count > 0 => Vec::new(),
+        rows => rows?,
+    };
+    let told = Told::of(action, sink, &touched, &rows);
+    if touched.count == 0 {
+        let Refusal { name, detail } = act::refusal(id, sink, &rows, &told);
+        return print::left_alone(out, json, name, &escape(&detail), told.json());
     }
     if json {
         let done = json!({
-            act::done(action): count, "event": id.to_string(), "sink": args.sink, "by": by.who, "why": by.why,
+            act::done(action): touched.count, "event": id.to_string(), "sink": sink,
+            "sinks": told.json(), "by": by.who, "why": by.why,
         });
         print::json(out, &done)?;
-    } else {
-        writeln!(out, "{}", said(action, count, "event", args))?;
+        return Ok(Exit::Done);
+    }
+    writeln!(out, "{}", said(action, touched.count, "event", args))?;
+    for line in told.lines() {
+        writeln!(out, "  {}", escape(&line))?;
     }
     Ok(Exit::Done)
 }
 
 async fn act_on_dead(
     store: &dyn Store,
-    action: EventAction,
-    args: &ChooseArgs,
+    asked: &Asked<'_>,
     out: &mut dyn Write,
     json: bool,
 ) -> Result<Exit, Failure> {
+    let Asked { action, args, .. } = *asked;
     let filter = args.filter();
     if args.dry_run {
         let count = store.count_dead(&filter).await?;
@@ -304,7 +349,7 @@ async fn act_on_dead(
     }
     let by = print::operator(args.reason.as_deref());
     let done = act::run(action, store, &Chosen::Dead(filter), &by).await;
-    let count = print::changed(done, "events list --status dead")?;
+    let count = print::changed(done, "events list --status dead")?.count;
     if json {
         let done =
             json!({ act::done(action): count, "sink": args.sink, "by": by.who, "why": by.why });

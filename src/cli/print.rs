@@ -7,6 +7,7 @@
 use std::io::{self, Write};
 
 use serde::Serialize;
+use serde_json::Value;
 
 use crate::admin::view::{is_unsafe_to_print, time, to_json};
 use crate::store::{self, Objection, Operator};
@@ -105,6 +106,8 @@ struct Refusal<'a> {
     owner: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     since: Option<String>,
+    #[serde(skip_serializing_if = "Value::is_null")]
+    sinks: Value,
 }
 
 /// Says that nothing was done, and why.
@@ -114,7 +117,18 @@ pub(super) fn refuse(
     name: &'static str,
     detail: &str,
 ) -> Result<Exit, Failure> {
-    refusal(out, as_json, &Refusal { refused: name, detail, owner: None, since: None })
+    left_alone(out, as_json, name, detail, Value::Null)
+}
+
+/// The same of an event, of which `sinks` says how it stands towards each.
+pub(super) fn left_alone(
+    out: &mut dyn Write,
+    as_json: bool,
+    name: &'static str,
+    detail: &str,
+    sinks: Value,
+) -> Result<Exit, Failure> {
+    refusal(out, as_json, &Refusal { refused: name, detail, owner: None, since: None, sinks })
 }
 
 fn refusal(out: &mut dyn Write, as_json: bool, what: &Refusal<'_>) -> Result<Exit, Failure> {
@@ -144,7 +158,8 @@ pub(super) fn objection(
                  Nothing was changed: wait for its outcome, or stop that process and let its lease run out."
             );
             let (owner, since) = (Some(owner), Some(since));
-            refusal(out, as_json, &Refusal { refused: "running", detail: &detail, owner, since })
+            let (refused, detail, sinks) = ("running", detail.as_str(), Value::Null);
+            refusal(out, as_json, &Refusal { refused, detail, owner, since, sinks })
         }
         Objection::IsCompleted => {
             let detail = format!(

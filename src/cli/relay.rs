@@ -19,6 +19,7 @@ use super::serve::{self, StartError};
 use crate::admin::{self, Readiness, Token};
 use crate::config::{Config, StoreKind};
 use crate::lease::{self, Contact};
+use crate::store::Backlog;
 use crate::telemetry::Metrics;
 use crate::{relay, sweep};
 
@@ -73,7 +74,9 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     );
     tasks.spawn(run);
     let sinks = config.sweep.sinks.clone().into();
-    let settings = sweep::Settings { duty: sweep::Duty::Outbox, ..config.sweep };
+    // It begins nothing that a backlog could keep it from.
+    let (duty, backlog) = (sweep::Duty::Outbox, Backlog::default());
+    let settings = sweep::Settings { duty, backlog, ..config.sweep };
     tasks.spawn(sweep::run(
         Arc::clone(&store),
         settings,

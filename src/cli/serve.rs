@@ -215,6 +215,10 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     let (metrics, wake) = (Arc::new(Metrics::default()), Arc::new(Notify::new()));
     let opened = open_to_serve(&config.store, &sinks, &metrics).await?;
     let store = Arc::clone(&opened.store);
+    if config.sweep.backlog.most().is_some() {
+        // Known before the first request, lest a restart lets one beyond it.
+        config.sweep.backlog.counted(&store.gauges().await?);
+    }
     let now = Instant::now();
     let ttl = config.store.lease;
     let contact = if opened.alone { Contact::sole(now) } else { Contact::begin(ttl, now) };
@@ -235,6 +239,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         digest: config.digest_key_file.open().map_err(StartError::DigestKey)?,
         metrics: Arc::clone(&metrics),
         wake: Arc::clone(&wake),
+        backlog: config.sweep.backlog.clone(),
     };
     let gateway = Gateway::new(config.gateway, parts)
         .ok_or_else(|| StartError::Config("there is no default upstream".to_owned()))?;

@@ -37,7 +37,7 @@ pub struct OrderArgs {
 /// Runs the command that was typed; `configured` names the sinks of the configuration.
 ///
 /// # Errors
-/// The store's, or where the output cannot be written.
+/// [`Failure::Usage`] of a sink that is not known; the store's; or where the output cannot be written.
 pub async fn run(
     command: &Sinks,
     store: &dyn Store,
@@ -128,6 +128,9 @@ async fn operate(
 ) -> Result<Exit, Failure> {
     let by = print::operator(args.reason.as_deref());
     let name = escape(&args.name);
+    if let Some(wrong) = sinks::stranger(store, configured, &args.name).await? {
+        return Err(Failure::Usage(format!("{name}: {}", escape(&wrong))));
+    }
     let done = sinks::operate(store, configured, &args.name, order, &by).await;
     match print::changed(done, "sinks list")? {
         Some(NoChange::NotFound) => {

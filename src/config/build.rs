@@ -16,6 +16,7 @@ mod sinks;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
+use std::num::NonZeroU32;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -36,8 +37,8 @@ use crate::record::{Operation, Tenant};
 use crate::relay::{self, sink};
 use crate::route::{Mode, OnUnknown, Pattern, Policy, ReplayAuth, Route, Routes};
 use crate::scope::{self, Derive, Source};
-use crate::store::postgres;
 use crate::store::sealed::Keys;
+use crate::store::{Backlog, postgres};
 use crate::sweep;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -95,6 +96,7 @@ impl Builder<'_> {
                 every: or(&file.store.sweep_every, 10 * SECOND),
                 batch: or(&file.store.sweep_batch, 500),
                 duty: sweep::Duty::All,
+                backlog: Backlog::new(NonZeroU32::new(or(&file.outbox.backlog_max, 0))),
             },
             log: self.log(&file.log),
         };

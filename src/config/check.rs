@@ -15,6 +15,9 @@ use crate::route::{Mode, OnUnknown, ReplayAuth, Route};
 use crate::scope::Source;
 use crate::store::Order;
 
+/// A ceiling of the outbox below this is reached by a sink that is away for a moment.
+const BACKLOG_MIN: u32 = 1000;
+
 /// So many of the largest answers a spill should have room for.
 const SPILLED_MIN: u64 = 8;
 
@@ -81,6 +84,7 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
         about_filter(config, sink, &mut warn);
         about_order(config, sink, &mut warn);
     }
+    about_backlog(config, &mut warn);
     if matches!(config.store.kind, StoreKind::Sqlite(_)) && is_public(config) {
         let text = "sqlite serves one replica; for several use postgres://";
         warn("store.url", text.to_owned());
@@ -188,6 +192,18 @@ fn about_sink(sink: &sink::Settings, warn: &mut impl FnMut(&str, String)) {
             sink.name
         );
         warn("sink.max_age", text);
+    }
+}
+
+fn about_backlog(config: &Config, warn: &mut impl FnMut(&str, String)) {
+    let few = config.sweep.backlog.most().filter(|most| most.get() < BACKLOG_MIN);
+    if let Some(most) = few
+        && let Some(names) = operations(config, |route| route.events.are_owed())
+    {
+        let text = format!(
+            "a sink that is away until {most} events wait makes {names} answer 503: let it be what the disk can hold"
+        );
+        warn("outbox.backlog_max", text);
     }
 }
 

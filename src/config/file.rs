@@ -453,6 +453,8 @@ pub struct Outbox {
     pub poll: Maybe<Duration>,
     /// Whether `serve` delivers.
     pub relay: Maybe<bool>,
+    /// How many events may be owed before nothing is begun that writes more; 0: any number.
+    pub backlog_max: Maybe<u32>,
     /// The source of CloudEvents.
     pub source: Maybe<String>,
 }
@@ -787,6 +789,7 @@ fn outbox(mut s: Section<'_>) -> Outbox {
         unknown_events: s.flag("unknown_events"),
         poll: s.duration("poll"),
         relay: s.flag("relay"),
+        backlog_max: s.number("backlog_max", 0..=u32::MAX),
         source: s.text("source"),
     };
     s.finish();

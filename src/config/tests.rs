@@ -1,5 +1,7 @@
 //! What the configuration promises: every mistake at its place, overrides, defaults, and the shipped files.
 
+use std::num::NonZeroU32;
+
 use super::*;
 use crate::relay::sink;
 use crate::route::{Lookup, OnUnknown, ReplayAuth, Server};
@@ -1202,4 +1204,25 @@ fn the_delivery_may_be_left_to_another_process_but_not_of_a_file() {
     let wrong = |text: String| load(&text, &[]).unwrap_err().to_string();
     let text = wrong(EXAMPLE.replace("[outbox]\n", "[outbox]\nrelay = false\n"));
     assert!(text.contains("outbox.relay") && text.contains("nobody else can deliver"), "{text}");
+}
+
+#[test]
+fn the_backlog_has_a_ceiling_where_one_is_named_and_a_low_one_is_warned_of() {
+    let of = |more: &str| {
+        load(&EXAMPLE.replace("[outbox]\n", &format!("[outbox]\n{more}\n")), &[]).unwrap()
+    };
+    let most = |more: &str| of(more).0.sweep.backlog.most().map(NonZeroU32::get);
+    assert_eq!((most(""), most("backlog_max = 0")), (None, None));
+    assert_eq!(most("backlog_max = 2000000"), Some(2_000_000));
+    let warned = |more: &str| {
+        let (config, _) = of(more);
+        let warnings = check::warnings(&config);
+        warnings.iter().any(|warning| warning.place == "outbox.backlog_max")
+    };
+    assert!(warned("backlog_max = 999") && !warned("backlog_max = 1000") && !warned(""));
+    let wrong = mistakes(&with("outbox.backlog_max = -1"));
+    assert_eq!(
+        wrong,
+        ["og.toml:2: outbox.backlog_max: must be a whole number from 0 to 4294967295"]
+    );
 }

@@ -25,7 +25,7 @@ use super::accept;
 use super::headers::{self, Forwarding, Hop};
 use super::prefixed::Prefixed;
 use super::reply::{self, Name, Problem, Takes};
-use super::reserve::{Ask, Readers};
+use super::reserve::{Ask, Owes, Readers};
 use super::room::{Limits, NoRoom, Room};
 use super::tokens::Tokens;
 use super::upstream::{Body, Upstream};
@@ -230,6 +230,7 @@ impl Intake {
             context,
             on_unknown: route.policy.on_unknown.clone(),
             retention: route.policy.retention,
+            owes: if route.events.are_owed() { Owes::Events } else { Owes::Nothing },
         })
     }
 

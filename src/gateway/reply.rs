@@ -40,6 +40,9 @@ const EXPIRES: HeaderName = HeaderName::from_static("oncegate-expires");
 /// `false`: the upstream answered, and neither store nor spill has taken the answer yet, or not as the record's answer.
 const STORED: HeaderName = HeaderName::from_static("oncegate-stored");
 
+/// When a caller comes again where too many events are owed: no sooner than that is counted anew.
+const DRAINED_AFTER: Duration = Duration::from_secs(5);
+
 /// When a caller comes again for an outcome that the gateway itself asks about.
 const ASK_AGAIN: Duration = Duration::from_secs(5);
 
@@ -61,6 +64,9 @@ pub(super) fn refusal(refusal: Refusal, policy: &Policy) -> Problem {
             }
         }
         Refusal::StoreUnavailable(_) => Problem::new(Name::StoreUnavailable),
+        Refusal::Swamped => Problem::new(Name::Overloaded).after(DRAINED_AFTER).detail(
+            "Too many events of earlier requests wait to be delivered. Nothing was reserved or forwarded. Send it again with the same key after the time in Retry-After.",
+        ),
     }
 }
 

@@ -39,7 +39,7 @@ use crate::record::{
     Caller, Completed, Fence, Fingerprint, LeaseView, OwnerId, Record, RecordId, Scope, State,
 };
 use crate::route::OnUnknown;
-use crate::store::{self, Store};
+use crate::store::{self, Backlog, Store};
 use crate::telemetry::Metrics;
 
 /// First pause between two looks at a record that another replica works on; it doubles up to [`POLL_MAX`].
@@ -78,6 +78,16 @@ pub(super) struct Ask {
     pub(super) context: Option<Bytes>,
     pub(super) on_unknown: OnUnknown,
     pub(super) retention: Duration,
+    pub(super) owes: Owes,
+}
+
+/// What a stored outcome of a request owes to sinks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Owes {
+    /// No sink gets an event of it.
+    Nothing,
+    /// It may.
+    Events,
 }
 
 /// Who gets what another request under the scope came to.
@@ -161,6 +171,8 @@ pub(super) enum Refusal {
     OutcomeUnknown { record: RecordId, again: Option<Duration> },
     /// No reservation could be made; nothing was forwarded.
     StoreUnavailable(Unreserved),
+    /// Too many events are owed already; nothing was reserved.
+    Swamped,
 }
 
 /// Whether a request for which no reservation could be made has none.
@@ -182,6 +194,7 @@ pub struct Desk {
     open: Open,
     cache: Cache,
     settler: Settler,
+    backlog: Backlog,
     metrics: Arc<Metrics>,
 }
 
@@ -230,6 +243,8 @@ pub(super) enum Ending {
     Unknown(RecordId),
     /// No reservation could be made.
     Unavailable(Unreserved),
+    /// None was made, since too many events are owed.
+    Swamped,
     /// Its leader left without an end: look again.
     LookAgain,
 }
@@ -290,7 +305,7 @@ impl Drop for Lead {
             Ending::Unknown(_) => self.open.note(&self.scope),
             Ending::Kept(_) => self.open.forget(&self.scope),
             // A later attempt that did not execute leaves the doubt about those before it.
-            Ending::Shared(_) | Ending::Unavailable(_) | Ending::LookAgain => {}
+            Ending::Shared(_) | Ending::Unavailable(_) | Ending::Swamped | Ending::LookAgain => {}
         }
         // First out of the map, then the news: a follower that looks again finds no ended entry.
         self.entries.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.scope);
@@ -465,17 +480,23 @@ impl Desk {
         lease: LeaseView,
         may_judge: MayJudge,
         spill: Spill,
+        backlog: Backlog,
         metrics: Arc<Metrics>,
     ) -> Self {
         let cache = Cache::new(settings.cache_bytes);
         let settler = Settler::new(Arc::clone(&store), cache.clone(), spill, Arc::clone(&metrics));
         let (entries, open) = (Arc::default(), Open::default());
-        Self { settings, store, lease, may_judge, entries, open, cache, settler, metrics }
+        Self { settings, store, lease, may_judge, entries, open, cache, settler, backlog, metrics }
     }
 
     /// The settler, for shutdown.
     pub(super) fn settler(&self) -> &Settler {
         &self.settler
+    }
+
+    /// Whether a request may not be begun, because the events that it would owe are too many.
+    fn is_swamped(&self, ask: &Ask) -> bool {
+        ask.owes == Owes::Events && self.backlog.is_full()
     }
 
     /// Whether the record under this scope was last seen running, or its outcome unknown.
@@ -669,8 +690,15 @@ impl Desk {
                     return Admission::Refuse(Refusal::OutcomeUnknown { record, again });
                 }
                 Step::Refuse(refusal) => {
-                    if let Refusal::StoreUnavailable(unreserved) = refusal {
-                        lead.end(Ending::Unavailable(unreserved));
+                    match refusal {
+                        Refusal::StoreUnavailable(unreserved) => {
+                            lead.end(Ending::Unavailable(unreserved));
+                        }
+                        Refusal::Swamped => lead.end(Ending::Swamped),
+                        Refusal::Mismatch { .. }
+                        | Refusal::Forbidden { .. }
+                        | Refusal::InProgress { .. }
+                        | Refusal::OutcomeUnknown { .. } => {}
                     }
                     return Admission::Refuse(refusal);
                 }
@@ -720,6 +748,7 @@ fn ended(ask: &Ask, ending: Ending) -> Followed {
             Admission::Refuse(Refusal::OutcomeUnknown { record, again: None })
         }
         Ending::Unavailable(unreserved) => Admission::Refuse(Refusal::StoreUnavailable(unreserved)),
+        Ending::Swamped => Admission::Refuse(Refusal::Swamped),
         Ending::LookAgain => return Followed::LookAgain,
     })
 }

@@ -188,6 +188,12 @@ impl Templates {
         self.specs.iter().map(|spec| spec.kind.as_str())
     }
 
+    /// Whether a stored outcome may owe an event to any sink.
+    #[must_use]
+    pub fn are_owed(&self) -> bool {
+        self.specs.iter().any(|spec| !spec.sinks.is_empty())
+    }
+
     /// The same, with what a look-up needs of the request kept too.
     #[must_use]
     pub fn beside(mut self, lookup: &lookup::Template) -> Self {

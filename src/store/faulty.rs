@@ -1,7 +1,7 @@
 //! A store with a fault point before and after each verb that changes something; see `fault`.
 //!
 //! Before the verb a fault means "nothing was changed", after it "done, and nobody was told": what the two errors of a
-//! store say. A new verb of [`Store`] is one line here: with its [`Verb`] where it changes something.
+//! store say. A new verb of [`Store`] is one line here: with its [`Verb`] where it changes something (but for [`Store::let_go`], which is asked again and again).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,9 +11,9 @@ use uuid::Uuid;
 
 use super::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
-    Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateOutcome, Operator,
-    Order, Over, Proposal, RecordFilter, RecordRow, Reserved, Settled, SinkOrder, SinkState,
-    SinkTurn, Store, Takeover, Unresolved, Untold,
+    Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateOutcome, LetGo,
+    Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reserved, Settled, SinkOrder,
+    SinkState, SinkTurn, Store, Takeover, Touched, Unresolved, Untold,
 };
 use crate::fault::{self, Injected, Point, Verb};
 use crate::record::event::Event;
@@ -67,6 +67,7 @@ verbs! {
     claim(claim: &Claim) -> Vec<Claimed>, Claim;
     acknowledge(sink: &str, order: Order, verdicts: &[Acknowledgement]) -> Vec<Uuid>, Acknowledge;
     next_due(sink: &str) -> Option<Duration>;
+    let_go(sink: &str, order: Order, from: Option<&str>) -> LetGo;
     sinks(over: Over) -> Vec<SinkState>;
     turn_sink(sink: &str, no: i64, turn: &SinkTurn) -> Changed, TurnSink;
     questions(asking: &[Asking], limit: u32) -> Vec<Due>;
@@ -79,8 +80,8 @@ verbs! {
     list_events(filter: &EventFilter) -> Vec<EventRow>;
     operator_release(fence: Fence, completed: bool, by: &Operator) -> Acted, OperatorRelease;
     operator_complete(completion: &Completion, by: &Operator) -> Acted, OperatorComplete;
-    redeliver(which: &Chosen, by: &Operator) -> u64, Redeliver;
-    discard(which: &Chosen, by: &Operator) -> u64, Discard;
+    redeliver(which: &Chosen, by: &Operator) -> Touched, Redeliver;
+    discard(which: &Chosen, by: &Operator) -> Touched, Discard;
     count_dead(which: &DeadFilter) -> u64;
     attempts_of(event: Uuid) -> Vec<AttemptRow>;
     operate_sink(sink: &str, order: SinkOrder, by: &Operator) -> Changed, OperateSink;

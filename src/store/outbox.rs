@@ -290,8 +290,43 @@ pub enum Chosen {
         /// Towards which sink; `None`: all.
         sink: Option<String>,
     },
+    /// One event, towards the sinks that have not taken it: where it is owed, or dead.
+    NotTaken {
+        /// The event.
+        id: Uuid,
+    },
     /// Dead ones, all at once.
     Dead(DeadFilter),
+}
+
+/// What an operator's action came to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Touched {
+    /// How many rows were changed: an event towards two sinks is two.
+    pub count: u64,
+    /// Of one event: each sink towards which it was changed, and how it stood there before.
+    pub sinks: Vec<(String, EventStatus)>,
+}
+
+impl Touched {
+    /// One event, towards these sinks.
+    pub(super) fn one(sinks: Vec<(String, EventStatus)>) -> Self {
+        Self { count: sinks.len() as u64, sinks }
+    }
+
+    /// So many rows of many events.
+    pub(super) fn many(count: u64) -> Self {
+        Self { count, sinks: Vec::new() }
+    }
+}
+
+/// What a piece of [`Store::let_go`](super::Store::let_go) came to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LetGo {
+    /// How many events are due now.
+    pub count: u64,
+    /// From where the next piece goes on; `None`: this was the last.
+    pub next: Option<String>,
 }
 
 /// Which dead events.

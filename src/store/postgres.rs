@@ -43,8 +43,9 @@ use super::batch::{Batcher, RunError, Turns};
 use super::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Cause, Changed, Chosen, Claim,
     Claimed, Completion, DeadFilter, Due, Error, EventAction, EventFilter, EventRow, Gauges,
-    LateOutcome, OpenError, Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reserved,
-    Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
+    LateOutcome, LetGo, OpenError, Operator, Order, Over, Proposal, RecordFilter, RecordRow,
+    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched, Unresolved,
+    Untold,
 };
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
@@ -285,6 +286,10 @@ impl Store for Postgres {
         outbox::next_due(&self.door, sink).await
     }
 
+    async fn let_go(&self, sink: &str, order: Order, from: Option<&str>) -> Result<LetGo, Error> {
+        order::let_go(&self.door, sink, order, from).await
+    }
+
     async fn sinks(&self, over: Over) -> Result<Vec<SinkState>, Error> {
         sinks::states(&self.door, over).await
     }
@@ -358,11 +363,11 @@ impl Store for Postgres {
         operate::complete(&self.door, completion, by).await
     }
 
-    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
         events::act(&self.door, EventAction::Redeliver, which, by).await
     }
 
-    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
         events::act(&self.door, EventAction::Discard, which, by).await
     }
 

@@ -25,9 +25,9 @@ pub use self::keys::{Keys, KeysError, Unopened};
 use self::keys::{MARK, NoRandom, Part};
 use super::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
-    Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateEnd, LateOutcome,
+    Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateEnd, LateOutcome, LetGo,
     Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reserved, Settled, SinkOrder,
-    SinkState, SinkTurn, Store, Takeover, Unresolved, Untold, Verdict,
+    SinkState, SinkTurn, Store, Takeover, Touched, Unresolved, Untold, Verdict,
 };
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
@@ -307,6 +307,7 @@ verbs! {
         untold(which: Untold, limit: u32) -> Vec<Doubt>;
         acknowledge(sink: &str, order: Order, verdicts: &[Acknowledgement]) -> Vec<Uuid>;
         next_due(sink: &str) -> Option<Duration>;
+        let_go(sink: &str, order: Order, from: Option<&str>) -> LetGo;
         sinks(over: Over) -> Vec<SinkState>;
         turn_sink(sink: &str, no: i64, turn: &SinkTurn) -> Changed;
         operate_sink(sink: &str, order: SinkOrder, by: &Operator) -> Changed;
@@ -315,8 +316,8 @@ verbs! {
         sweep_events(retention: Duration, limit: u32) -> u64;
         sweep_leases() -> u64;
         operator_release(fence: Fence, completed: bool, by: &Operator) -> Acted;
-        redeliver(which: &Chosen, by: &Operator) -> u64;
-        discard(which: &Chosen, by: &Operator) -> u64;
+        redeliver(which: &Chosen, by: &Operator) -> Touched;
+        discard(which: &Chosen, by: &Operator) -> Touched;
         count_dead(which: &DeadFilter) -> u64;
         attempts_of(event: Uuid) -> Vec<AttemptRow>;
         acted_on(window: Duration) -> Vec<RecordId>;

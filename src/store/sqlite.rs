@@ -36,13 +36,14 @@ use uuid::Uuid;
 use self::file::Stand;
 pub use self::file::{FileLock, lock};
 use self::records::Completer;
-use self::thread::{Role, Tx, Worker, checkpoints, connect};
+use self::thread::{Busy, Role, Tx, Worker, checkpoints, connect};
 use super::batch::{Batcher, RunError, Turns, Work};
 use super::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Cause, Changed, Chosen, Claim,
     Claimed, Completion, DeadFilter, Due, Error, EventAction, EventFilter, EventRow, Gauges,
-    LateOutcome, OpenError, Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reserved,
-    Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved, Untold,
+    LateOutcome, LetGo, OpenError, Operator, Order, Over, Proposal, RecordFilter, RecordRow,
+    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched, Unresolved,
+    Untold,
 };
 use crate::fault::{self, Point};
 use crate::record::event::Event;
@@ -51,7 +52,7 @@ use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
 use crate::telemetry;
 
 /// Each migration brings the schema from the version before it to its own.
-const MIGRATIONS: [(u32, &str); 7] = [
+const MIGRATIONS: [(u32, &str); 8] = [
     (1, include_str!("../../migrations/sqlite/0001_records.sql")),
     (2, include_str!("../../migrations/sqlite/0002_unknown.sql")),
     (3, include_str!("../../migrations/sqlite/0003_claim_owner.sql")),
@@ -59,13 +60,14 @@ const MIGRATIONS: [(u32, &str); 7] = [
     (5, include_str!("../../migrations/sqlite/0005_sinks.sql")),
     (6, include_str!("../../migrations/sqlite/0006_order.sql")),
     (7, include_str!("../../migrations/sqlite/0007_attempts.sql")),
+    (8, include_str!("../../migrations/sqlite/0008_audit_events.sql")),
 ];
 
 /// How long a claim goes on looking while all that it finds has to wait for others.
 const LOOK_MAX: Duration = Duration::from_secs(1);
 
 /// The schema's version that this program knows.
-const KNOWN: u32 = 7;
+const KNOWN: u32 = 8;
 
 /// A SQLite file as a store. Dropped, its threads finish what is queued and end.
 pub struct Sqlite {
@@ -116,12 +118,19 @@ impl Sqlite {
     /// [`OpenError::NewerSchema`], [`OpenError::OlderSchema`] where it is not allowed, [`OpenError::Migration`].
     pub async fn migrate(&self, allowed: bool) -> Result<u32, OpenError> {
         let found = self.version().await?;
-        if found < KNOWN && !allowed {
+        if found > KNOWN {
+            return Err(OpenError::NewerSchema { found, known: KNOWN });
+        }
+        if found == KNOWN {
+            // Who only reads writes nothing then, and waits for nobody's lock.
+            return Ok(found);
+        }
+        if !allowed {
             return Err(OpenError::OlderSchema { found, known: KNOWN });
         }
         for (version, sql) in MIGRATIONS {
             let applied = self.pen.write(move |tx| apply(tx, version, sql)).await;
-            applied.map_err(|cause| OpenError::Migration { version, cause: cause.into() })?;
+            applied.map_err(|error| self.not_migrated(version, error))?;
         }
         match self.version().await? {
             found if found > KNOWN => Err(OpenError::NewerSchema { found, known: KNOWN }),
@@ -160,26 +169,48 @@ impl Sqlite {
     }
 
     /// What an operator does to events. Dead ones go in pieces, between which others write.
-    async fn act(&self, action: EventAction, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+    async fn act(
+        &self,
+        action: EventAction,
+        which: &Chosen,
+        by: &Operator,
+    ) -> Result<Touched, Error> {
         let by = by.clone();
-        match which {
-            Chosen::One { id, sink } => {
-                let (id, sink) = (*id, sink.clone());
-                self.pen.write(move |tx| events::one(tx, action, id, sink.as_deref(), &by)).await
-            }
+        let (id, sink, not_taken) = match which {
+            Chosen::One { id, sink } => (*id, sink.clone(), false),
+            Chosen::NotTaken { id } => (*id, None, true),
             Chosen::Dead(filter) => {
-                let mut walk = events::Walk::new(action, filter.clone(), by);
-                while !walk.is_over() {
-                    let before = walk.total();
-                    let worked = self.pen.write(move |tx| walk.piece(tx)).await;
-                    // After the first piece an error does not mean that nothing was changed.
-                    walk = worked.map_err(|error| match before {
-                        0 => error,
-                        _ => Error::InDoubt(error.into()),
-                    })?;
-                }
-                Ok(walk.total())
+                let walk = events::Walk::new(action, filter.clone(), by);
+                return self.walk(walk).await.map(Touched::many);
             }
+        };
+        let act = move |tx: &Tx<'_>| events::one(tx, action, id, sink.as_deref(), not_taken, &by);
+        self.pen.write(act).await.map(Touched::one)
+    }
+
+    /// Goes on with it piece by piece to its end; how many rows it changed.
+    async fn walk(&self, mut walk: events::Walk) -> Result<u64, Error> {
+        while !walk.is_over() {
+            let before = walk.total();
+            let worked = self.pen.write(move |tx| walk.piece(tx)).await;
+            // After the first piece an error does not mean that nothing was changed.
+            walk = worked.map_err(|error| match before {
+                0 => error,
+                _ => Error::InDoubt(error.into()),
+            })?;
+        }
+        Ok(walk.total())
+    }
+
+    fn not_migrated(&self, version: u32, error: Error) -> OpenError {
+        match error {
+            Error::Unavailable(cause) if cause.is::<Busy>() => {
+                OpenError::Connect { place: self.place.clone(), cause }
+            }
+            other @ (Error::Unavailable(_)
+            | Error::InDoubt(_)
+            | Error::Refused(_)
+            | Error::Late) => OpenError::Migration { version, cause: other.into() },
         }
     }
 
@@ -395,6 +426,11 @@ impl Store for Sqlite {
         self.reader.read(move |tx| outbox::next_due(tx, &sink)).await
     }
 
+    async fn let_go(&self, sink: &str, order: Order, from: Option<&str>) -> Result<LetGo, Error> {
+        let (sink, from) = (sink.to_owned(), from.map(str::to_owned));
+        self.pen.write(move |tx| order::let_go(tx, &sink, order, from)).await
+    }
+
     async fn sinks(&self, over: Over) -> Result<Vec<SinkState>, Error> {
         self.reader.read(move |tx| sinks::states(tx, over)).await
     }
@@ -473,11 +509,11 @@ impl Store for Sqlite {
         self.pen.write(move |tx| operator::complete(tx, &completion, &by)).await
     }
 
-    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
         self.act(EventAction::Redeliver, which, by).await
     }
 
-    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
         self.act(EventAction::Discard, which, by).await
     }
 

@@ -354,11 +354,13 @@ async fn events_are_acted_on_as_by_the_commands() {
     assert_eq!((&done["redelivered"], &done["by"]), (&json!(1), &json!("olga (admin listener)")));
     let noted = admin.shelf.audit.lock().unwrap()[0].clone();
     assert_eq!((noted.action.as_str(), noted.why.as_deref()), ("event.redeliver", Some("fixed")));
+    assert_eq!(done["sinks"], json!([{ "sink": "main", "result": "queued" }]));
     let done = admin.post(&dead("redeliver"), r#"{"status":"dead","type":"order.created"}"#).await;
     assert_eq!(done.json()["redelivered"], 1);
 
     for (n, what, status, name) in [
         (1, "discard", 409, "sent"),
+        (1, "redeliver", 409, "sent"),
         (4, "discard", 409, "delivering"),
         (4, "redeliver", 409, "delivering"),
         (9, "redeliver", 404, "not-found"),
@@ -373,12 +375,21 @@ async fn events_are_acted_on_as_by_the_commands() {
         (r#"{"status":"sent"}"#, "`status`: only dead events are chosen all at once"),
         (r#"{"status":"dead","since":"soon"}"#, "`since`: a duration such as 90s, 15m, 1h or 7d"),
         (r#"{"status":"dead","kind":"a"}"#, "unknown field `kind`"),
+        (r#"{"status":"dead","sink":"mian"}"#, "`sink`: no such sink; did you mean `main`?"),
         (r#"{"status":"dead","who":" "}"#, "`who`: a name of at most 200 characters"),
     ] {
         let refused = admin.post(&dead("discard"), body).await;
         assert_eq!(refused.status, 400, "{body}");
         let told = refused.json()["errors"][0].as_str().unwrap().to_owned();
         assert!(told.contains(wrong), "{told}");
+    }
+    for (what, body, wrong) in [
+        ("discard", r#"{"all_sinks":true}"#, "`all_sinks`: what was sent is not discarded"),
+        ("redeliver", r#"{"all_sinks":true,"sink":"main"}"#, "`all_sinks`: not beside `sink`"),
+        ("redeliver", r#"{"sink":"mian"}"#, "`sink`: no such sink; did you mean `main`?"),
+    ] {
+        let refused = admin.post(&one(1, what), body).await;
+        assert_eq!((refused.status, &refused.json()["errors"][0]), (400, &json!(wrong)));
     }
     // A page of somebody else's, in a browser, cannot say that it sends JSON.
     let plain = format!(
@@ -388,6 +399,8 @@ async fn events_are_acted_on_as_by_the_commands() {
     );
     assert_eq!(admin.raw(&plain).await.status, 400);
     assert_eq!(admin.shelf.audit.lock().unwrap().len(), before, "the store was asked for nothing");
+    let again = admin.post(&one(1, "redeliver"), r#"{"all_sinks":true}"#).await.json();
+    assert_eq!(again["sinks"], json!([{ "sink": "main", "result": "queued" }]));
 }
 
 #[tokio::test]

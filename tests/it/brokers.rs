@@ -13,6 +13,7 @@ use futures_util::StreamExt as _;
 use futures_util::future::join_all;
 use oncegate::record::event::wanted::Wanted;
 use oncegate::relay::sink::broker::{Login, Tls};
+use oncegate::relay::sink::http::Identity;
 use oncegate::relay::sink::{self, Delivered, Target, nats, redis};
 use oncegate::relay::verdict::Evidence;
 use oncegate::store::{Claimed, EventStatus, Order, Verdict};
@@ -23,11 +24,13 @@ use uuid::Uuid;
 use crate::relay::Running;
 use crate::support::broker::{Nats, Redis};
 use crate::support::fake::Fake;
+use crate::support::fault::Fault;
 use crate::support::fleet::{self, order};
 use crate::support::orders::Orders;
 use crate::support::process::{self, Gateway, eventually, free_port};
 use crate::support::rig::{self, Place, Which};
 use crate::support::sink::{OK, Sink};
+use crate::webhooks::Authority;
 
 const MS: Duration = Duration::from_millis(1);
 
@@ -409,6 +412,164 @@ async fn a_broker_that_is_away_or_silent_fails_by_the_deadline_and_is_dialled_on
         let dialled = std::iter::from_fn(|| silent.accept().ok()).count();
         assert_eq!(dialled, 1, "dialled for eight events");
     }
+}
+
+/// A broker's certificate and what it takes for a client's, and a client's settings: with a certificate of the authority,
+/// with none, and with one of a stranger.
+struct Papers {
+    authority: Authority,
+    server: Identity,
+    ours: Tls,
+    wrong: [(Tls, &'static str); 3],
+    /// Its files stay as long as they are named.
+    _stranger: Authority,
+}
+
+impl Papers {
+    fn new() -> Self {
+        let (authority, stranger) = (Authority::new(), Authority::new());
+        let server = authority.sign("localhost");
+        let shown = |by: &Authority| {
+            let Identity { cert_file, key_file } = by.sign("oncegate");
+            Some((cert_file, key_file))
+        };
+        let ca_file = Some(authority.path("ca.pem"));
+        let ours = Tls { ca_file: ca_file.clone(), client: shown(&authority) };
+        let wrong = [
+            (Tls { ca_file: ca_file.clone(), client: None }, "certificate"),
+            (Tls { ca_file, client: shown(&stranger) }, ""),
+            // The system does not know this authority.
+            (Tls { ca_file: None, client: ours.client.clone() }, "certificate"),
+        ];
+        Self { authority, server, ours, wrong, _stranger: stranger }
+    }
+}
+
+#[tokio::test]
+async fn a_redis_broker_behind_tls_is_known_and_sees_the_certificate_that_it_asks_for() {
+    let (papers, port) = (Papers::new(), free_port());
+    let text = |path: &std::path::Path| path.display().to_string();
+    let (secure, ca) = (port.to_string(), text(&papers.authority.path("ca.pem")));
+    let (cert, key) = (text(&papers.server.cert_file), text(&papers.server.key_file));
+    let redis = Redis::start(&[
+        "--tls-port",
+        &secure,
+        "--tls-cert-file",
+        &cert,
+        "--tls-key-file",
+        &key,
+        "--tls-ca-cert-file",
+        &ca,
+    ])
+    .await;
+    let to = |tls: &Tls| {
+        let url = format!("rediss://localhost:{port}/0");
+        redis_sink(redis::Settings { tls: tls.clone(), ..to_redis(&url, "orders") })
+    };
+    let begun = Instant::now();
+    let ours = to(&papers.ours);
+    let sent = event("{}");
+    let ends = join_all((0..4).map(|_| ours.deliver(&sent))).await;
+    assert!(ends.iter().all(|end| end.evidence == Evidence::Taken), "{ends:?}");
+    for (tls, cause) in &papers.wrong {
+        let end = to(tls).deliver(&event("{}")).await;
+        assert!(failure(&end).to_lowercase().contains(cause), "{tls:?}: {end:?}");
+    }
+    assert_eq!(redis.entries("orders").await.len(), 4, "nobody else gets through");
+    assert!(begun.elapsed() < Duration::from_secs(4), "none was found out by a time-out");
+}
+
+#[tokio::test]
+async fn a_nats_broker_sees_the_certificate_that_it_asks_for() {
+    let papers = Papers::new();
+    let Identity { cert_file, key_file } = &papers.server;
+    let ca = papers.authority.path("ca.pem");
+    let more = format!(
+        "tls {{ cert_file: {cert_file:?}, key_file: {key_file:?}, ca_file: {ca:?}, verify: true }}"
+    );
+    let nats = Nats::new(&more, ConnectOptions::new);
+    nats.server.start();
+    let to = |tls: &Tls| {
+        let url = format!("tls://localhost:{}", nats.server.port);
+        nats_sink(nats::Settings { tls: tls.clone(), ..to_nats(&url, "orders.{type}") })
+    };
+    let ours = to(&papers.ours);
+    eventually("the server serves", async || {
+        failure(&ours.deliver(&event("{}")).await).contains("no stream takes")
+    })
+    .await;
+    let begun = Instant::now();
+    for (tls, cause) in &papers.wrong {
+        let end = to(tls).deliver(&event("{}")).await;
+        let what = failure(&end).to_lowercase();
+        assert!(what.starts_with("connecting: ") && what.contains(cause), "{tls:?}: {end:?}");
+    }
+    assert!(begun.elapsed() < Duration::from_secs(4), "none was found out by a time-out");
+}
+
+#[tokio::test]
+async fn what_is_in_flight_fails_with_its_nats_connection_though_another_one_can_be_had_at_once() {
+    let nats = Nats::start("").await;
+    nats.stream("ORDERS", "orders.>", &json!({})).await;
+    // Somebody listens who never answers.
+    let client = nats.client().await;
+    let mut heard = client.subscribe("heard.>").await.unwrap();
+    client.flush().await.unwrap();
+    let wire = Fault::before(([127, 0, 0, 1], nats.server.port).into()).await;
+    let sink = nats_sink(to_nats(&format!("nats://{}", wire.addr), "{type}"));
+    let of = |kind: &str| Claimed { kind: kind.into(), ..event("{}") };
+    assert_eq!(sink.deliver(&of("orders.a")).await.evidence, Evidence::Taken);
+    let (waits, begun) = (of("heard.b"), Instant::now());
+    let cut = async {
+        heard.next().await.unwrap();
+        wire.cut();
+    };
+    let (end, ()) = tokio::join!(sink.deliver(&waits), cut);
+    assert!(failure(&end).contains("the connection was lost"), "{end:?}");
+    assert!(begun.elapsed() < Duration::from_secs(3), "found out by a time-out");
+    assert_eq!(sink.deliver(&of("orders.c")).await.evidence, Evidence::Taken);
+    assert_eq!(nats.count("ORDERS").await, 2);
+}
+
+#[tokio::test]
+async fn of_several_nats_servers_one_that_is_up_is_used_also_when_another_one_is_by_then() {
+    let (first, second) = (Nats::new("", ConnectOptions::new), Nats::start("").await);
+    second.stream("ORDERS", "orders.>", &json!({})).await;
+    let url = format!("{},{}", first.url(), second.url());
+    let sink = nats_sink(to_nats(&url, "orders.{type}"));
+    assert_eq!(sink.deliver(&event("{}")).await.evidence, Evidence::Taken);
+    assert_eq!(second.count("ORDERS").await, 1);
+
+    first.server.start();
+    first.client().await;
+    first.stream("ORDERS", "orders.>", &json!({})).await;
+    second.server.kill9();
+    eventually("the other one is found", async || {
+        sink.deliver(&event("{}")).await.evidence == Evidence::Taken
+    })
+    .await;
+    assert_eq!(first.count("ORDERS").await, 1);
+}
+
+#[tokio::test]
+async fn an_entry_that_redis_never_takes_costs_no_other_delivery() {
+    let redis = Redis::start(&[]).await;
+    redis.ask(&["CONFIG", "SET", "proto-max-bulk-len", "1048576"]).await;
+    let sink = redis_sink(to_redis(&redis.url(), "orders"));
+    assert_eq!(sink.deliver(&event("{}")).await.evidence, Evidence::Taken);
+    for size in [1_048_577, 8 << 20] {
+        let large = event(&"x".repeat(size));
+        let end = sink.deliver(&large).await;
+        // The server says why and hangs up while it is still being sent to: which comes first is chance.
+        let told = match &end.evidence {
+            Evidence::Refused { what } => what.contains("bulk length"),
+            Evidence::Failed { .. } => true,
+            Evidence::Taken | Evidence::Answered { .. } => false,
+        };
+        assert!(told, "{size}: {end:?}");
+        assert_eq!(sink.deliver(&event("{}")).await.evidence, Evidence::Taken);
+    }
+    assert_eq!(redis.entries("orders").await.len(), 3);
 }
 
 #[tokio::test(flavor = "multi_thread")]

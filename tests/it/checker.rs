@@ -6,11 +6,11 @@
 
 mod api;
 mod clients;
-mod history;
+pub(crate) mod history;
 mod judge;
 mod lives;
-mod nemesis;
-mod plan;
+pub(crate) mod nemesis;
+pub(crate) mod plan;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -68,7 +68,7 @@ async fn past_postgres_goes_only_what_says_so_and_all_else_keeps_every_promise()
     check(Which::Postgres, Away::Bypassed, 2, PAST_POSTGRES).await;
 }
 
-fn from_environment(name: &str) -> Option<u64> {
+pub(crate) fn from_environment(name: &str) -> Option<u64> {
     std::env::var(name).ok()?.parse().ok()
 }
 

@@ -22,6 +22,8 @@ enum Command {
     Records(Records),
     #[command(subcommand)]
     Events(Events),
+    #[command(subcommand)]
+    Sinks(Sinks),
 }
 
 /// The command line of the tests; `Err` with clap's exit status where it is not one.
@@ -50,7 +52,14 @@ async fn attempt(shelf: &Shelf, line: &[&str], json: bool) -> Result<(Exit, Stri
         Command::Records(command) => {
             records::run(&command, shelf, &announce, &mut out, json).await?
         }
-        Command::Events(command) => events::run(&command, shelf, &mut out, json).await?,
+        Command::Events(command) => {
+            let configured = ["main", "other"].map(str::to_owned);
+            events::run(&command, shelf, &configured, &mut out, json).await?
+        }
+        Command::Sinks(command) => {
+            let configured = ["main", "other"].map(str::to_owned);
+            sinks::run(&command, shelf, &configured, &mut out, json).await?
+        }
     };
     Ok((exit, String::from_utf8(out).unwrap()))
 }
@@ -321,8 +330,8 @@ Attempts
 ";
     assert!(text.ends_with(wanted), "{text}");
 
-    let (exit, text) = run(&shelf, &["events", "redeliver", &event(1)]).await;
-    assert_eq!((exit, text.as_str()), (Exit::Done, "1 event due again.\n"));
+    let (exit, text) = run(&shelf, &["events", "redeliver", &event(1), "--all-sinks"]).await;
+    assert_eq!((exit, text.as_str()), (Exit::Done, "1 event due again.\n  main: queued again\n"));
     let dead = ["events", "redeliver", "--status", "dead", "--sink", "other", "--reason", "fixed"];
     let (exit, text) = run(&shelf, &dead).await;
     assert_eq!((exit, text.as_str()), (Exit::Done, "1 dead event due again to other.\n"));
@@ -333,13 +342,97 @@ Attempts
     for (id, more, name) in [
         (event(9), None, "not_found"),
         (event(3), None, "delivering"),
-        (event(3), Some("nobody"), "not_found"),
+        (event(3), Some("other"), "not_found"),
     ] {
         let mut line = vec!["events", "redeliver", &id];
         line.extend(more.iter().flat_map(|sink| ["--sink", sink]));
         let (exit, refusal) = run_json(&shelf, &line).await;
         assert_eq!((exit, &refusal["refused"]), (Exit::Refused, &json!(name)));
     }
+}
+
+/// One event, towards sinks where it stands like this.
+fn towards(sinks: &[(&str, EventStatus)]) -> (Shelf, String) {
+    let row = record(1, "k", Status::Completed);
+    let events = sinks.iter().map(|(sink, status)| event(1, &row, sink, *status)).collect();
+    (Shelf::with(vec![row], events), Uuid::from_u128(0xe001).to_string())
+}
+
+#[tokio::test]
+async fn an_action_on_an_event_says_what_became_of_it_sink_by_sink() {
+    use EventStatus::{Dead, Discarded, Pending, Sent};
+    let all = [("a", Sent), ("b", Dead), ("c", Pending), ("d", Discarded)];
+    let (shelf, id) = towards(&all);
+    let (exit, text) = run(&shelf, &["events", "redeliver", &id]).await;
+    let wanted = "\
+1 event due again.
+  a: left alone: delivered before (name the sink to send it again)
+  b: queued again
+  c: left alone: being delivered right now
+  d: left alone: discarded before (name the sink to send it all the same)
+";
+    assert_eq!((exit, text.as_str()), (Exit::Done, wanted));
+    let (shelf, _) = towards(&all);
+    let (exit, done) = run_json(&shelf, &["events", "discard", &id]).await;
+    let result = |sink: &str, result: &str| json!({ "sink": sink, "result": result });
+    let told = json!([
+        result("a", "sent"),
+        result("b", "discarded"),
+        result("c", "delivering"),
+        result("d", "discarded_before")
+    ]);
+    assert_eq!((exit, &done["discarded"], &done["sinks"]), (Exit::Done, &json!(1), &told));
+
+    // Nothing is done: why, of each of them.
+    for (sinks, args, name, words) in [
+        (&[("a", Sent), ("b", Sent)][..], &["redeliver"][..], "sent", "a: delivered before (name"),
+        (
+            &[("a", Sent), ("b", Discarded)],
+            &["redeliver"],
+            "left_alone",
+            "b: discarded before (name",
+        ),
+        (&[("a", Sent), ("b", Discarded)], &["discard"], "left_alone", "; b: discarded before."),
+        (&[("a", Sent), ("b", Pending)], &["redeliver"], "delivering", "b: being delivered"),
+        (&[("", Discarded)], &["redeliver"], "discarded", "-: no sink wanted it (name"),
+    ] {
+        let (shelf, id) = towards(sinks);
+        let line = [&["events"], args, &[id.as_str()]].concat();
+        let (exit, refused) = run_json(&shelf, &line).await;
+        assert_eq!((exit, &refused["refused"]), (Exit::Refused, &json!(name)), "{sinks:?}");
+        assert!(refused["detail"].as_str().unwrap().contains(words), "{refused}");
+        assert_eq!(refused["sinks"].as_array().unwrap().len(), sinks.len());
+        assert!(
+            shelf.events.lock().unwrap().iter().zip(sinks).all(|(row, was)| row.status == was.1)
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_sink_that_nobody_knows_is_a_usage_error_that_names_the_nearest() {
+    let shelf = shelf();
+    let id = Uuid::from_u128(0xe001).to_string();
+    for line in [
+        &["events", "redeliver", "--status", "dead", "--sink", "othre"][..],
+        &["events", "discard", "--status", "dead", "--sink", "othre"],
+        &["events", "discard", "--status", "dead", "--dry-run", "--sink", "othre"],
+        &["events", "redeliver", &id, "--sink", "othre"],
+        &["sinks", "pause", "othre"],
+        &["sinks", "resume", "othre"],
+    ] {
+        let failure = attempt(&shelf, line, false).await.unwrap_err();
+        assert_eq!(failure.code(), 2, "{line:?}");
+        let wanted = "othre: no such sink; did you mean `other`?";
+        assert!(failure.to_string().ends_with(wanted), "{failure}");
+    }
+    let unlike = ["events", "discard", "--status", "dead", "--sink", "x"];
+    let failure = attempt(&shelf, &unlike, false).await.unwrap_err().to_string();
+    assert_eq!(failure, "--sink x: no such sink; there are main, other");
+    assert!(shelf.audit.lock().unwrap().is_empty(), "nothing is done");
+    // What the configuration does not have any more, the database may.
+    shelf.gauges.lock().unwrap().dead.push(("left".to_owned(), 1));
+    let old = ["events", "discard", "--status", "dead", "--sink", "left"];
+    assert_eq!(run(&shelf, &old).await.0, Exit::Done);
 }
 
 #[tokio::test]
@@ -357,7 +450,10 @@ async fn events_are_discarded_and_counted_before() {
 
     let (exit, text) =
         run(&shelf, &["events", "discard", &event(2), "--sink", "other", "--reason", "old"]).await;
-    assert_eq!((exit, text.as_str()), (Exit::Done, "1 event discarded for other.\n"));
+    assert_eq!(
+        (exit, text.as_str()),
+        (Exit::Done, "1 event discarded for other.\n  other: discarded\n")
+    );
     let noted = shelf.audit.lock().unwrap()[0].clone();
     assert_eq!((noted.action.as_str(), noted.why.as_deref()), ("event.discard", Some("old")));
     let (exit, text) = run(&shelf, &all).await;
@@ -426,6 +522,9 @@ fn a_command_line_that_is_not_one_has_exit_status_two() {
         vec!["records", "complete", ID[1], "--status", "200"],
         vec!["events", "redeliver"],
         vec!["events", "redeliver", ID[1], "--status", "dead"],
+        vec!["events", "redeliver", ID[1], "--all-sinks", "--sink", "main"],
+        vec!["events", "redeliver", "--status", "dead", "--all-sinks"],
+        vec!["events", "discard", ID[1], "--all-sinks"],
         vec!["events", "redeliver", "--status", "sent"],
         vec!["events", "discard"],
         vec!["events", "discard", ID[1], "--dry-run"],

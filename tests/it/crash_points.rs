@@ -941,7 +941,7 @@ async fn give(which: Which, given: Order) {
             let body = r#"{"id":"order-1"}"#;
             (&["records", "complete", &id, "--status", "201", "--body", body], "record.complete")
         }
-        What::Redeliver => (&["events", "redeliver", &id], "event.redeliver"),
+        What::Redeliver => (&["events", "redeliver", &id, "--all-sinks"], "event.redeliver"),
         What::Pause => (&["sinks", "pause", "main"], "sink.pause"),
         What::Discard => (&["events", "discard", &id], "event.discard"),
     };

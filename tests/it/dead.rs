@@ -90,6 +90,14 @@ async fn dead_events_are_seen_sent_again_and_given_up_by_operators(which: Which)
         let statuses: Vec<_> = attempts.iter().map(|attempt| &attempt["status"]).collect();
         assert_eq!(statuses, [500, 200], "all of it: {shown}");
     }
+    let (_, life) =
+        json(&rig.gateway, &["records", "show", events[1]["record_id"].as_str().unwrap()]);
+    let told = &life["audit"][0];
+    assert_eq!(
+        (&told["action"], &told["event_id"], &told["why"]),
+        (&"event.redeliver".into(), &ids[1].into(), &"it is right now".into()),
+        "{life}"
+    );
     let over = post(&format!("/api/v1/events/{}/discard", ids[1]), "").to(rig.gateway.admin).await;
     assert_eq!((over.status.as_u16(), over.problem().as_str()), (409, "sent"));
 
@@ -185,7 +193,9 @@ async fn f55_very_many_dead_events_are_redelivered_once_though_asked_for_twice(w
     let took = begun.elapsed();
     eprintln!("{count} redelivered twice in {took:?}, {looks} others waited {longest:?} at most");
     assert!(looks > 0, "others have a turn between the pieces");
-    assert_eq!(first.unwrap() + second.unwrap(), u64::from(count), "each once");
+    let (first, second) = (first.unwrap().count, second.unwrap().count);
+    assert_eq!(first + second, u64::from(count), "each once");
+    assert_eq!(place.count("select count(*) from audit_events").await, i64::from(count));
     let owed =
         "select count(*) from outbox_queue where lane = 1 and claim_no >= 8 and attempts <= 1";
     assert_eq!(place.count(owed).await, i64::from(count), "the numbers go on, the attempts anew");

@@ -239,3 +239,63 @@ async fn a_file_that_was_cut_short_is_refused_at_the_start() {
         assert!(output.contains("malformed") || output.contains("damaged"), "{logged}: {output}");
     }
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn beside_a_process_that_stopped_while_it_wrote_commands_read_and_say_why_they_cannot_write()
+{
+    let orders = Orders::start().await;
+    let (place, config) = used(&orders).await;
+    let file = database(&place);
+    let record = place.rows("select id from idempotency_records limit 1").await;
+    let record = record[0][0].clone().unwrap();
+    let new = TempDir::new().unwrap();
+    let new_file = new.path().join("oncegate.db");
+    let toml = rig::config(&place, &orders.url(), "");
+    let url = format!("sqlite:{}", new_file.display());
+    let new_config = process::config(new.path(), &toml.replace(&place.url, &url));
+    // As a `serve` has it that gets a SIGSTOP between two statements.
+    let hold = |file: &Path| {
+        let db = rusqlite::Connection::open(file).unwrap();
+        db.execute_batch("PRAGMA journal_mode = WAL; BEGIN IMMEDIATE").unwrap();
+        db
+    };
+    let (held, _new_held) = (hold(&file), hold(&new_file));
+
+    let given = |config: &Path, args: &[&str]| {
+        let config = config.to_str().unwrap().to_owned();
+        let args: Vec<String> = args.iter().map(|arg| (*arg).to_owned()).collect();
+        tokio::task::spawn_blocking(move || {
+            let line: Vec<&str> = args.iter().map(String::as_str).collect();
+            process::run(&[&line[..], &["--config", &config]].concat())
+        })
+    };
+    let discard = ["events", "discard", "--status", "dead"];
+    let writing = [
+        given(&config, &["records", "release", &record, "--completed"]),
+        given(&config, &discard),
+        given(&new_config, &["migrate"]),
+    ];
+    let begun = Instant::now();
+    for args in [
+        &["records", "list"][..],
+        &["records", "show", &record],
+        &["events", "list"],
+        &["sinks", "list"],
+        &["migrate"],
+    ] {
+        let (code, _, errors) = given(&config, args).await.unwrap();
+        assert_eq!(code, 0, "{args:?}: {errors}");
+    }
+    assert!(begun.elapsed() < Duration::from_secs(4), "no lock is waited for");
+    let (code, _, errors) = given(&new_config, &["records", "list"]).await.unwrap();
+    assert!(code == 1 && errors.contains("run `oncegate migrate`"), "{errors}");
+    for (one, file) in writing.into_iter().zip([&file, &file, &new_file]) {
+        let (code, _, errors) = one.await.unwrap();
+        let busy = format!("another process holds a lock on {}", file.display());
+        assert!(code == 1 && errors.contains(&busy) && !errors.contains("migration"), "{errors}");
+        assert!(errors.contains("Let it go on, or end it"), "{errors}");
+    }
+    drop(held);
+    let (code, out, errors) = given(&config, &discard).await.unwrap();
+    assert_eq!((code, out.as_str()), (0, "0 dead events discarded.\n"), "{errors}");
+}

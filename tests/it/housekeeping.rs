@@ -1,6 +1,7 @@
 //! What keeps the outbox quick and small, and what must not disturb it: statistics of another time, transactions that others
 //! hold open, deadlocks, and sweepers.
 
+use std::collections::BTreeMap;
 use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,15 +9,17 @@ use std::time::Duration;
 use oncegate::lease::Contact;
 use oncegate::record::OwnerId;
 use oncegate::store::{
-    Acknowledgement, Claim, Claimed, Lane, Look, OnDead, Order, Over, Store, Verdict,
+    Acknowledgement, Backlog, Chosen, Claim, Claimed, Lane, Look, OnDead, Operator, Order, Over,
+    Store, Verdict,
 };
 use oncegate::sweep;
 use oncegate::telemetry::Metrics;
 use tokio::time::Instant;
 use tokio_postgres::{Client, NoTls};
 use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
 
-use crate::order::{Relay, settings, store, write};
+use crate::order::{Relay, settings, store, told, write};
 use crate::support::eventually;
 use crate::support::postgres::{Cluster, command};
 use crate::support::process::eventually as happens;
@@ -73,6 +76,19 @@ async fn close_gate(client: &Client, which: &str) {
     client.batch_execute(&gate).await.unwrap();
 }
 
+/// From now on each new session's statements are logged with the pages that they touch.
+async fn tell_plans(client: &Client, database: &str) {
+    for setting in [
+        "session_preload_libraries = auto_explain",
+        "auto_explain.log_min_duration = 0",
+        "auto_explain.log_analyze = on",
+        "auto_explain.log_timing = off",
+        "auto_explain.log_buffers = on",
+    ] {
+        client.batch_execute(&format!("ALTER DATABASE {database} SET {setting}")).await.unwrap();
+    }
+}
+
 /// What the server's log says of the pages that each run of a statement touched.
 fn pages(log: &str, database: &str, statement: &str) -> Vec<u64> {
     let start = format!("{database} oncegate LOG:  duration:");
@@ -122,21 +138,15 @@ async fn f14_f47_a_claim_takes_what_it_asks_for_and_reads_little_whatever_statis
     assert_eq!(place.count(remembered).await, 1);
     write(&place, Which::Postgres, 30_000..60_000, "CASE WHEN n % 2 = 0 THEN 'k' || (n % 500) END")
         .await;
-    for setting in [
-        "session_preload_libraries = auto_explain",
-        "auto_explain.log_min_duration = 0",
-        "auto_explain.log_analyze = on",
-        "auto_explain.log_timing = off",
-        "auto_explain.log_buffers = on",
-    ] {
-        db.batch_execute(&format!("ALTER DATABASE {database} SET {setting}")).await.unwrap();
-    }
+    tell_plans(&db, database).await;
     let store = store(&place).await;
     let free = Order::Key(OnDead::Free);
     let leased = "select count(*) from outbox_queue where lease_until > clock_timestamp()";
     let mut all = 0;
     let (all_due, middle) = (Look::Complete, Look::From(u16::MAX / 2));
     for (order, limit, look) in [
+        // Whoever is first reads the catalogue, too.
+        (Order::None, 1, all_due),
         (Order::None, 1, all_due),
         (Order::None, 64, all_due),
         (Order::None, 64, middle),
@@ -170,6 +180,128 @@ async fn f14_f47_a_claim_takes_what_it_asks_for_and_reads_little_whatever_statis
     }
     let one = pages(&log, database, "claim");
     assert!(one.iter().any(|pages| *pages < 60), "for one event: {one:?}");
+}
+
+/// What was delivered leaves its entries in the indexes as long as anybody may still want to see it. No look for fresh events
+/// walks over them, and none that asks when to look again.
+#[tokio::test(flavor = "multi_thread")]
+async fn f46_a_snapshot_that_is_held_for_long_makes_no_look_for_fresh_events_longer() {
+    let place = Place::new(Which::Postgres).await;
+    drop(store(&place).await);
+    let (db, snapshot) = (client(&place.url).await, client(&place.url).await);
+    let database = place.url.rsplit('/').next().unwrap();
+    let look = "BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT count(*) FROM outbox_queue";
+    snapshot.batch_execute(look).await.unwrap();
+    db.batch_execute(
+        "INSERT INTO outbox_queue (event_id, sink, lane, next_attempt_at, ordering_key, created_at)
+         SELECT gen_random_uuid(), 'main', n % 2, at, CASE WHEN n % 4 = 0 THEN 'k' || n % 500 END, at
+         FROM generate_series(1, 40000) AS n, LATERAL (SELECT clock_timestamp() - interval '1 minute' AS at) AS a;
+         DELETE FROM outbox_queue",
+    )
+    .await
+    .unwrap();
+    db.batch_execute("VACUUM ANALYZE outbox_queue").await.unwrap();
+    tell_plans(&db, database).await;
+    let store = store(&place).await;
+    let free = Order::Key(OnDead::Free);
+    let looks = [(Order::None, 64), (free, 64), (Order::None, 1), (free, 1)];
+    for (number, (order, limit)) in (0..).zip(looks) {
+        let fresh = number * 100..(number + 1) * 100;
+        write(&place, Which::Postgres, fresh, "CASE WHEN n % 2 = 0 THEN 'k' || (n % 500) END")
+            .await;
+        let look = Claim { look: Look::Quick, ..claim(order, limit) };
+        let claimed = store.claim(&look).await.unwrap();
+        assert_eq!(claimed.len(), limit as usize);
+        let none = store.claim(&Claim { lane: Lane::Retry, ..look }).await.unwrap();
+        assert!(none.is_empty());
+        assert!(store.next_due("main").await.unwrap().is_some());
+        let verdicts: Vec<_> = claimed.iter().map(sent).collect();
+        store.acknowledge("main", order, &verdicts).await.unwrap();
+    }
+    let log = Cluster::shared().log();
+    for (statement, most) in [
+        ("claim", 64 * 30),
+        ("claim_window", 256 * 12),
+        ("claim_in_order", 256 * 30),
+        ("next_due", 1000),
+        ("wake", 64 * 30),
+        ("finish", 64 * 30),
+    ] {
+        let touched = pages(&log, database, statement);
+        assert!(!touched.is_empty(), "no plan of {statement}");
+        assert!(touched.iter().all(|pages| *pages <= most), "{statement}: {touched:?}");
+    }
+    // The complete look walks over all of it, until the snapshot is given up: no more than once in a while.
+    let sweep = async || {
+        let before = pages(&Cluster::shared().log(), database, "claim").len();
+        let claimed = store.claim(&claim(Order::None, 1)).await.unwrap();
+        assert_eq!(claimed.len(), 1);
+        pages(&Cluster::shared().log(), database, "claim")[before]
+    };
+    let held = sweep().await;
+    assert!(held > 10_000, "there is nothing to walk over: {held}");
+    snapshot.batch_execute("COMMIT").await.unwrap();
+    db.batch_execute("VACUUM outbox_queue").await.unwrap();
+    let after = sweep().await;
+    assert!(after < 100, "it is as before: {after}");
+}
+
+/// Behind one event stand very many of its key, beside what was delivered long ago: neither is walked over.
+#[tokio::test(flavor = "multi_thread")]
+async fn f28_f51_neither_a_crowd_behind_one_event_nor_what_was_delivered_makes_anything_longer() {
+    let place = Place::new(Which::Postgres).await;
+    drop(store(&place).await);
+    let db = client(&place.url).await;
+    let database = place.url.rsplit('/').next().unwrap();
+    // Delivered; then a head that is tried again later, with those that were put off because of it.
+    db.batch_execute(
+        "INSERT INTO outbox_messages (id, event_key, seq, event_type, tenant_id, operation,
+             idempotency_key, record_id, ordering_key, payload, created_at)
+         SELECT gen_random_uuid(), 'old' || n, 0, 'a', 't', 'o', 'k' || n, gen_random_uuid(), 'crowd', '', now()
+         FROM generate_series(1, 60000) AS n;
+         INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts, finished_at)
+         SELECT id, 'main', 'sent', 1, 1, now() FROM outbox_messages",
+    )
+    .await
+    .unwrap();
+    write(&place, Which::Postgres, 0..40_000, "'crowd'").await;
+    place.rows("UPDATE outbox_queue SET next_attempt_at = now() + interval '5 minutes'").await;
+    place
+        .rows(
+            "UPDATE outbox_queue SET next_attempt_at = clock_timestamp() - interval '1 second'
+             WHERE event_id = '00000000-0000-4000-8000-000000000000'",
+        )
+        .await;
+    write(&place, Which::Postgres, 40_000..40_200, "'k' || n").await;
+    db.batch_execute("VACUUM ANALYZE outbox_queue").await.unwrap();
+    tell_plans(&db, database).await;
+    let store = store(&place).await;
+    let free = Order::Key(OnDead::Free);
+    let claimed = store.claim(&claim(free, 64)).await.unwrap();
+    assert_eq!(claimed.len(), 64);
+    let head = claimed.iter().find(|event| event.event_id.as_u128() & 0xffff_ffff_ffff == 0);
+    let head = head.expect("the head of the crowd").clone();
+    store.next_due("main").await.unwrap();
+    let verdicts: Vec<_> = claimed.iter().map(sent).collect();
+    assert_eq!(store.acknowledge("main", free, &verdicts).await.unwrap().len(), 64);
+    let by = Operator { who: "olga".into(), why: None };
+    let this = Chosen::One { id: head.event_id, sink: None };
+    assert_eq!(store.redeliver(&this, &by).await.unwrap().count, 1, "once more");
+    let next = store.claim(&Claim { look: Look::Quick, ..claim(free, 64) }).await.unwrap();
+    assert_eq!(next.len(), 64, "the next of the crowd, and others");
+    let log = Cluster::shared().log();
+    for (statement, most) in [
+        ("claim_window", 256 * 12),
+        ("claim_in_order", 256 * 30),
+        ("next_due", 1000),
+        ("wake", 64 * 30),
+        ("finish", 64 * 30),
+        ("redeliver_one", 500),
+    ] {
+        let touched = pages(&log, database, statement);
+        assert!(!touched.is_empty(), "no plan of {statement}");
+        assert!(touched.iter().all(|pages| *pages <= most), "{statement}: {touched:?}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -326,6 +458,94 @@ async fn f48_a_deadlock_in_claim_or_verdict_is_repeated_and_costs_no_delivery() 
     }
 }
 
+/// Sixteen relays, two operators and two sweepers at once, on a database that breaks off every eleventh of their statements.
+#[tokio::test(flavor = "multi_thread")]
+async fn f48_relays_operators_and_sweepers_who_break_each_other_off_lose_nothing_and_double_nothing()
+ {
+    const KEYS: usize = 50;
+    const EVENTS: u32 = 600;
+    let order = Order::Key(OnDead::Free);
+    let place = Place::new(Which::Postgres).await;
+    let mut stores = vec![store(&place).await];
+    for _ in 0..3 {
+        stores.push(store(&place).await);
+    }
+    let sink = Sink::start(|_, _| OK).await;
+    write(&place, Which::Postgres, 0..EVENTS, &format!("'k' || (n % {KEYS})")).await;
+    let db = client(&place.url).await;
+    db.batch_execute(
+        "CREATE SEQUENCE trips;
+         CREATE FUNCTION trip() RETURNS trigger LANGUAGE plpgsql AS $$
+         DECLARE n bigint := nextval('trips');
+         BEGIN
+             IF n % 11 = 0 THEN
+                 RAISE EXCEPTION USING ERRCODE = CASE WHEN n % 2 = 0 THEN '40P01' ELSE '40001' END;
+             END IF;
+             RETURN NULL;
+         END $$;
+         CREATE TRIGGER trip BEFORE UPDATE OR DELETE OR INSERT ON outbox_queue
+             FOR EACH STATEMENT EXECUTE FUNCTION trip();
+         CREATE TRIGGER trip BEFORE DELETE ON outbox_messages
+             FOR EACH STATEMENT EXECUTE FUNCTION trip();",
+    )
+    .await
+    .unwrap();
+    let relays: Vec<_> =
+        (0..16).map(|n| Relay::start(&stores[n % 4], settings(&sink, order))).collect();
+    let stop = CancellationToken::new();
+    for store in &stores[..2] {
+        drop(sweeper(store, 300 * MS, 500, &stop));
+    }
+    // What was delivered is asked for once more, as far as it is there.
+    let again = stores[2..].iter().enumerate().map(|(n, store)| {
+        let (store, stop) = (Arc::clone(store), stop.clone());
+        tokio::spawn(async move {
+            let by = Operator { who: "olga".into(), why: None };
+            let mut asked = BTreeMap::<String, u64>::new();
+            for event in (n as u128..u128::from(EVENTS)).step_by(7) {
+                let id = Uuid::from_u128(0x0000_0000_0000_4000_8000_0000_0000_0000 | event);
+                let chosen = Chosen::One { id, sink: Some("main".into()) };
+                let done = store.redeliver(&chosen, &by).await;
+                *asked.entry(id.to_string()).or_default() += done.map_or(1, |done| done.count);
+                if stop.is_cancelled() {
+                    break;
+                }
+            }
+            asked
+        })
+    });
+    let mut most = BTreeMap::<String, u64>::new();
+    for operator in again.collect::<Vec<_>>() {
+        for (id, times) in operator.await.unwrap() {
+            *most.entry(id).or_default() += times;
+        }
+    }
+    let owed = "select count(*) from outbox_messages";
+    happens("all are delivered and cleared away", async || place.count(owed).await == 0).await;
+    stop.cancel();
+    for relay in relays {
+        relay.stop().await;
+    }
+    assert!(place.count("select last_value from trips").await > 100, "there were some");
+    let mut times = BTreeMap::<String, u64>::new();
+    let mut last = BTreeMap::<String, u64>::new();
+    for seen in sink.seen() {
+        let count = times.entry(seen.id()).or_default();
+        *count += 1;
+        let (key, n) = told(&seen);
+        if *count == 1 {
+            let before = last.insert(key.clone(), n);
+            assert!(before.is_none_or(|before| before < n), "{n} of {key} after {before:?}");
+        }
+    }
+    assert_eq!(times.len(), EVENTS as usize, "none is lost");
+    for (id, count) in &times {
+        let asked = most.get(id).copied().unwrap_or(0);
+        assert!(*count <= 1 + asked, "{id} came {count} times, and was asked for {asked} times");
+    }
+    assert_eq!(sink.most().1, 1, "never two of one event at once");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn f49_f50_no_transaction_is_open_during_a_delivery_and_nobody_notifies() {
     let place = Place::new(Which::Postgres).await;
@@ -357,18 +577,69 @@ async fn f49_f50_no_transaction_is_open_during_a_delivery_and_nobody_notifies() 
 }
 
 /// A sweeper of a process without a relay or a sink.
-fn sweeper(store: &Arc<dyn Store>, retention: Duration, stop: &CancellationToken) {
+fn sweeper(
+    store: &Arc<dyn Store>,
+    retention: Duration,
+    batch: u32,
+    stop: &CancellationToken,
+) -> Arc<Metrics> {
     let settings = sweep::Settings {
         outbox_retention: retention,
         unknown_events: None,
         sinks: Vec::new(),
         every: 50 * MS,
-        batch: 500,
+        batch,
         duty: sweep::Duty::All,
+        backlog: Backlog::default(),
     };
     let contact = Contact::sole(Instant::now().into_std());
     let metrics = Arc::new(Metrics::default());
-    tokio::spawn(sweep::run(Arc::clone(store), settings, contact, metrics, stop.clone()));
+    let counted = Arc::clone(&metrics);
+    tokio::spawn(sweep::run(Arc::clone(store), settings, contact, counted, stop.clone()));
+    metrics
+}
+
+/// What a sweeper that was off for long finds, and what comes in meanwhile: it catches up, and tells by how much it is behind.
+#[tokio::test(flavor = "multi_thread")]
+async fn f52_what_has_piled_up_is_worked_off_while_more_comes_and_the_lag_is_told() {
+    let place = Place::new(Which::Postgres).await;
+    let store = store(&place).await;
+    let over = |from: u32, to: u32| {
+        format!(
+            "WITH m AS (
+               INSERT INTO outbox_messages (id, event_key, seq, event_type, tenant_id, operation,
+                 idempotency_key, record_id, payload, created_at)
+               SELECT gen_random_uuid(), 'old' || n, 0, 'a', 't', 'o', 'k' || n, gen_random_uuid(), '',
+                 now() - interval '2 hours' FROM generate_series({from}, {to}) AS n RETURNING id)
+             INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts, finished_at)
+             SELECT id, 'main', 'sent', 1, 1, now() - interval '2 hours' FROM m"
+        )
+    };
+    place.rows(&over(1, 30_000)).await;
+    let stop = CancellationToken::new();
+    let metrics = sweeper(&store, Duration::from_secs(3600), 100, &stop);
+    let behind = || {
+        let text = metrics.render();
+        let line = text.lines().find(|line| line.starts_with("oncegate_sweep_behind_seconds "));
+        line.unwrap().rsplit(' ').next().unwrap().parse::<f64>().unwrap()
+    };
+    // Two hundred a second, for as long as it takes.
+    let (url, ended) = (place.url.clone(), stop.clone());
+    let inflow = tokio::spawn(async move {
+        let inflow = client(&url).await;
+        let (mut written, mut tick) = (30_000, tokio::time::interval(50 * MS));
+        while !ended.is_cancelled() {
+            tick.tick().await;
+            inflow.batch_execute(&over(written + 1, written + 10)).await.unwrap();
+            written += 10;
+        }
+    });
+    eventually("it says that it is behind", LONG, || behind() > 1.0).await;
+    let left = "select count(*) from outbox_messages";
+    happens("it has caught up", async || place.count(left).await < 1000).await;
+    eventually("it says so", LONG, || behind() == 0.0).await;
+    stop.cancel();
+    inflow.await.unwrap();
 }
 
 async fn f51_f52_f53_sweepers_clear_what_is_over_however_much_it_is_and_nothing_else(which: Which) {
@@ -403,7 +674,7 @@ async fn f51_f52_f53_sweepers_clear_what_is_over_however_much_it_is_and_nothing_
     let stop = CancellationToken::new();
     let begun = Instant::now();
     for _ in 0..2 {
-        sweeper(&store, Duration::from_secs(3600), &stop);
+        drop(sweeper(&store, Duration::from_secs(3600), 500, &stop));
     }
     if which == Which::Postgres {
         // One dies in the middle, several times.

@@ -157,7 +157,7 @@ async fn a_redelivery_is_made_once_or_not_at_all_in_spite_of_each_loss() {
     let (mut times, mut done) = (1, 0);
     delivered(&rig, &sink, times).await;
     let event = rig.place.rows("select id from outbox_events").await[0][0].clone().unwrap();
-    let args = ["events", "redeliver", &event];
+    let args = ["events", "redeliver", &event, "--sink", "main"];
     let inner = ["-- begin_events", "-- hasten\n", "-- redeliver_one\n", "-- redeliver_unwanted\n"];
     for lost in inner.into_iter().chain([COMMIT]) {
         for loss in BOTH {
@@ -176,7 +176,11 @@ async fn a_redelivery_is_made_once_or_not_at_all_in_spite_of_each_loss() {
         }
     }
     let (code, out, errors) = desk.give(&args);
-    assert_eq!((code, out.as_str()), (0, "1 event due again.\n"), "{errors}");
+    assert_eq!(
+        (code, out.as_str()),
+        (0, "1 event due again to main.\n  main: queued again\n"),
+        "{errors}"
+    );
     delivered(&rig, &sink, times + 1).await;
 }
 

@@ -29,6 +29,7 @@ on_both_stores! {
     f26_a_dead_head_frees_its_key_or_blocks_it_as_configured,
     f27_no_event_waits_longer_than_for_those_before_it_and_none_overtakes,
     f28_a_crowd_behind_one_event_holds_up_no_other_key,
+    a_change_of_the_order_takes_effect_at_once,
     who_is_woken_is_not_in_flight,
 }
 
@@ -123,7 +124,7 @@ impl Relay {
 }
 
 /// Key and number of a delivery.
-fn told(seen: &Seen) -> (String, u64) {
+pub(crate) fn told(seen: &Seen) -> (String, u64) {
     let value: Value = serde_json::from_slice(&seen.body).unwrap();
     (value["k"].as_str().unwrap().to_owned(), value["n"].as_u64().unwrap())
 }
@@ -159,9 +160,25 @@ async fn f25_nothing_overtakes_an_event_that_is_tried_again_and_other_keys_go_on
     assert_eq!(place.count("select count(*) from outbox_turns").await, 0);
 }
 
+/// What ends the wait behind a dead event.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum End {
+    ByItself,
+    Redelivered,
+    Discarded,
+    /// A replica of a newer configuration, beside this one.
+    Freed,
+}
+
 async fn f26_a_dead_head_frees_its_key_or_blocks_it_as_configured(which: Which) {
-    let ways = [(OnDead::Free, false), (OnDead::Block, false), (OnDead::Block, true)];
-    for (on_dead, discarded) in ways {
+    let block = |end| (OnDead::Block, end);
+    let ways = [
+        (OnDead::Free, End::ByItself),
+        block(End::Redelivered),
+        block(End::Discarded),
+        block(End::Freed),
+    ];
+    for (on_dead, end) in ways {
         let place = Place::new(which).await;
         let store = store(&place).await;
         let well = Arc::new(AtomicBool::new(false));
@@ -191,21 +208,25 @@ async fn f26_a_dead_head_frees_its_key_or_blocks_it_as_configured(which: Which) 
             well.store(true, SeqCst);
             let by = Operator { who: "olga".into(), why: None };
             let dead = Chosen::Dead(DeadFilter::default());
-            let done = if discarded {
-                store.discard(&dead, &by).await
-            } else {
-                store.redeliver(&dead, &by).await
+            let done = match end {
+                End::Redelivered => store.redeliver(&dead, &by).await.unwrap().count,
+                End::Discarded => store.discard(&dead, &by).await.unwrap().count,
+                End::ByItself | End::Freed => 1,
             };
-            assert_eq!(done.unwrap(), 1);
+            assert_eq!(done, 1);
             relay.wake.notify_one();
         }
+        let newer = (end == End::Freed).then(|| Relay::start(&store, settings(&sink, FREE)));
         let owed = "select count(*) from outbox_queue";
         happens("all are delivered", async || place.count(owed).await == 0).await;
         relay.stop().await;
+        if let Some(newer) = newer {
+            newer.stop().await;
+        }
         let numbers: Vec<_> = by_key(&sink)["k"].iter().map(|(n, _)| *n).collect();
-        let redelivered = on_dead == OnDead::Block && !discarded;
-        let wanted: &[u64] = if redelivered { &[0, 0, 0, 1, 2, 3] } else { &[0, 0, 1, 2, 3] };
-        assert_eq!(numbers, wanted);
+        let again = end == End::Redelivered;
+        let wanted: &[u64] = if again { &[0, 0, 0, 1, 2, 3] } else { &[0, 0, 1, 2, 3] };
+        assert_eq!(numbers, wanted, "{end:?}");
     }
 }
 
@@ -252,7 +273,8 @@ async fn f28_a_crowd_behind_one_event_holds_up_no_other_key(which: Which) {
     let head = "(select event_id from outbox_queue order by created_at limit 1)";
     place
         .rows(&format!(
-            "update outbox_queue set lane = 1, attempts = 1, next_attempt_at = {hour}
+            "update outbox_queue set lane = 1, attempts = 1, claimed_by = event_id,
+                 next_attempt_at = {hour}
              where event_id = {head}"
         ))
         .await;
@@ -281,6 +303,25 @@ async fn f28_a_crowd_behind_one_event_holds_up_no_other_key(which: Which) {
     assert_eq!(place.count(&looked_at).await, 0);
 }
 
+async fn a_change_of_the_order_takes_effect_at_once(which: Which) {
+    // More keys than one piece of the look has.
+    let (keys, later) = match which {
+        Which::Postgres => (1100, "clock_timestamp() + interval '8 minutes'"),
+        Which::Sqlite => (600, "(unixepoch() + 480) * 1000000"),
+    };
+    for order in [Order::None, FREE] {
+        let place = Place::new(which).await;
+        let store = store(&place).await;
+        let sink = Sink::start(|_, _| OK).await;
+        write(&place, which, 0..keys, "('k' || n)").await;
+        place.rows(&format!("update outbox_queue set next_attempt_at = {later}")).await;
+        let relay = Relay::start(&store, settings(&sink, order));
+        eventually("all arrive", LONG, || sink.seen().len() >= keys as usize).await;
+        relay.stop().await;
+        assert_eq!(sink.ids().len(), keys as usize, "{order:?}");
+    }
+}
+
 /// A verdict that met such a change at the same moment would count for nothing, and cost one more delivery.
 async fn who_is_woken_is_not_in_flight(which: Which) {
     let place = Place::new(which).await;
@@ -295,7 +336,7 @@ async fn who_is_woken_is_not_in_flight(which: Which) {
     assert_eq!(place.count(due).await, 1);
     let by = Operator { who: "olga".into(), why: None };
     let this = Chosen::One { id: first.event_id, sink: None };
-    assert_eq!(store.discard(&this, &by).await.unwrap(), 1);
+    assert_eq!(store.discard(&this, &by).await.unwrap().count, 1);
     assert_eq!(place.count(due).await, 1, "it is as it was");
     let written = store.acknowledge("main", Order::None, &[sent(second)]).await.unwrap();
     assert_eq!(written, [second.event_id]);

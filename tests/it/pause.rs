@@ -1,11 +1,13 @@
 //! Sinks that are away, busy or gone: what their outage costs, who notices, and how it ends.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU16;
 use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicUsize};
 use std::time::Duration;
 
-use oncegate::relay::sink;
+use oncegate::relay::sink::http::Resolve;
+use oncegate::relay::sink::{self, Target, http};
 use oncegate::store::{
     EventStatus, Lane, OnDead, Order, Over, PauseReason, SinkOrder, SinkState, SinkTurn, Store,
     Trouble, Verdict,
@@ -14,7 +16,7 @@ use serde_json::Value;
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use crate::relay::{LONG, MS, Running, sent, settings};
+use crate::relay::{LONG, MS, Running, sent, settings, webhook};
 use crate::support::client::{get, post};
 use crate::support::fake::{Fake, Stand};
 use crate::support::fleet::{self, ONE_EVENT, command, order};
@@ -134,6 +136,57 @@ async fn f16_f21_f23_an_outage_costs_a_few_probes_and_no_attempts_and_ends_witho
     assert!(within(2) <= 2 && within(4) <= 4, "then two, then four");
     assert!(sink.most().0 <= 8);
     assert_eq!(attempts(&fake), used + 200);
+}
+
+/// The name of the sink is not known to anybody for a while.
+#[derive(Debug, Default)]
+struct Names {
+    away: AtomicBool,
+    asked: AtomicUsize,
+}
+
+#[async_trait::async_trait]
+impl Resolve for Names {
+    async fn resolve(&self, host: &str, port: u16) -> std::io::Result<Vec<SocketAddr>> {
+        self.asked.fetch_add(1, SeqCst);
+        if self.away.load(SeqCst) {
+            return Err(std::io::Error::other(format!("nobody knows {host}")));
+        }
+        Ok(vec![([127, 0, 0, 1], port).into()])
+    }
+}
+
+#[tokio::test]
+async fn f58_neither_a_database_nor_names_that_are_away_during_a_pause_make_it_last() {
+    let (sink, names) = (Sink::start(|_, _| OK).await, Arc::new(Names::default()));
+    names.away.store(true, SeqCst);
+    let target = http::Settings {
+        url: format!("http://sink.test:{}/hook", sink.port).parse().unwrap(),
+        resolver: names.clone(),
+        ..webhook(&sink)
+    };
+    let fake = Arc::new(Fake::default());
+    for _ in 0..20 {
+        fake.add("{}");
+    }
+    let settings = sink::Settings { target: Target::Http(target), ..hasty(&sink) };
+    let running = Running::start(&fake, vec![settings]);
+    eventually("it is paused and probed", LONG, || failed_probes(&fake) >= 2).await;
+    assert!(
+        fake.stand("main").error.contains("nobody knows sink.test"),
+        "{:?}",
+        fake.stand("main")
+    );
+    // Probes, claims and verdicts fail now, whatever the relay tries first.
+    fake.away.store(6, SeqCst);
+    let (begun, asked) = (Instant::now(), names.asked.load(SeqCst));
+    eventually("the database is back", LONG, || fake.away.load(SeqCst) == 0).await;
+    assert!(begun.elapsed() > 200 * MS, "six failures took {:?}", begun.elapsed());
+    assert!(names.asked.load(SeqCst) - asked <= 20, "no hot loop");
+    names.away.store(false, SeqCst);
+    sent(&fake, 20).await;
+    running.stop().await;
+    assert_eq!((sink.ids().len(), fake.stand("main").reason), (20, None));
 }
 
 #[tokio::test]
@@ -515,7 +568,7 @@ async fn operators_see_a_paused_sink_and_resume_it_from_the_command_line_and_ove
     assert_eq!(command(&rig.gateway, &resume).0, 0);
     pending(&rig, 0).await;
     assert_eq!(command(&rig.gateway, &resume).0, 1, "it is not paused any more");
-    assert_eq!(command(&rig.gateway, &["sinks", "pause", "other"]).0, 1, "there is none");
+    assert_eq!(command(&rig.gateway, &["sinks", "pause", "other"]).0, 2, "there is none");
 
     let act = async |what: &str, body: &str| {
         let target = format!("/api/v1/sinks/{what}");

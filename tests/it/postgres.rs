@@ -339,11 +339,14 @@ async fn an_event_is_claimed_failed_retried_buried_and_redelivered_under_growing
     assert_eq!(store.gauges().await.unwrap().dead, [("main".to_owned(), 1)]);
     assert_eq!(store.sweep_events(Duration::ZERO, 10).await.unwrap(), 0, "dead ones stay");
 
-    assert_eq!(store.redeliver(&Chosen::Dead(DeadFilter::default()), &by()).await.unwrap(), 1);
+    assert_eq!(
+        store.redeliver(&Chosen::Dead(DeadFilter::default()), &by()).await.unwrap().count,
+        1
+    );
     let fourth = store.claim(&again).await.unwrap();
     assert_eq!((fourth[0].claim_no, fourth[0].attempts), (5, 0));
     let this = Chosen::One { id: one.event_id, sink: None };
-    assert_eq!(store.redeliver(&this, &by()).await.unwrap(), 0, "it is being delivered");
+    assert_eq!(store.redeliver(&this, &by()).await.unwrap().count, 0, "it is being delivered");
     let sent = say(5, Verdict::Sent { status: Some(204) });
     assert_eq!(store.acknowledge("main", Order::None, &sent).await.unwrap().len(), 1);
     let events = store
@@ -352,9 +355,9 @@ async fn an_event_is_claimed_failed_retried_buried_and_redelivered_under_growing
         .unwrap();
     assert_eq!((events.len(), events[0].status), (1, EventStatus::Sent));
     assert!(events[0].sent_at.is_some());
-    assert_eq!(store.audit_of(p.id).await.unwrap().len(), 0, "one row for all of them at once");
-    assert_eq!(store.redeliver(&this, &by()).await.unwrap(), 1);
-    assert_eq!(store.audit_of(p.id).await.unwrap().len(), 1);
+    assert_eq!(store.audit_of(p.id).await.unwrap().len(), 1, "told of all of them at once");
+    assert_eq!(store.redeliver(&this, &by()).await.unwrap().count, 1);
+    assert_eq!(store.audit_of(p.id).await.unwrap().len(), 2);
     assert_eq!(store.sweep_events(Duration::ZERO, 10).await.unwrap(), 0, "owed again");
     let last = store.claim(&again).await.unwrap()[0].claim_no;
     store
@@ -376,9 +379,9 @@ async fn an_event_that_no_sink_wanted_stands_as_discarded_and_can_be_sent_to_a_n
     assert_eq!((events[0].sink.as_str(), events[0].status), ("", EventStatus::Discarded));
     let id = events[0].id;
     let nowhere = Chosen::One { id, sink: None };
-    assert_eq!(store.redeliver(&nowhere, &by()).await.unwrap(), 0);
+    assert_eq!(store.redeliver(&nowhere, &by()).await.unwrap().count, 0);
     let there = Chosen::One { id, sink: Some("main".into()) };
-    assert_eq!(store.redeliver(&there, &by()).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&there, &by()).await.unwrap().count, 1);
     let events = store.list_events(&all).await.unwrap();
     assert_eq!(events.len(), 1);
     assert_eq!((events[0].sink.as_str(), events[0].status), ("main", EventStatus::Pending));

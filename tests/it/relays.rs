@@ -2,6 +2,7 @@
 //! cut off from the database, and given events that nobody should have written.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -314,6 +315,86 @@ async fn f15_relays_whose_clocks_are_ten_minutes_off_deliver_once_and_in_time() 
         assert_eq!(delivered(relay, "lost_claim").await, 0);
         assert!(delivered(relay, "sent").await > 0, "{}", relay.log());
     }
+}
+
+/// The signed time is that of the attempt by the relay's clock, and receivers refuse what is five minutes off.
+/// No file can be opened any more, and no connection made, while a sink is open; then there are enough of them again.
+#[tokio::test(flavor = "multi_thread")]
+async fn f58_a_relay_without_file_descriptors_says_so_seldom_and_goes_on_by_itself() {
+    let place = Place::new(Which::Postgres).await;
+    let sink = Sink::start(|_, _| OK).await;
+    let config = config(&place, &sink, "pause_after = 3");
+    migrated(&config);
+    let relay = Gateway::relay(&config);
+    owe(&place, 1..=1).await;
+    eventually("it delivers", async || count(&place, "sent").await == 1).await;
+    let limit = |files: &str| {
+        let pid = relay.pid().to_string();
+        let set = std::process::Command::new("prlimit")
+            .args(["--pid", &pid, &format!("--nofile={files}:")])
+            .status();
+        assert!(set.expect("prlimit runs").success());
+    };
+    // What is open stays open, but for the connection to the sink, which comes back.
+    limit("1");
+    let port = sink.port;
+    drop(sink);
+    eventually("the port is free", async || TcpListener::bind(("127.0.0.1", port)).is_ok()).await;
+    let sink = Sink::on(port, |_, _| OK).await;
+    owe(&place, 2..=9).await;
+    let failed = "select count(*) from outbox_events where status = 'pending' and last_error like '%open files%'";
+    let paused = "select count(*) from outbox_sinks where pause_reason = 'failing'";
+    eventually("it is paused", async || place.count(paused).await == 1).await;
+    eventually("it says why", async || place.count(failed).await > 0).await;
+    let lines = || relay.log().lines().count();
+    let before = lines();
+    pass(1000).await;
+    assert!(lines() - before < 20, "{}", relay.log());
+    assert!(sink.seen().is_empty());
+    limit("1024");
+    eventually("the others are delivered", async || count(&place, "sent").await == 9).await;
+    assert_eq!(deliveries(&sink).len(), 8);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f44_a_retry_verifies_long_after_its_event_and_a_clock_far_off_is_told() {
+    let place = Place::new(Which::Postgres).await;
+    let now = u64::try_from(crate::support::issuer::in_seconds(0)).unwrap();
+    let date = httpdate::fmt_http_date(std::time::UNIX_EPOCH + Duration::from_secs(now));
+    let date: &'static str = Box::leak(format!("date: {date}\r\n").into_boxed_str());
+    let sink =
+        Sink::start(move |seen, _| Act::Answer(if seen.verified { 200 } else { 401 }, date)).await;
+    let config = config(&place, &sink, "");
+    migrated(&config);
+    // Written long ago: what is signed is not the event's own time.
+    owe(&place, 1..=2).await;
+    for table in ["outbox_messages", "outbox_queue"] {
+        let old = format!("update {table} set created_at = created_at - interval '20 minutes'");
+        place.rows(&old).await;
+    }
+    let start = |offset: &str| {
+        let command = clock(process::relay(&config), offset);
+        Gateway::launch(command, &config).unwrap_or_else(|output| panic!("not started:\n{output}"))
+    };
+    let refused = "select count(*) from outbox_events where status = 'pending' and last_error like '%401%why?%'";
+    for (offset, ahead) in [("+10m", -600), ("-10m", 600)] {
+        let relay = start(offset);
+        eventually("what the sink says is kept", async || place.count(refused).await == 2).await;
+        let told = async || {
+            let text = get("/metrics").to(relay.admin).await.body;
+            let text = String::from_utf8_lossy(&text).into_owned();
+            let name = "oncegate_sink_clock_ahead_seconds{sink=\"main\"} ";
+            text.lines().find_map(|line| line.strip_prefix(name)?.parse::<i64>().ok())
+        };
+        let told = told().await.expect("a clock");
+        assert!((told - ahead).abs() < 30, "{offset}: {told}");
+        drop(relay);
+        place.rows("update outbox_queue set last_error = null").await;
+    }
+    assert!(sink.seen().iter().all(|seen| !seen.verified), "nothing was delivered so far");
+    let relay = start("+4m");
+    eventually("all are delivered", async || count(&place, "sent").await == 2).await;
+    assert_eq!(delivered(&relay, "sent").await, 2, "in the first attempt");
 }
 
 #[tokio::test(flavor = "multi_thread")]

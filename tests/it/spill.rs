@@ -309,6 +309,7 @@ async fn inside(config: Config, disk: SlowDisk) -> SocketAddr {
         digest: DigestKey::from_bytes(&[1; 32]),
         metrics,
         wake: Arc::new(Notify::new()),
+        backlog: oncegate::store::Backlog::default(),
     };
     let gateway = gateway::Gateway::new(config.gateway, parts).unwrap();
     let listener = Listener::bind("127.0.0.1:0").await.unwrap();

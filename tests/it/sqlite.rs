@@ -78,7 +78,7 @@ async fn a_newer_schema_is_refused() {
     open(&path).await;
     rusqlite::Connection::open(&path).unwrap().execute_batch("PRAGMA user_version = 99").unwrap();
     let Err(error) = Sqlite::open(&path).await else { panic!("opened") };
-    assert!(matches!(error, OpenError::NewerSchema { found: 99, known: 7 }), "{error}");
+    assert!(matches!(error, OpenError::NewerSchema { found: 99, known: 8 }), "{error}");
 }
 
 #[tokio::test]
@@ -86,11 +86,11 @@ async fn an_older_schema_is_migrated_only_where_that_is_allowed() {
     let (_dir, path) = database();
     let store = Sqlite::open(&path).await.unwrap();
     let error = store.migrate(false).await.unwrap_err();
-    assert!(matches!(error, OpenError::OlderSchema { found: 0, known: 7 }), "{error}");
+    assert!(matches!(error, OpenError::OlderSchema { found: 0, known: 8 }), "{error}");
     assert!(store.ping().await.is_err());
-    assert_eq!(store.migrate(true).await.unwrap(), 7);
-    assert_eq!(store.migrate(true).await.unwrap(), 7, "again changes nothing");
-    assert_eq!(store.migrate(false).await.unwrap(), 7);
+    assert_eq!(store.migrate(true).await.unwrap(), 8);
+    assert_eq!(store.migrate(true).await.unwrap(), 8, "again changes nothing");
+    assert_eq!(store.migrate(false).await.unwrap(), 8);
     store.ping().await.unwrap();
 }
 

@@ -18,9 +18,10 @@ use oncegate::record::{
 };
 use oncegate::store::{
     ATTEMPTS_KEPT, Acknowledgement, Asker, Asking, AttemptRow, Beat, Changed, Chosen, Claim,
-    Claimed, Completion, DeadFilter, EventFilter, EventStatus, Lane, LateEnd, LateOutcome, Look,
-    NextProbe, Objection, OnDead, Operator, Order, Over, PauseReason, Proposal, RecordFilter,
-    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Trouble, Untold, Verdict,
+    Claimed, Completion, DeadFilter, EventFilter, EventStatus, Lane, LateEnd, LateOutcome, LetGo,
+    Look, NextProbe, Objection, OnDead, Operator, Order, Over, PauseReason, Proposal, RecordFilter,
+    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched, Trouble, Untold,
+    Verdict,
 };
 use uuid::Uuid;
 
@@ -88,6 +89,10 @@ on_every_store![
     a_stale_acknowledgement_changes_nothing,
     verdicts_move_events_as_they_say,
     redelivery_goes_on_from_the_claim_number,
+    redelivery_leaves_those_alone_who_took_it_unless_it_is_asked_for,
+    what_is_done_to_all_dead_events_is_told_of_each_of_their_records,
+    what_an_order_kept_back_goes_once_it_is_no_longer_asked_for,
+    what_waits_for_nobody_is_woken,
     a_sink_is_paused_once_and_resumed_by_its_probe,
     one_probes_a_sink_at_a_time_and_a_late_probe_changes_nothing,
     a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed,
@@ -1173,7 +1178,7 @@ async fn of_one_ordering_key_one_event_is_claimed_and_its_verdict_wakes_the_next
     assert_eq!(names(&second), ["b"], "the next is due at once");
 
     let one = Chosen::One { id: first[0].event_id, sink: None };
-    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap().count, 1);
     assert!(claim(Lane::Retry).await.is_empty(), "never two of a key at once");
     say(&store, &sink, FREE, &second[0], again(MINUTE)).await;
     assert!(claim(Lane::Fresh).await.is_empty());
@@ -1181,7 +1186,7 @@ async fn of_one_ordering_key_one_event_is_claimed_and_its_verdict_wakes_the_next
     assert_eq!(names(&older), ["a"], "the oldest is woken, whoever gave up the turn");
     let (b, by) = (Chosen::One { id: second[0].event_id, sink: None }, somebody());
     say(&store, &sink, FREE, &older[0], dead()).await;
-    assert_eq!(store.redeliver(&b, &by).await.unwrap(), 1, "due at once");
+    assert_eq!(store.redeliver(&b, &by).await.unwrap().count, 1, "due at once");
     let second = claim(Lane::Retry).await;
     assert_eq!(names(&second), ["b"], "a dead one frees its key");
     say(&store, &sink, FREE, &second[0], sent()).await;
@@ -1206,7 +1211,7 @@ async fn a_dead_event_blocks_its_ordering_key_where_that_is_asked_for(store: Tes
     assert_eq!(blocking, BTreeSet::from(["a", "x"]), "it is visible");
 
     let one = Chosen::One { id: first[0].event_id, sink: None };
-    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap().count, 1);
     let again = in_order(&store, &sink, Lane::Retry, BLOCK).await;
     assert_eq!(names(&again), ["a"]);
     say(&store, &sink, BLOCK, &again[0], Verdict::Sent { status: Some(200) }).await;
@@ -1215,9 +1220,9 @@ async fn a_dead_event_blocks_its_ordering_key_where_that_is_asked_for(store: Tes
     // By an operator's request the follower is looked at anew; where dead ones free their key, nothing holds it.
     let y = rows.iter().find(|row| row.kind == "y").unwrap();
     let one = Chosen::One { id: y.id, sink: None };
-    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap().count, 1);
     assert!(in_order(&store, &sink, Lane::Fresh, BLOCK).await.is_empty());
-    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap().count, 1);
     assert_eq!(names(&in_order(&store, &sink, Lane::Fresh, FREE).await), ["y"]);
     assert!(store.gauges().await.unwrap().blocked.is_empty());
 }
@@ -1315,7 +1320,7 @@ async fn verdicts_move_events_as_they_say(store: Tested) {
     assert_eq!((row.attempts, row.sent_at), (2, None));
     assert!(row.next_attempt_at.is_some_and(|next| next > row.created_at));
     let one = Chosen::One { id: row.id, sink: Some(sink.clone()) };
-    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap(), 1, "due at once");
+    assert_eq!(store.redeliver(&one, &somebody()).await.unwrap().count, 1, "due at once");
     let fourth = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
     assert!(verdict(&store, &sink, &fourth, dead()).await);
     let row = store.list_events(&filter).await.unwrap().remove(0);
@@ -1335,14 +1340,14 @@ async fn redelivery_goes_on_from_the_claim_number(store: Tested) {
     assert!(verdict(&store, &sink, of("sent"), Verdict::Sent { status: Some(204) }).await);
     let by = somebody();
     let leased = Chosen::One { id: of("leased").event_id, sink: None };
-    assert_eq!(store.redeliver(&leased, &by).await.unwrap(), 0, "it is on its way");
+    assert_eq!(store.redeliver(&leased, &by).await.unwrap().count, 0, "it is on its way");
     let all = Chosen::Dead(DeadFilter { sink: Some(sink.clone()), ..DeadFilter::default() });
-    assert_eq!(store.redeliver(&all, &by).await.unwrap(), 1);
-    assert_eq!(store.redeliver(&all, &by).await.unwrap(), 0, "once");
+    assert_eq!(store.redeliver(&all, &by).await.unwrap().count, 1);
+    assert_eq!(store.redeliver(&all, &by).await.unwrap().count, 0, "once");
     let sent = Chosen::One { id: of("sent").event_id, sink: None };
-    assert_eq!(store.redeliver(&sent, &by).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&sent, &by).await.unwrap().count, 1);
     let nobody = Chosen::One { id: Uuid::new_v4(), sink: None };
-    assert_eq!(store.redeliver(&nobody, &by).await.unwrap(), 0);
+    assert_eq!(store.redeliver(&nobody, &by).await.unwrap().count, 0);
     assert!(claim(&store, &sink, Lane::Fresh, 9, MINUTE).await.is_empty(), "the retry lane");
     let again = claim(&store, &sink, Lane::Retry, 9, MINUTE).await;
     assert_eq!(again.len(), 2);
@@ -1356,8 +1361,191 @@ async fn redelivery_goes_on_from_the_claim_number(store: Tested) {
     }
     let audit = store.audit_of(fence.id).await.unwrap();
     let events: Vec<_> = audit.iter().filter_map(|row| row.event).collect();
-    assert_eq!(events, [of("sent").event_id], "all dead ones at once are a row of no record");
+    assert_eq!(events, [of("dead").event_id, of("sent").event_id]);
     assert!(audit.iter().all(|row| row.action == "event.redeliver" && row.who == "olga"));
+}
+
+async fn redelivery_leaves_those_alone_who_took_it_unless_it_is_asked_for(store: Tested) {
+    let sinks = [sink(), sink(), sink(), sink()];
+    let [taken, dead_there, owed, held] = &sinks;
+    let scope = scope();
+    let (fence, _) = self::held(&store, &scope).await;
+    let names: Vec<&str> = sinks.iter().map(String::as_str).collect();
+    let event = event(fence, "a", &names);
+    let id = event.id;
+    assert!(is_done(complete(&store, completion(&scope, fence, vec![event])).await));
+    for (sink, end) in [
+        (taken, Some(Verdict::Sent { status: Some(200) })),
+        (dead_there, Some(dead())),
+        (held, None),
+    ] {
+        let claimed = claim(&store, sink, Lane::Fresh, 1, MINUTE).await.remove(0);
+        if let Some(end) = end {
+            assert!(verdict(&store, sink, &claimed, end).await);
+        }
+    }
+    let by = somebody();
+    let touched = async |which| {
+        let Touched { count, mut sinks } = store.redeliver(&which, &by).await.unwrap();
+        assert_eq!(count, sinks.len() as u64);
+        sinks.sort_by(|one, other| one.0.cmp(&other.0));
+        sinks
+    };
+    let mut wanted =
+        vec![(dead_there.clone(), EventStatus::Dead), (owed.clone(), EventStatus::Pending)];
+    wanted.sort_by(|one, other| one.0.cmp(&other.0));
+    assert_eq!(touched(Chosen::NotTaken { id }).await, wanted);
+    assert!(claim(&store, taken, Lane::Retry, 9, MINUTE).await.is_empty(), "it took it");
+    assert_eq!(claim(&store, dead_there, Lane::Retry, 9, MINUTE).await.len(), 1);
+    assert_eq!(claim(&store, owed, Lane::Fresh, 9, MINUTE).await.len(), 1);
+    assert_eq!(touched(Chosen::NotTaken { id }).await, [], "the rest is in flight");
+    let again = vec![(taken.clone(), EventStatus::Sent)];
+    assert_eq!(touched(Chosen::One { id, sink: None }).await, again);
+    assert_eq!(claim(&store, taken, Lane::Retry, 9, MINUTE).await.len(), 1);
+    let audit = store.audit_of(fence.id).await.unwrap();
+    assert_eq!(audit.len(), 3, "a row for each of them");
+}
+
+async fn what_is_done_to_all_dead_events_is_told_of_each_of_their_records(store: Tested) {
+    let (sink, kinds) = (sink(), ["a", "b"]);
+    let mut fences = Vec::new();
+    for _ in 0..2 {
+        fences.push(announced(&store, &sink, &kinds).await.1);
+    }
+    let die = async |lane, count| {
+        let claimed = claim(&store, &sink, lane, 9, MINUTE).await;
+        assert_eq!(claimed.len(), count);
+        for claimed in &claimed {
+            assert!(verdict(&store, &sink, claimed, dead()).await);
+        }
+    };
+    die(Lane::Fresh, 4).await;
+    let told = async |fence: Fence| -> Vec<_> {
+        let audit = store.audit_of(fence.id).await.unwrap();
+        for row in &audit {
+            assert_eq!((row.who.as_str(), row.record), ("olga", Some(fence.id)));
+            let detail: serde_json::Value =
+                serde_json::from_str(row.detail.as_deref().unwrap()).unwrap();
+            assert_eq!(
+                (&detail["sink"], &detail["status"]),
+                (&sink.clone().into(), &"dead".into())
+            );
+            assert!(detail["among"]["count"].as_u64() >= Some(2), "{detail}");
+        }
+        audit.into_iter().map(|row| (row.action, row.event.unwrap())).collect()
+    };
+    let of = |kind: Option<&str>| {
+        let kind = kind.map(str::to_owned);
+        Chosen::Dead(DeadFilter { sink: Some(sink.clone()), kind, ..DeadFilter::default() })
+    };
+    let by = somebody();
+    assert_eq!(store.redeliver(&of(None), &by).await.unwrap(), Touched { count: 4, sinks: vec![] });
+    die(Lane::Retry, 4).await;
+    assert_eq!(store.discard(&of(Some("a")), &by).await.unwrap().count, 2);
+    for fence in &fences {
+        let (again, up) = ("event.redeliver".to_owned(), "event.discard".to_owned());
+        let ids = kinds.map(|kind| event(*fence, kind, &[]).id);
+        let mut first = ids.map(|id| (again.clone(), id)).to_vec();
+        first.sort();
+        first.push((up, ids[0]));
+        assert_eq!(told(*fence).await, first);
+    }
+    // It goes with the event.
+    assert_eq!(store.discard(&of(None), &by).await.unwrap().count, 2);
+    happens("they are over", SOON, async || {
+        store.sweep_events(Duration::ZERO, 10).await.unwrap();
+        told(fences[0]).await.is_empty() && told(fences[1]).await.is_empty()
+    })
+    .await;
+}
+
+/// How many became due, and that there is no more.
+async fn let_go(store: &Tested, sink: &str, order: Order) -> u64 {
+    let LetGo { count, next } = store.let_go(sink, order, None).await.unwrap();
+    assert_eq!(next, None);
+    count
+}
+
+async fn what_an_order_kept_back_goes_once_it_is_no_longer_asked_for(store: Tested) {
+    let sink = sink();
+    let of = |name, key| (name, Some(key));
+    let events =
+        [of("a", "k"), of("b", "k"), of("c", "k"), of("d", "l"), of("e", "l"), of("f", "l")];
+    announced_in_order(&store, &sink, &events).await;
+    let after = |delay| Verdict::Retry { delay, status: None, error: "x".into() };
+    let again = || after(MINUTE);
+    // "a" pauses, with two behind it. "d" and "e" died, "f" failed; then "d" and "e" were redelivered, "d" pauses, and the
+    // others wait for it.
+    let first = in_order(&store, &sink, Lane::Fresh, FREE).await;
+    assert_eq!(names(&first), ["a", "d"]);
+    say(&store, &sink, FREE, &first[0], again()).await;
+    say(&store, &sink, FREE, &first[1], dead()).await;
+    let e = in_order(&store, &sink, Lane::Fresh, FREE).await;
+    assert_eq!(names(&e), ["e"]);
+    say(&store, &sink, FREE, &e[0], dead()).await;
+    let f = in_order(&store, &sink, Lane::Fresh, FREE).await;
+    assert_eq!(names(&f), ["f"]);
+    say(&store, &sink, FREE, &f[0], after(Duration::ZERO)).await;
+    let all = Chosen::Dead(DeadFilter { sink: Some(sink.clone()), ..DeadFilter::default() });
+    assert_eq!(store.redeliver(&all, &somebody()).await.unwrap().count, 2);
+    let d = in_order(&store, &sink, Lane::Retry, FREE).await;
+    assert_eq!(names(&d), ["d"]);
+    say(&store, &sink, FREE, &d[0], again()).await;
+
+    for order in [FREE, BLOCK] {
+        assert_eq!(let_go(&store, &sink, order).await, 0, "they wait for others");
+    }
+    let both = async |order| {
+        let mut all = in_order(&store, &sink, Lane::Fresh, order).await;
+        all.extend(in_order(&store, &sink, Lane::Retry, order).await);
+        names(&all).into_iter().map(str::to_owned).collect::<BTreeSet<_>>()
+    };
+    assert_eq!(both(FREE).await, BTreeSet::new());
+    assert_eq!(let_go(&store, &sink, Order::None).await, 4);
+    assert_eq!(both(Order::None).await, BTreeSet::from(["b", "c", "e", "f"].map(str::to_owned)));
+    assert_eq!(let_go(&store, &sink, Order::None).await, 0, "\"a\" and \"d\" pause as they did");
+}
+
+async fn what_waits_for_nobody_is_woken(store: Tested) {
+    let fresh = async |sink: &str, order| in_order(&store, sink, Lane::Fresh, order).await;
+    // A relay without an order, as a replica of an older configuration is, wakes nobody.
+    let mixed = sink();
+    announced_in_order(&store, &mixed, &[("x", Some("k")), ("y", Some("k"))]).await;
+    let both = claim(&store, &mixed, Lane::Fresh, 2, MINUTE).await;
+    let of = |kind: &str| both.iter().find(|claimed| claimed.kind == kind).unwrap();
+    assert!(verdict(&store, &mixed, of("y"), Verdict::GivenBack).await);
+    assert!(fresh(&mixed, BLOCK).await.is_empty());
+    assert_eq!(let_go(&store, &mixed, BLOCK).await, 0, "it waits for the first");
+    assert!(verdict(&store, &mixed, of("x"), Verdict::Sent { status: Some(200) }).await);
+    assert!(fresh(&mixed, BLOCK).await.is_empty(), "it is put off");
+    assert_eq!(let_go(&store, &mixed, BLOCK).await, 1);
+    assert_eq!(names(&fresh(&mixed, BLOCK).await), ["y"]);
+
+    // What blocked its key may not do so any more.
+    let blocked = sink();
+    let fence = announced_in_order(&store, &blocked, &[("a", Some("k")), ("b", Some("k"))]).await;
+    let a = fresh(&blocked, BLOCK).await.remove(0);
+    say(&store, &blocked, BLOCK, &a, dead()).await;
+    assert!(fresh(&blocked, BLOCK).await.is_empty());
+    assert_eq!(let_go(&store, &blocked, BLOCK).await, 0, "as it is configured");
+    assert!(fresh(&blocked, BLOCK).await.is_empty());
+    assert_eq!(let_go(&store, &blocked, FREE).await, 1);
+    assert_eq!(store.gauges().await.unwrap().blocked, []);
+    let filter = EventFilter { record: Some(fence.id), limit: 9, ..EventFilter::default() };
+    assert!(store.list_events(&filter).await.unwrap().iter().all(|row| !row.blocks));
+    assert_eq!(names(&fresh(&blocked, FREE).await), ["b"]);
+    assert_eq!(let_go(&store, &blocked, FREE).await, 0, "it is in flight");
+
+    // Who has the turn is waited for, also by what stands before it.
+    let turn = sink();
+    announced_in_order(&store, &turn, &[("m", Some("k")), ("n", Some("k"))]).await;
+    let m = fresh(&turn, FREE).await.remove(0);
+    say(&store, &turn, FREE, &m, dead()).await;
+    assert_eq!(names(&fresh(&turn, FREE).await), ["n"]);
+    let again = Chosen::NotTaken { id: m.event_id };
+    assert_eq!(store.redeliver(&again, &somebody()).await.unwrap().count, 1);
+    assert!(in_order(&store, &turn, Lane::Retry, FREE).await.is_empty());
+    assert_eq!(let_go(&store, &turn, FREE).await, 0);
 }
 
 /// How a sink stands; `None`: it was never paused.
@@ -1560,10 +1748,10 @@ async fn what_is_given_back_keeps_its_attempts_and_says_what_it_met(store: Teste
     assert!(claim(&store, &sink, Lane::Retry, 9, MINUTE).await.is_empty(), "not due yet");
     // Redelivered, it begins anew.
     let row = Chosen::One { id: next.event_id, sink: Some(sink.clone()) };
-    assert_eq!(store.redeliver(&row, &somebody()).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&row, &somebody()).await.unwrap().count, 1);
     let next = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
     assert!(verdict(&store, &sink, &next, dead()).await);
-    assert_eq!(store.redeliver(&row, &somebody()).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&row, &somebody()).await.unwrap().count, 1);
     let anew = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
     assert_eq!((anew.attempts, anew.refusals), (0, 0));
 }
@@ -1600,14 +1788,14 @@ async fn each_failed_attempt_under_a_current_claim_is_kept(store: Tested) {
     assert_eq!(attempts(&store, id).await, both);
 
     let again = Chosen::One { id, sink: None };
-    assert_eq!(store.redeliver(&again, &somebody()).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&again, &somebody()).await.unwrap().count, 1);
     assert_eq!(attempts(&store, id).await, both, "a redelivery forgets nothing");
     for so_far in [3, 4] {
         let anew = claim(&store, &sink, Lane::Retry, 1, MINUTE).await.remove(0);
         assert!(verdict(&store, &sink, &anew, Verdict::Sent { status: Some(202) }).await);
         let rows = attempts(&store, id).await;
         assert_eq!((rows.len(), rows.last()), (so_far, Some(&(1, Some(202), None))));
-        assert_eq!(store.redeliver(&again, &somebody()).await.unwrap(), 1);
+        assert_eq!(store.redeliver(&again, &somebody()).await.unwrap().count, 1);
         assert_eq!(attempts(&store, id).await, rows, "nor that it was taken once");
     }
     let at: Vec<_> = store.attempts_of(id).await.unwrap().iter().map(|row| row.at).collect();
@@ -1656,10 +1844,10 @@ async fn a_discarded_event_is_over_and_what_is_sent_or_in_flight_is_left_alone(s
     let by = somebody();
     for (kind, count) in [("dead", 1), ("sent", 0), ("leased", 0), ("pending", 1), ("failed", 1)] {
         let elsewhere = Chosen::One { id: of(kind).event_id, sink: Some("another".into()) };
-        assert_eq!(store.discard(&elsewhere, &by).await.unwrap(), 0, "{kind}");
+        assert_eq!(store.discard(&elsewhere, &by).await.unwrap().count, 0, "{kind}");
         let one = Chosen::One { id: of(kind).event_id, sink: None };
-        assert_eq!(store.discard(&one, &by).await.unwrap(), count, "{kind}");
-        assert_eq!(store.discard(&one, &by).await.unwrap(), 0, "{kind}: once");
+        assert_eq!(store.discard(&one, &by).await.unwrap().count, count, "{kind}");
+        assert_eq!(store.discard(&one, &by).await.unwrap().count, 0, "{kind}: once");
     }
     let filter = EventFilter { record: Some(fence.id), limit: 9, ..EventFilter::default() };
     for row in store.list_events(&filter).await.unwrap() {
@@ -1684,9 +1872,9 @@ async fn a_discarded_event_is_over_and_what_is_sent_or_in_flight_is_left_alone(s
     // It may still be sent by name, under a number that no late worker has.
     let id = of("failed").event_id;
     let any = Chosen::One { id, sink: None };
-    assert_eq!(store.redeliver(&any, &by).await.unwrap(), 0, "it was given up");
+    assert_eq!(store.redeliver(&any, &by).await.unwrap().count, 0, "it was given up");
     let named = Chosen::One { id, sink: Some(sink.clone()) };
-    assert_eq!(store.redeliver(&named, &by).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&named, &by).await.unwrap().count, 1);
     let anew = claim(&store, &sink, Lane::Retry, 9, MINUTE).await.remove(0);
     assert!(anew.claim_no > of("failed").claim_no + 1 && anew.attempts == 0, "{anew:?}");
     assert!(!verdict(&store, &sink, of("failed"), retry).await);
@@ -1719,9 +1907,9 @@ async fn dead_events_are_chosen_by_what_they_are(store: Tested) {
     }
     let by = somebody();
     let b = DeadFilter { sink: Some(this.clone()), kind: Some("b".into()), ..all() };
-    assert_eq!(store.discard(&Chosen::Dead(b), &by).await.unwrap(), 1);
+    assert_eq!(store.discard(&Chosen::Dead(b), &by).await.unwrap().count, 1);
     let of_this = DeadFilter { tenant: Some(tenants[0].clone()), ..all() };
-    assert_eq!(store.redeliver(&Chosen::Dead(of_this), &by).await.unwrap(), 1);
+    assert_eq!(store.redeliver(&Chosen::Dead(of_this), &by).await.unwrap().count, 1);
     let due = claim(&store, &this, Lane::Retry, 9, MINUTE).await;
     assert_eq!(due.iter().map(|claimed| claimed.kind.as_str()).collect::<Vec<_>>(), ["a"]);
     assert!(claim(&store, &that, Lane::Retry, 9, MINUTE).await.is_empty());

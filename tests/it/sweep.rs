@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
 use oncegate::lease::Contact;
-use oncegate::store::Gauges;
+use oncegate::store::{Backlog, Gauges};
 use oncegate::sweep::{self, Duty, Settings};
 use oncegate::telemetry::Metrics;
 use tokio::time::Instant;
@@ -31,6 +31,7 @@ fn start(fake: &Arc<Fake>, contact: Contact) -> Running {
         every: Duration::from_secs(30),
         batch: 100,
         duty: Duty::All,
+        backlog: Backlog::default(),
     };
     let (stop, metrics) = (CancellationToken::new(), Arc::new(Metrics::default()));
     let run = sweep::run(fake.clone(), settings, contact, Arc::clone(&metrics), stop.clone());

@@ -363,15 +363,17 @@ async fn f45_secrets_are_replaced_while_events_flow_and_a_malformed_file_changes
 }
 
 /// A certificate authority, and what it signs for a name: files of PEM.
-struct Authority {
+pub(crate) struct Authority {
     folder: tempfile::TempDir,
     issuer: rcgen::Issuer<'static, rcgen::KeyPair>,
 }
 
 impl Authority {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
+        // Not the name of what it signs: that would look as if it had signed itself.
+        params.distinguished_name.push(rcgen::DnType::CommonName, "authority");
         params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
         let key = rcgen::KeyPair::generate().unwrap();
         let root = params.self_signed(&key).unwrap();
@@ -379,11 +381,11 @@ impl Authority {
         Self { folder, issuer: rcgen::Issuer::new(params, key) }
     }
 
-    fn path(&self, name: &str) -> std::path::PathBuf {
+    pub(crate) fn path(&self, name: &str) -> std::path::PathBuf {
         self.folder.path().join(name)
     }
 
-    fn sign(&self, name: &str) -> Identity {
+    pub(crate) fn sign(&self, name: &str) -> Identity {
         let key = rcgen::KeyPair::generate().unwrap();
         let params = rcgen::CertificateParams::new(vec![name.to_owned()]).unwrap();
         let certificate = params.signed_by(&key, &self.issuer).unwrap();

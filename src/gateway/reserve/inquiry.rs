@@ -70,7 +70,7 @@ impl<'a> Inquiry<'a> {
 
     /// Proposes a reservation, and decides on what stands in its place.
     pub(super) async fn propose(&mut self) -> Step {
-        if self.desk.settler.spill().is_full() {
+        if self.desk.settler.spill().is_full() || self.desk.is_swamped(self.ask) {
             return self.only_look().await;
         }
         let started = Instant::now();
@@ -93,20 +93,37 @@ impl<'a> Inquiry<'a> {
         }
     }
 
-    /// Decides on a record that stands, and makes none: while the spill is full, what a new one comes to might be lost.
+    /// Decides on a record that stands, and makes none: while the spill is full, what a new one comes to might be lost, and
+    /// while too many events are owed it would owe more.
     async fn only_look(&mut self) -> Step {
         match self.desk.store.find(&self.ask.scope).await {
             Ok(Some(record)) => self.meet(record).await,
-            Ok(None) => self.no_room(),
+            Ok(None) => self.no_room().unwrap_or(Step::Again),
             Err(error) => self.not_reserved(&error),
         }
     }
 
-    /// The store is there: this is no reason to go past it.
-    fn no_room(&self) -> Step {
-        tracing::warn!("no reservation is made while the spill is full");
-        self.desk.settler.spill().refused();
-        Step::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps))
+    /// The refusal of what may not be begun now. The store is there: this is no reason to go past it.
+    fn no_room(&self) -> Option<Step> {
+        if self.desk.settler.spill().is_full() {
+            tracing::warn!("no reservation is made while the spill is full");
+            self.desk.settler.spill().refused();
+            return Some(Step::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps)));
+        }
+        if self.desk.is_swamped(self.ask) {
+            self.desk.metrics.outbox_refused();
+            return Some(Step::Refuse(Refusal::Swamped));
+        }
+        None
+    }
+
+    /// The same, for a record that is taken over as it stands. A question begins nothing: what it finds is of an attempt that
+    /// was begun long ago.
+    fn no_room_to(&self, from: Takeover) -> Option<Step> {
+        match from {
+            Takeover::Question(..) if !self.desk.settler.spill().is_full() => None,
+            Takeover::Expired(_) | Takeover::Unknown(_) | Takeover::Question(..) => self.no_room(),
+        }
     }
 
     /// The store did not take the proposal, and never will.
@@ -275,8 +292,8 @@ impl<'a> Inquiry<'a> {
     }
 
     pub(super) async fn take_over(&self, from: Takeover, fingerprint: Fingerprint) -> Step {
-        if self.desk.settler.spill().is_full() {
-            return self.no_room();
+        if let Some(refused) = self.no_room_to(from) {
+            return refused;
         }
         let proposal = self.proposal();
         let owner = proposal.owner;

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 
 use super::inquiry::{Held, Inquiry, Step};
-use super::{Ask, Desk, Lead, POLL_FIRST, Readers, Reservation, Seat, Underway};
+use super::{Ask, Desk, Lead, Owes, POLL_FIRST, Readers, Reservation, Seat, Underway};
 use crate::record::lookup::About;
 use crate::record::{Fence, RecordId};
 use crate::route::{Lookup, OnUnknown};
@@ -81,6 +81,8 @@ impl Desk {
             on_unknown: OnUnknown::Hold,
             // What stands in the row stays.
             retention: Duration::ZERO,
+            // A question begins nothing.
+            owes: Owes::Nothing,
         };
         let Seat::Lead(lead) = self.seat(&ask) else { return None };
         let from = Takeover::Question(due.fence, lookup.settle, Asker::Gateway);
@@ -124,6 +126,10 @@ impl Desk {
         }
         if self.settler.spill().is_full() {
             self.settler.spill().refused();
+            return Raised::Not(question);
+        }
+        if self.is_swamped(ask) {
+            self.metrics.outbox_refused();
             return Raised::Not(question);
         }
         let underway = &mut question.underway;

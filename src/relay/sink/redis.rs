@@ -211,7 +211,9 @@ async fn certificates(tls: &Tls) -> Result<TlsCertificates, String> {
 /// Whether a connection is of no use after this error.
 fn spoils(error: &RedisError) -> bool {
     let code = error.code().unwrap_or_default();
-    code.is_empty() || matches!(code, "READONLY" | "MASTERDOWN" | "NOAUTH" | "LOADING")
+    // The server says so and hangs up.
+    let hangs_up = error.detail().is_some_and(|detail| detail.starts_with("Protocol error"));
+    code.is_empty() || hangs_up || matches!(code, "READONLY" | "MASTERDOWN" | "NOAUTH" | "LOADING")
 }
 
 fn complaint(error: &RedisError) -> Delivered {

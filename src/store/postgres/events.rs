@@ -1,7 +1,7 @@
 //! What operators do to events by hand, and the attempts that they look at.
 //!
 //! - Each action and its row in `audit_log` are one transaction. One event is a row for each of its sinks; all dead ones at
-//!   once are one row, which says which ones and grows with each piece.
+//!   once are one row, which says which ones and grows with each piece; `audit_events` names its events.
 //! - What is being delivered is left alone: under a running claim nothing is redelivered or discarded.
 //! - Claim numbers go on where they stood, so that no late worker's number fits again.
 //! - Dead ones are worked off in the order of their index, in pieces, each a transaction of its own. Two operators at once
@@ -21,7 +21,9 @@ use super::rows::{self, get, unsigned};
 use super::seconds;
 use crate::fault::{self, Point};
 use crate::store::batch::RunError;
-use crate::store::{AttemptRow, Chosen, DeadFilter, Error, EventAction, Operator};
+use crate::store::{
+    AttemptRow, Chosen, DeadFilter, Error, EventAction, EventStatus, Operator, Touched,
+};
 
 /// How many dead events one transaction takes.
 const PIECE: i64 = 1000;
@@ -65,7 +67,8 @@ WITH found AS MATERIALIZED (
     SELECT d.event_id, d.sink, coalesce($2, d.sink) AS new_sink, d.claim_no, d.outcome
     FROM outbox_done d
     WHERE d.event_id = $1
-      AND (($2 IS NULL AND d.outcome <> 'discarded') OR d.sink = $2
+      AND (($2 IS NULL AND (d.outcome = 'dead' OR (d.outcome = 'sent' AND NOT $5)))
+           OR d.sink = $2
            OR (d.sink = '' AND NOT EXISTS (
                 SELECT FROM outbox_done o WHERE o.event_id = $1 AND o.sink = $2)
                AND NOT EXISTS (
@@ -78,7 +81,8 @@ logged AS (
     SELECT $3, 'event.redeliver', t.record_id, t.event_id, $4,
            json_build_object('sink', t.sink, 'status', t.outcome)::text
     FROM taken t JOIN queued q ON q.event_id = t.event_id AND q.sink = t.sink)
-SELECT count(*) AS count FROM queued"
+SELECT t.sink, t.outcome AS was
+FROM taken t JOIN queued q ON q.event_id = t.event_id AND q.sink = t.sink"
 );
 
 // The mark on the message goes: from now on rows beside it tell how it stands.
@@ -97,7 +101,7 @@ logged AS (
     SELECT $3, 'event.redeliver', m.record_id, m.id, $4,
            json_build_object('sink', $2, 'status', 'discarded')::text
     FROM message m)
-SELECT count(*) AS count FROM queued";
+SELECT sink, 'discarded' AS was FROM queued";
 
 /// What is owed of an event and is not being delivered right now, locked.
 macro_rules! not_in_flight {
@@ -123,7 +127,7 @@ logged AS (
     SELECT $3, 'event.redeliver', m.record_id, m.id, $4,
            json_build_object('sink', q.sink, 'status', 'pending')::text
     FROM queued q JOIN outbox_messages m ON m.id = q.event_id)
-SELECT count(*) AS count FROM queued"
+SELECT sink, 'pending' AS was FROM queued"
 );
 
 const DISCARD_PENDING: &str = concat!(
@@ -146,7 +150,7 @@ logged AS (
     SELECT $3, 'event.discard', m.record_id, m.id, $4,
            json_build_object('sink', g.sink, 'status', 'pending')::text
     FROM gone g JOIN outbox_messages m ON m.id = g.event_id)
-SELECT count(*) AS count FROM gone"
+SELECT sink, 'pending' AS was FROM gone"
 );
 
 const DISCARD_DEAD: &str = "-- discard_dead
@@ -159,7 +163,7 @@ logged AS (
     SELECT $3, 'event.discard', m.record_id, m.id, $4,
            json_build_object('sink', b.sink, 'status', 'dead')::text
     FROM buried b JOIN outbox_messages m ON m.id = b.event_id)
-SELECT count(*) AS count FROM buried";
+SELECT sink, 'dead' AS was FROM buried";
 
 /// What is done to one event, one after the other. What is pending comes first: what comes back from the done rows is due already.
 const REDELIVER: &[&str] = &[HASTEN, REDELIVER_ONE, REDELIVER_UNWANTED];
@@ -193,49 +197,60 @@ SET LOCAL enable_bitmapscan = off;
 SET LOCAL enable_hashjoin = off;
 SET LOCAL enable_mergejoin = off";
 
-/// Does it; how many rows it changed.
+/// Does it.
 pub(super) async fn act(
     door: &Door,
     action: EventAction,
     which: &Chosen,
     by: &Operator,
-) -> Result<u64, Error> {
-    match which {
-        Chosen::One { id, sink } => {
-            door.run(&One { action, id: *id, sink: sink.as_deref(), by }).await
+) -> Result<Touched, Error> {
+    let (id, sink, not_taken) = match which {
+        Chosen::One { id, sink } => (*id, sink.as_deref(), false),
+        Chosen::NotTaken { id } => (*id, None, true),
+        Chosen::Dead(filter) => {
+            return all_dead(door, action, filter, by).await.map(Touched::many);
         }
-        Chosen::Dead(filter) => all_dead(door, action, filter, by).await,
-    }
+    };
+    door.run(&One { action, id, sink, not_taken, by }).await.map(Touched::one)
 }
 
 struct One<'a> {
     action: EventAction,
     id: Uuid,
     sink: Option<&'a str>,
+    /// Of a redelivery: not to those who took it.
+    not_taken: bool,
     by: &'a Operator,
 }
 
 #[async_trait]
 impl Task for One<'_> {
-    type Done = u64;
+    /// The sinks towards which something was done, and how it stood there before.
+    type Done = Vec<(String, EventStatus)>;
 
-    async fn run(&self, connection: &mut Connection) -> Result<u64, RunError> {
+    async fn run(&self, connection: &mut Connection) -> Result<Self::Done, RunError> {
         let params: Params<'_> = &[
             (&self.id, Type::UUID),
             (&self.sink, Type::TEXT),
             (&self.by.who, Type::TEXT),
             (&self.by.why, Type::TEXT),
+            (&self.not_taken, Type::BOOL),
         ];
         let mut transaction = connection.begin(BEGIN).await?;
-        let mut all = 0;
+        let mut all = Vec::new();
         let statements = match self.action {
             EventAction::Redeliver => REDELIVER,
             EventAction::Discard => DISCARD,
         };
         for sql in statements {
-            all += rows::count(&transaction.run(sql, params).await?)?;
+            for row in &transaction.run(sql, params).await? {
+                let was = get(row, "was")?;
+                let was = EventStatus::parse(was)
+                    .ok_or_else(|| rows::unreadable(format!("no such status: {was}")))?;
+                all.push((get(row, "sink")?, was));
+            }
         }
-        if self.action == EventAction::Discard && all > 0 {
+        if self.action == EventAction::Discard && !all.is_empty() {
             free_keys(&mut transaction, &[self.id]).await?;
         }
         fault::point(Point::Audited).await;
@@ -285,7 +300,10 @@ const REDELIVER_PAGE: &str = concat!(
 ",
     page!(),
     requeue!(),
-    "
+    ",
+told AS (
+    INSERT INTO audit_events (event_id, sink, audit_id)
+    SELECT event_id, sink, $4 FROM queued ORDER BY event_id, sink ON CONFLICT DO NOTHING)
 SELECT count(*) AS count FROM queued"
 );
 
@@ -301,7 +319,10 @@ seen AS MATERIALIZED (
 buried AS (
     UPDATE outbox_done d SET outcome = 'discarded', finished_at = clock_timestamp() FROM seen s
     WHERE d.event_id = s.event_id AND d.sink = s.sink AND d.outcome = 'dead'
-    RETURNING d.event_id)
+    RETURNING d.event_id, d.sink),
+told AS (
+    INSERT INTO audit_events (event_id, sink, audit_id)
+    SELECT event_id, sink, $4 FROM buried ORDER BY event_id, sink ON CONFLICT DO NOTHING)
 SELECT count(*) AS count FROM buried"
 );
 
@@ -387,6 +408,7 @@ impl Task for Piece<'_> {
             (&columns.0, Type::UUID_ARRAY),
             (&columns.1, Type::TEXT_ARRAY),
             (&columns.2, Type::INT4_ARRAY),
+            (&self.audit, Type::UUID),
         ];
         let changed = rows::count(&transaction.run(sql, params).await?)?;
         if changed > 0 {

@@ -76,6 +76,16 @@ const MIGRATIONS: &[Migration] = &[
         name: "event_filters",
         sql: include_str!("../../../migrations/postgres/0011_event_filters.sql"),
     },
+    Migration {
+        version: 12,
+        name: "audit_events",
+        sql: include_str!("../../../migrations/postgres/0012_audit_events.sql"),
+    },
+    Migration {
+        version: 13,
+        name: "relay",
+        sql: include_str!("../../../migrations/postgres/0013_relay.sql"),
+    },
 ];
 
 /// The version that this program knows.

@@ -11,7 +11,10 @@
 //! - Nobody who holds rows of the queue waits for a turn that a verdict holds: locked turns are passed by.
 //!
 //! Events are put off for long, not until their time: only a verdict makes them due, so that a hundred thousand behind
-//! one that fails are looked at once. The long time ends by itself should a row vanish by hand.
+//! one that fails are looked at once. The long time ends by itself should a row vanish by hand. Sooner than that, [`let_go`]
+//! finds what waits for nobody: a verdict of a relay with another order wakes nobody, and who blocked a key may not do so
+//! any more. To tell who was put off from who pauses after a failure: the former is in the lane of fresh events, or is nobody's
+//! (`claimed_by`), which a verdict leaves as it is.
 
 use std::time::{Duration, Instant};
 
@@ -22,13 +25,15 @@ use uuid::Uuid;
 
 use super::door::{Connection, Door, Params, Task, Transaction};
 use super::outbox::{
-    BEGIN_CLAIM, Beginning, Columns, FINISH, FREE, beginning, claimable, claimed, lane, not_before,
-    owner_lives, row_of,
+    BEGIN_CLAIM, BEGIN_LOOK, Beginning, Columns, FINISH, FREE, beginning, claimable, claimed, lane,
+    not_before, owner_lives, row_of,
 };
-use super::rows::get;
+use super::rows::{self, get};
 use super::seconds;
 use crate::store::batch::RunError;
-use crate::store::{Acknowledgement, Claim, Claimed, Error, Look, OnDead, Over, Verdict};
+use crate::store::{
+    Acknowledgement, Claim, Claimed, Error, Lane, LetGo, Look, OnDead, Order, Over, Verdict,
+};
 
 /// How many rows are looked at together: first twice as many as are asked for, since each is locked, and if none of them can
 /// be claimed, many.
@@ -41,9 +46,13 @@ const LOOK_MAX: Duration = Duration::from_secs(1);
 /// For how long followers are put off at most; half of it at least, so that they do not come back together.
 const PUT_OFF: Duration = Duration::from_secs(600);
 
+/// How many keys, or events, one piece of [`let_go`] looks at.
+const PIECE: i32 = 1000;
+
+// What comes after it in its transaction may sort again.
 const WINDOW_OF: &str = concat!(
     "-- claim_window
-SELECT event_id, ordering_key FROM outbox_queue
+SELECT event_id, ordering_key, set_config('enable_sort', 'on', true) FROM outbox_queue
 WHERE ",
     claimable!("$1", "$2", "$5"),
     not_before!("$4", "$6"),
@@ -105,7 +114,8 @@ u AS (
     RETURNING q.event_id, q.claim_no, q.attempts, q.refusals, q.created_at),
 put_off AS (
     UPDATE outbox_queue q
-    SET next_attempt_at = clock_timestamp() + make_interval(secs => $9 * (0.5 + random() / 2))
+    SET next_attempt_at = clock_timestamp() + make_interval(secs => $9 * (0.5 + random() / 2)),
+        claimed_by = CASE WHEN q.lease_until > clock_timestamp() THEN q.claimed_by END
     FROM w
     WHERE q.ctid = w.place AND w.ordering_key IS NOT NULL
       AND (w.locked OR NOT w.turn)
@@ -158,7 +168,7 @@ impl Task for ClaimingInOrder<'_> {
 
     async fn run(&self, connection: &mut Connection) -> Result<Found, RunError> {
         let Claim { sink, lane: which, order: _, limit, owner, lease, over, look: _ } = self.claim;
-        let mut transaction = connection.begin(BEGIN_CLAIM).await?;
+        let mut transaction = connection.begin(BEGIN_LOOK).await?;
         let Some(Beginning { floor, place }) = beginning(&mut transaction, self.claim).await?
         else {
             transaction.commit().await?;
@@ -293,6 +303,148 @@ pub(super) async fn pass_on(
         &[(&sink, Type::TEXT), (&ended.keys, Type::TEXT_ARRAY), (&ended.ids, Type::UUID_ARRAY)];
     transaction.run(WAKE, params).await?;
     Ok(())
+}
+
+// Their keys are woken by what follows.
+const UNBLOCK: &str = "-- unblock
+WITH over AS MATERIALIZED (
+    SELECT t.ordering_key FROM outbox_turns t
+    WHERE t.sink = $1 AND t.lease_until = 'infinity'
+    ORDER BY t.ordering_key LIMIT $2 FOR UPDATE SKIP LOCKED)
+DELETE FROM outbox_turns t USING over o
+WHERE t.sink = $1 AND t.ordering_key = o.ordering_key AND t.lease_until = 'infinity'";
+
+/// What was put off and is in nobody's hands.
+macro_rules! put_off {
+    () => {
+        "q.next_attempt_at > clock_timestamp() AND q.lease_until <= clock_timestamp()
+      AND (q.lane = 0 OR q.claimed_by IS NULL)"
+    };
+}
+
+// From key to key by the index, however many events stand behind the first. Nobody is waited for: who holds a row is about
+// to change it. The outcome is a scalar sub-select, which is never made into a hash over all dead ones.
+const WAKE_HEADS: &str = concat!(
+    "-- wake_heads
+WITH RECURSIVE heads AS (
+    (SELECT q.ordering_key, q.ctid AS place, q.event_id, 1 AS n FROM outbox_queue q
+     WHERE q.sink = $1 AND q.ordering_key IS NOT NULL AND ($2 IS NULL OR q.ordering_key > $2)
+     ORDER BY q.ordering_key, q.created_at, q.seq, q.event_id LIMIT 1)
+    UNION ALL
+    SELECT f.ordering_key, f.place, f.event_id, h.n + 1 FROM heads h CROSS JOIN LATERAL (
+        SELECT q.ordering_key, q.ctid AS place, q.event_id FROM outbox_queue q
+        WHERE q.sink = $1 AND q.ordering_key > h.ordering_key
+        ORDER BY q.ordering_key, q.created_at, q.seq, q.event_id LIMIT 1) AS f
+    WHERE h.n < $3),
+waits AS MATERIALIZED (
+    SELECT q.ctid AS place FROM heads h JOIN outbox_queue q ON q.ctid = h.place
+    WHERE q.event_id = h.event_id AND ",
+    put_off!(),
+    "
+      AND NOT EXISTS (
+          SELECT FROM outbox_turns t
+          WHERE t.sink = $1 AND t.ordering_key = h.ordering_key AND t.event_id <> h.event_id
+            AND CASE WHEN t.lease_until = 'infinity' THEN $4 AND (
+                    SELECT d.outcome FROM outbox_done d
+                    WHERE d.event_id = t.event_id AND d.sink = t.sink) = 'dead'
+                ELSE t.lease_until > clock_timestamp() END)
+    FOR UPDATE OF q SKIP LOCKED),
+woken AS (
+    UPDATE outbox_queue q SET next_attempt_at = clock_timestamp() FROM waits w
+    WHERE q.ctid = w.place
+    RETURNING q.event_id)
+SELECT (SELECT count(*) FROM woken) AS count,
+       (SELECT h.ordering_key FROM heads h WHERE h.n = $3) AS next"
+);
+
+const WAKE_ALL: &str = concat!(
+    "-- wake_all
+WITH waits AS MATERIALIZED (
+    SELECT q.ctid AS place FROM outbox_queue q
+    WHERE q.sink = $1 AND q.lane = $4 AND q.ordering_key IS NOT NULL AND ",
+    put_off!(),
+    "
+      AND q.next_attempt_at > (SELECT clock_timestamp())
+      AND q.next_attempt_at <= (SELECT clock_timestamp() + make_interval(secs => $3))
+    ORDER BY q.next_attempt_at, q.event_id LIMIT $2 FOR UPDATE OF q SKIP LOCKED),
+woken AS (
+    UPDATE outbox_queue q SET next_attempt_at = clock_timestamp() FROM waits w
+    WHERE q.ctid = w.place
+    RETURNING q.event_id)
+SELECT count(*) AS count FROM woken"
+);
+
+/// A piece of what waits for nobody any more; see [`Store::let_go`](crate::store::Store::let_go).
+pub(super) async fn let_go(
+    door: &Door,
+    sink: &str,
+    order: Order,
+    from: Option<&str>,
+) -> Result<LetGo, Error> {
+    door.run(&LettingGo { sink, order, from }).await
+}
+
+struct LettingGo<'a> {
+    sink: &'a str,
+    order: Order,
+    from: Option<&'a str>,
+}
+
+#[async_trait]
+impl Task for LettingGo<'_> {
+    type Done = LetGo;
+
+    async fn run(&self, connection: &mut Connection) -> Result<LetGo, RunError> {
+        let blocks = self.order == Order::Key(OnDead::Block);
+        let mut transaction = connection.begin(BEGIN_CLAIM).await?;
+        if !blocks {
+            let params: Params<'_> = &[(&self.sink, Type::TEXT), (&i64::from(PIECE), Type::INT8)];
+            transaction.run(UNBLOCK, params).await?;
+        }
+        let done = match self.order {
+            Order::None => self.all(&mut transaction).await?,
+            Order::Key(_) => self.heads(&mut transaction, blocks).await?,
+        };
+        transaction.commit().await?;
+        Ok(done)
+    }
+}
+
+impl LettingGo<'_> {
+    async fn all(&self, transaction: &mut Transaction<'_>) -> Result<LetGo, RunError> {
+        let mut done = LetGo::default();
+        for which in [Lane::Fresh, Lane::Retry] {
+            let params: Params<'_> = &[
+                (&self.sink, Type::TEXT),
+                (&i64::from(PIECE), Type::INT8),
+                (&seconds(PUT_OFF), Type::FLOAT8),
+                (&lane(which), Type::INT2),
+            ];
+            let count = rows::count(&transaction.run(WAKE_ALL, params).await?)?;
+            done.count += count;
+            // What was woken is not found again: a piece begins where the last one did.
+            if count >= u64::from(PIECE.unsigned_abs()) {
+                done.next = Some(String::new());
+            }
+        }
+        Ok(done)
+    }
+
+    async fn heads(
+        &self,
+        transaction: &mut Transaction<'_>,
+        blocks: bool,
+    ) -> Result<LetGo, RunError> {
+        let params: Params<'_> = &[
+            (&self.sink, Type::TEXT),
+            (&self.from, Type::TEXT),
+            (&PIECE, Type::INT4),
+            (&blocks, Type::BOOL),
+        ];
+        let rows = transaction.run(WAKE_HEADS, params).await?;
+        let next = rows.first().map_or(Ok(None), |row| get(row, "next"))?;
+        Ok(LetGo { count: rows::count(&rows)?, next })
+    }
 }
 
 /// Verdicts, their turns' ends and who is next: one transaction.

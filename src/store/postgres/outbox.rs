@@ -52,6 +52,16 @@ BEGIN ISOLATION LEVEL READ COMMITTED;
 SET LOCAL enable_seqscan = off;
 SET LOCAL enable_bitmapscan = off";
 
+// As above; and it would take an index for as good that does not give the order, and read all of that, with whatever was
+// deleted and somebody's snapshot still keeps. Only for looks in the order of an index. What must be sorted all the same
+// seems dear enough then to be compiled first, which takes seconds.
+pub(super) const BEGIN_LOOK: &str = "-- begin_look
+BEGIN ISOLATION LEVEL READ COMMITTED;
+SET LOCAL enable_seqscan = off;
+SET LOCAL enable_bitmapscan = off;
+SET LOCAL enable_sort = off;
+SET LOCAL jit = off";
+
 /// How far back the quick look goes.
 const FLOOR: Duration = Duration::from_secs(10);
 
@@ -124,29 +134,11 @@ macro_rules! row_of {
 }
 pub(super) use row_of;
 
-// A row whose newer version was locked is not at its place for this statement: the next look takes it.
-// MATERIALIZED: the limited look must not be run again for each row.
-const CLAIM: &str = concat!(
-    "-- claim
-WITH c AS MATERIALIZED (
-    SELECT ctid AS place FROM outbox_queue
-    WHERE ",
-    claimable!("$1", "$2", "$7"),
-    not_before!("$5", "$8"),
-    "
-    ORDER BY next_attempt_at, event_id LIMIT $3 FOR UPDATE OF outbox_queue SKIP LOCKED),
-u AS (
-    UPDATE outbox_queue q
-    SET lease_until = clock_timestamp() + make_interval(secs => $4), claim_no = q.claim_no + 1,
-        claimed_by = $6
-    FROM c WHERE q.ctid = c.place
-    RETURNING q.event_id, q.claim_no, q.attempts, q.refusals, q.created_at)
-SELECT u.event_id, u.claim_no, u.attempts, u.refusals,
-       extract(epoch FROM clock_timestamp() - u.created_at)::float8 AS age,
-       m.event_type, m.tenant_id, m.operation, m.idempotency_key, m.payload
-FROM u JOIN outbox_messages m ON m.id = u.event_id
-ORDER BY u.created_at, m.record_id, m.seq, u.event_id"
-);
+// A function of the schema, which says why and how.
+const CLAIM: &str = "-- claim
+SELECT event_id, claim_no, attempts, refusals, age, event_type, tenant_id, operation,
+       idempotency_key, payload
+FROM oncegate_claim($1, $2, $3, $4, $5, $6, $7, $8)";
 
 // Two ends of the index, however much stands between them.
 const PLACE_OF_CLAIM: &str = concat!(
@@ -209,7 +201,7 @@ impl Task for Claiming<'_> {
 
     async fn run(&self, connection: &mut Connection) -> Result<Vec<Row>, RunError> {
         let Claim { sink, lane: which, order: _, limit, owner, lease, over, look: _ } = self.0;
-        let mut transaction = connection.begin(BEGIN_CLAIM).await?;
+        let mut transaction = connection.begin(BEGIN_LOOK).await?;
         let Some(Beginning { floor, place }) = beginning(&mut transaction, self.0).await? else {
             transaction.commit().await?;
             return Ok(Vec::new());
@@ -252,55 +244,9 @@ pub(super) fn claimed(row: &Row) -> Result<Claimed, Error> {
     })
 }
 
-/// Keeps the failed attempts of a common table: in the ring of their event and sink, over the oldest.
-macro_rules! note_attempts {
-    ($from:literal) => {
-        concat!(
-            ",
-noted AS (
-    INSERT INTO outbox_attempts (event_id, sink, slot, claim_no, attempt, at, status, error)
-    SELECT event_id, sink, claim_no % 50, claim_no, attempts, clock_timestamp(), status, error
-    FROM ",
-            $from,
-            " ORDER BY event_id
-    ON CONFLICT (event_id, sink, slot) DO UPDATE
-    SET claim_no = excluded.claim_no, attempt = excluded.attempt, at = excluded.at,
-        status = excluded.status, error = excluded.error)"
-        )
-    };
-}
-
-// A lease of '-infinity': the claim of this number has got its verdict already. So a verdict that is said twice, as
-// after a lost answer, counts once.
-pub(super) const FINISH: &str = concat!(
-    "-- finish
-WITH x AS MATERIALIZED (
-    SELECT * FROM unnest($2::uuid[], $3::int[], $4::text[], $5::int[], $6::text[])
-      AS x(event_id, claim_no, outcome, status, error)
-    ORDER BY x.event_id),
-found AS (
-    SELECT x.*, q.place FROM x CROSS JOIN ",
-    row_of!("x", "$1"),
-    "
-    WHERE q.event_id = x.event_id AND q.sink = $1),
-gone AS (
-    DELETE FROM outbox_queue q USING found x
-    WHERE q.ctid = x.place AND q.claim_no = x.claim_no AND q.lease_until <> '-infinity'
-    RETURNING q.event_id, q.sink, q.claim_no, q.attempts + 1 AS attempts,
-              x.outcome, x.status, x.error, q.ordering_key),
-kept AS (
-    INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts, last_status, last_error,
-                             finished_at)
-    SELECT event_id, sink, outcome, claim_no, attempts, status, error, clock_timestamp()
-    FROM gone ORDER BY event_id
-    ON CONFLICT (event_id, sink) DO UPDATE
-    SET outcome = excluded.outcome, claim_no = excluded.claim_no, attempts = excluded.attempts,
-        last_status = excluded.last_status, last_error = excluded.last_error,
-        finished_at = excluded.finished_at)",
-    note_attempts!("gone WHERE outcome = 'dead'"),
-    "
-SELECT event_id, ordering_key FROM gone"
-);
+// As the claim.
+pub(super) const FINISH: &str = "-- finish
+SELECT event_id, ordering_key FROM oncegate_finish($1, $2, $3, $4, $5, $6)";
 
 // No delay: given back unsent, as if nothing had been. Attempts and refusals: 1 where this was one, else 0.
 pub(super) const FREE: &str = concat!(
@@ -328,9 +274,14 @@ freed AS (
     FROM found x
     WHERE q.ctid = x.place AND q.claim_no = x.claim_no AND q.lease_until <> '-infinity'
     RETURNING q.event_id, q.sink, q.claim_no, q.attempts, x.status, x.error,
-              x.attempts > 0 AS counted, q.ordering_key)",
-    note_attempts!("freed WHERE counted"),
-    "
+              x.attempts > 0 AS counted, q.ordering_key),
+noted AS (
+    INSERT INTO outbox_attempts (event_id, sink, slot, claim_no, attempt, at, status, error)
+    SELECT event_id, sink, claim_no % 50, claim_no, attempts, clock_timestamp(), status, error
+    FROM freed WHERE counted ORDER BY event_id
+    ON CONFLICT (event_id, sink, slot) DO UPDATE
+    SET claim_no = excluded.claim_no, attempt = excluded.attempt, at = excluded.at,
+        status = excluded.status, error = excluded.error)
 SELECT event_id, ordering_key FROM freed"
 );
 
@@ -457,31 +408,42 @@ async fn settle(door: &Door, sql: &str, sink: &str, columns: &Columns) -> Result
 }
 
 // Claimed rows stand at the low end of what is due, so a bounded look finds the first of their ends.
+// What has been due for longer than the floor and is claimed comes back by the complete look, when its claim ends.
 const NEXT_DUE: &str = "-- next_due
-WITH t AS MATERIALIZED (SELECT clock_timestamp() AS now)
-SELECT extract(epoch FROM min(at) - clock_timestamp())::float8 AS wait FROM (
-    SELECT min(next_attempt_at) AS at FROM outbox_queue
-    WHERE sink = $1 AND lane = 0 AND next_attempt_at > (SELECT now FROM t)
+WITH t AS MATERIALIZED (
+    SELECT clock_timestamp() AS now, clock_timestamp() - make_interval(secs => $2) AS floor),
+lanes AS (SELECT unnest(ARRAY[0, 1]::smallint[]) AS lane)
+SELECT extract(epoch FROM min(at) - clock_timestamp())::float8 AS wait FROM lanes, LATERAL (
+    (SELECT next_attempt_at AS at FROM outbox_queue
+     WHERE sink = $1 AND lane = lanes.lane AND next_attempt_at > (SELECT now FROM t)
+     ORDER BY next_attempt_at, event_id LIMIT 1)
     UNION ALL
-    SELECT min(next_attempt_at) FROM outbox_queue
-    WHERE sink = $1 AND lane = 1 AND next_attempt_at > (SELECT now FROM t)
-    UNION ALL
-    SELECT min(lease_until) FROM (
+    (SELECT min(lease_until) FROM (
         SELECT lease_until FROM outbox_queue
-        WHERE sink = $1 AND lane = 0 AND next_attempt_at <= (SELECT now FROM t)
-        ORDER BY next_attempt_at, event_id LIMIT 1000) AS fresh
-    WHERE lease_until > (SELECT now FROM t)
-    UNION ALL
-    SELECT min(lease_until) FROM (
-        SELECT lease_until FROM outbox_queue
-        WHERE sink = $1 AND lane = 1 AND next_attempt_at <= (SELECT now FROM t)
-        ORDER BY next_attempt_at, event_id LIMIT 1000) AS retry
-    WHERE lease_until > (SELECT now FROM t)) AS due";
+        WHERE sink = $1 AND lane = lanes.lane AND next_attempt_at <= (SELECT now FROM t)
+          AND next_attempt_at >= (SELECT floor FROM t)
+        ORDER BY next_attempt_at, event_id LIMIT 1000) AS begun
+     WHERE lease_until > (SELECT now FROM t))) AS due";
 
 pub(super) async fn next_due(door: &Door, sink: &str) -> Result<Option<Duration>, Error> {
-    let rows = door.read(NEXT_DUE, &[(&sink, Type::TEXT)]).await?;
+    let rows = door.run(&LookingAhead(sink)).await?;
     let wait: Option<f64> = rows.first().map(|row| get(row, "wait")).transpose()?.flatten();
     Ok(wait.map(duration))
+}
+
+struct LookingAhead<'a>(&'a str);
+
+#[async_trait]
+impl Task for LookingAhead<'_> {
+    type Done = Vec<Row>;
+
+    async fn run(&self, connection: &mut Connection) -> Result<Vec<Row>, RunError> {
+        let params: Params<'_> = &[(&self.0, Type::TEXT), (&seconds(FLOOR), Type::FLOAT8)];
+        let mut transaction = connection.begin(BEGIN_LOOK).await?;
+        let rows = transaction.run(NEXT_DUE, params).await?;
+        transaction.commit().await?;
+        Ok(rows)
+    }
 }
 
 const BEGIN_SWEEP: &str = "-- begin_sweep
@@ -533,7 +495,8 @@ WITH gone AS (
     "
     RETURNING m.id),
 done AS (DELETE FROM outbox_done d USING gone WHERE d.event_id = gone.id),
-tried AS (DELETE FROM outbox_attempts a USING gone WHERE a.event_id = gone.id)
+tried AS (DELETE FROM outbox_attempts a USING gone WHERE a.event_id = gone.id),
+told AS (DELETE FROM audit_events a USING gone WHERE a.event_id = gone.id)
 SELECT count(*) AS count FROM gone"
 );
 

@@ -144,7 +144,13 @@ pub(super) async fn list_events(door: &Door, filter: &EventFilter) -> Result<Vec
 
 const AUDIT_OF: &str = "-- audit_of
 SELECT id, at, who, action, record_id, event_id, why, detail FROM audit_log
-WHERE record_id = $1 ORDER BY at, id";
+WHERE record_id = $1
+UNION ALL
+SELECT a.id, a.at, a.who, a.action, m.record_id, x.event_id, a.why,
+       json_build_object('sink', x.sink, 'status', 'dead', 'among', a.detail::json)::text
+FROM outbox_messages m JOIN audit_events x ON x.event_id = m.id JOIN audit_log a ON a.id = x.audit_id
+WHERE m.record_id = $1
+ORDER BY at, id, event_id";
 
 pub(super) async fn audit_of(door: &Door, record: RecordId) -> Result<Vec<AuditRow>, Error> {
     let rows = door.read(AUDIT_OF, &[(&Uuid::from(record), Type::UUID)]).await?;

@@ -1,7 +1,7 @@
 //! What operators do to events by hand, and the attempts that they look at.
 //!
 //! - Each action and its row in `audit_log` are one transaction. One event is a row for each of its sinks; all dead ones at
-//!   once are one row, which says which ones and grows with each piece.
+//!   once are one row, which says which ones and grows with each piece; `audit_events` names its events.
 //! - What is being delivered is left alone: under a running claim nothing is redelivered or discarded.
 //! - Claim numbers go on where they stood, so that no late worker's number fits again.
 
@@ -9,7 +9,7 @@ use rusqlite::types::Value;
 use rusqlite::{params, params_from_iter};
 use uuid::Uuid;
 
-use super::super::{AttemptRow, DeadFilter, EventAction, Operator};
+use super::super::{AttemptRow, DeadFilter, EventAction, EventStatus, Operator};
 use super::operator::{self, audit};
 use super::order;
 use super::row::{self, micros};
@@ -19,16 +19,20 @@ use crate::fault::{self, Point};
 /// How many dead events one transaction takes.
 const PIECE: usize = 500;
 
-/// Does it to one event, towards one sink or all; how many rows it changed.
+/// The sinks towards which something was done, and how it stood there before.
+type Done = Vec<(String, EventStatus)>;
+
+/// Does it to one event, towards one sink or all; with `not_taken` it is not redelivered to those who took it.
 pub(super) fn one(
     tx: &Tx<'_>,
     action: EventAction,
     id: Uuid,
     sink: Option<&str>,
+    not_taken: bool,
     by: &Operator,
-) -> rusqlite::Result<u64> {
+) -> rusqlite::Result<Done> {
     match action {
-        EventAction::Redeliver => redeliver_one(tx, id, sink, by),
+        EventAction::Redeliver => redeliver_one(tx, id, sink, not_taken, by),
         EventAction::Discard => discard_one(tx, id, sink, by),
     }
 }
@@ -37,11 +41,13 @@ fn redeliver_one(
     tx: &Tx<'_>,
     id: Uuid,
     sink: Option<&str>,
+    not_taken: bool,
     by: &Operator,
-) -> rusqlite::Result<u64> {
+) -> rusqlite::Result<Done> {
     // Without a sink: what was delivered or given up. With one: also what was discarded, if only for want of a sink.
     const ENDED: &str = "SELECT sink, coalesce(?2, sink), outcome FROM outbox_done
-        WHERE event_id = ?1 AND ((?2 IS NULL AND outcome IN ('sent', 'dead'))
+        WHERE event_id = ?1
+          AND ((?2 IS NULL AND (outcome = 'dead' OR (outcome = 'sent' AND NOT ?3)))
           OR sink = ?2 OR (?2 <> '' AND sink = '' AND outcome = 'discarded'))";
     const DUE: &str = "UPDATE outbox_queue SET next_attempt_at = min(next_attempt_at, ?3)
         WHERE event_id = ?1 AND (?2 IS NULL OR sink = ?2) AND lease_until <= ?3 RETURNING sink";
@@ -50,16 +56,19 @@ fn redeliver_one(
     for sink in &due {
         note(tx, EventAction::Redeliver, id, sink, "pending", by)?;
     }
-    let read = |row: &rusqlite::Row<'_>| Ok((row.get(0)?, row.get(1)?, row.get(2)?));
-    let ended: Vec<(String, String, String)> = tx.rows(ENDED, params![event, sink], read)?;
-    let mut count = due.len() as u64;
-    for (from, to, outcome) in &ended {
-        if queue_again(tx, &event, from, to)? {
-            note(tx, EventAction::Redeliver, id, to, outcome, by)?;
-            count += 1;
+    let read = |row: &rusqlite::Row<'_>| {
+        Ok((row.get(0)?, row.get(1)?, row::parsed(row, 2, EventStatus::parse)?))
+    };
+    let ended: Vec<(String, String, EventStatus)> =
+        tx.rows(ENDED, params![event, sink, not_taken], read)?;
+    let mut done: Done = due.into_iter().map(|sink| (sink, EventStatus::Pending)).collect();
+    for (from, to, outcome) in ended {
+        if queue_again(tx, &event, &from, &to)? {
+            note(tx, EventAction::Redeliver, id, &to, outcome.as_str(), by)?;
+            done.push((to, outcome));
         }
     }
-    Ok(count)
+    Ok(done)
 }
 
 /// Moves a row that ended back into the queue. A success stays among the attempts. Whether it is queued now.
@@ -82,7 +91,7 @@ fn queue_again(tx: &Tx<'_>, event: &str, from: &str, to: &str) -> rusqlite::Resu
     Ok(queued > 0)
 }
 
-fn discard_one(tx: &Tx<'_>, id: Uuid, sink: Option<&str>, by: &Operator) -> rusqlite::Result<u64> {
+fn discard_one(tx: &Tx<'_>, id: Uuid, sink: Option<&str>, by: &Operator) -> rusqlite::Result<Done> {
     const KEEP: &str = "INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts,
           last_status, last_error, finished_at)
         SELECT event_id, sink, 'discarded', claim_no, attempts, last_status, last_error, ?3
@@ -107,7 +116,8 @@ fn discard_one(tx: &Tx<'_>, id: Uuid, sink: Option<&str>, by: &Operator) -> rusq
     for sink in pending.iter().chain(&dead) {
         free_key(tx, &event, sink)?;
     }
-    Ok((pending.len() + dead.len()) as u64)
+    let pending = pending.into_iter().map(|sink| (sink, EventStatus::Pending));
+    Ok(pending.chain(dead.into_iter().map(|sink| (sink, EventStatus::Dead))).collect())
 }
 
 /// Lets those go on that waited behind a discarded event.
@@ -169,13 +179,19 @@ impl Walk {
 
     /// One piece of it, and the walk as it stands then.
     pub(super) fn piece(mut self, tx: &Tx<'_>) -> rusqlite::Result<Self> {
+        const TOLD: &str = "INSERT OR IGNORE INTO audit_events (event_id, sink, audit_id)
+            VALUES (?1, ?2, ?3)";
         let before = *self.before.get_or_insert(tx.now);
         let page = self.page(tx, before)?;
         for (sink, _, event) in &page {
-            self.total += match self.action {
-                EventAction::Redeliver => u64::from(queue_again(tx, event, sink, sink)?),
+            let changed = match self.action {
+                EventAction::Redeliver => queue_again(tx, event, sink, sink)?,
                 EventAction::Discard => bury(tx, event, sink)?,
             };
+            if changed {
+                tx.execute(TOLD, params![event, sink, self.audit.to_string()])?;
+                self.total += 1;
+            }
         }
         if !page.is_empty() {
             self.note(tx)?;
@@ -210,14 +226,14 @@ impl Walk {
     }
 }
 
-fn bury(tx: &Tx<'_>, event: &str, sink: &str) -> rusqlite::Result<u64> {
+fn bury(tx: &Tx<'_>, event: &str, sink: &str) -> rusqlite::Result<bool> {
     const BURY: &str = "UPDATE outbox_done SET outcome = 'discarded', finished_at = ?3
         WHERE event_id = ?1 AND sink = ?2 AND outcome = 'dead'";
     let rows = tx.execute(BURY, params![event, sink, tx.now])?;
     if rows > 0 {
         free_key(tx, event, sink)?;
     }
-    Ok(rows as u64)
+    Ok(rows > 0)
 }
 
 /// The rows of a filter: what stands behind `SELECT ...`, and its values.

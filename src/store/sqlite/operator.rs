@@ -153,7 +153,14 @@ fn action(name: &'static str, fence: Fence, seen: &Seen) -> Action {
 
 pub(super) fn audit_of(tx: &Tx<'_>, record: RecordId) -> rusqlite::Result<Vec<AuditRow>> {
     const SQL: &str = "SELECT id, at, who, action, record_id, event_id, why, detail FROM audit_log
-        WHERE record_id = ?1 ORDER BY at, id";
+        WHERE record_id = ?1
+        UNION ALL
+        SELECT a.id, a.at, a.who, a.action, m.record_id, x.event_id, a.why,
+          json_object('sink', x.sink, 'status', 'dead', 'among', json(a.detail))
+        FROM outbox_messages m CROSS JOIN audit_events x ON x.event_id = m.id
+          CROSS JOIN audit_log a ON a.id = x.audit_id
+        WHERE m.record_id = ?1
+        ORDER BY at, id, event_id";
     tx.rows(SQL, [record.to_string()], |row| {
         Ok(AuditRow {
             id: row::uuid(row, 0)?,

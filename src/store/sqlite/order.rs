@@ -4,7 +4,7 @@
 use rusqlite::params;
 use uuid::Uuid;
 
-use super::super::{Acknowledgement, Claim, Look, OnDead, Over, Verdict};
+use super::super::{Acknowledgement, Claim, Lane, LetGo, Look, OnDead, Order, Over, Verdict};
 use super::outbox::{Taken, claimable, lane, taken};
 use super::row::micros;
 use super::thread::Tx;
@@ -14,6 +14,9 @@ const WINDOW: u32 = 1024;
 
 /// For how long followers are put off at most, in microseconds; half of it at least.
 const PUT_OFF: i64 = 600_000_000;
+
+/// How many keys, or events of a lane, one piece of [`let_go`] looks at.
+const PIECE: u32 = 500;
 
 /// What one look found: events that are claimed, and whether there is reason to look again at once.
 pub(super) struct Found {
@@ -98,10 +101,11 @@ fn take_turn(
 }
 
 fn put_off_one(tx: &Tx<'_>, sink: &str, id: &str) -> rusqlite::Result<()> {
-    const LATER: &str =
-        "UPDATE outbox_queue SET next_attempt_at = ?3 WHERE event_id = ?1 AND sink = ?2";
+    const LATER: &str = "UPDATE outbox_queue SET next_attempt_at = ?3,
+          claimed_by = CASE WHEN lease_until > ?4 THEN claimed_by END
+        WHERE event_id = ?1 AND sink = ?2";
     let later = tx.now + PUT_OFF / 2 + fastrand::i64(0..=PUT_OFF / 2);
-    tx.execute(LATER, params![id, sink, later]).map(drop)
+    tx.execute(LATER, params![id, sink, later, tx.now]).map(drop)
 }
 
 fn mark(tx: &Tx<'_>, claim: &Claim, id: &str) -> rusqlite::Result<Option<Taken>> {
@@ -144,6 +148,77 @@ pub(super) fn pass_on(
 /// Whether a verdict lets the events behind wait.
 pub(super) fn blocks(ack: &Acknowledgement, on_dead: OnDead) -> bool {
     on_dead == OnDead::Block && matches!(ack.verdict, Verdict::Dead { .. })
+}
+
+/// A piece of what waits for nobody any more; see [`Store::let_go`](super::super::Store::let_go).
+pub(super) fn let_go(
+    tx: &Tx<'_>,
+    sink: &str,
+    order: Order,
+    from: Option<String>,
+) -> rusqlite::Result<LetGo> {
+    const UNBLOCK: &str = "DELETE FROM outbox_turns WHERE sink = ?1 AND lease_until IS NULL";
+    if order != Order::Key(OnDead::Block) {
+        tx.execute(UNBLOCK, [sink])?;
+    }
+    match order {
+        Order::None => wake_all(tx, sink),
+        Order::Key(on_dead) => wake_heads(tx, sink, on_dead == OnDead::Block, from),
+    }
+}
+
+fn wake_all(tx: &Tx<'_>, sink: &str) -> rusqlite::Result<LetGo> {
+    const SQL: &str = "UPDATE outbox_queue SET next_attempt_at = ?2
+        WHERE sink = ?1 AND event_id IN (SELECT event_id FROM outbox_queue
+          WHERE sink = ?1 AND lane = ?3 AND next_attempt_at > ?2 AND next_attempt_at <= ?4
+            AND ordering_key IS NOT NULL AND lease_until <= ?2 AND (lane = 0 OR claimed_by IS NULL)
+          ORDER BY next_attempt_at, event_id LIMIT ?5)";
+    let mut done = LetGo::default();
+    for which in [Lane::Fresh, Lane::Retry] {
+        let params = params![sink, tx.now, lane(which), tx.now + PUT_OFF, PIECE];
+        let count = tx.execute(SQL, params)? as u64;
+        done.count += count;
+        // What was woken is not found again: a piece begins where the last one did.
+        if count >= u64::from(PIECE) {
+            done.next = Some(String::new());
+        }
+    }
+    Ok(done)
+}
+
+/// From key to key by the index, however many events stand behind the first.
+fn wake_heads(
+    tx: &Tx<'_>,
+    sink: &str,
+    blocks: bool,
+    mut from: Option<String>,
+) -> rusqlite::Result<LetGo> {
+    const HEAD: &str = "SELECT ordering_key, event_id FROM outbox_queue
+        WHERE sink = ?1 AND ordering_key IS NOT NULL AND ordering_key > ?2
+        ORDER BY ordering_key, created_at, seq, event_id LIMIT 1";
+    const FIRST: &str = "SELECT ordering_key, event_id FROM outbox_queue
+        WHERE sink = ?1 AND ordering_key IS NOT NULL
+        ORDER BY ordering_key, created_at, seq, event_id LIMIT 1";
+    const WAKE: &str = "UPDATE outbox_queue SET next_attempt_at = ?4
+        WHERE event_id = ?3 AND sink = ?1 AND next_attempt_at > ?4 AND lease_until <= ?4
+          AND (lane = 0 OR claimed_by IS NULL)
+          AND NOT EXISTS (SELECT 1 FROM outbox_turns t
+            WHERE t.sink = ?1 AND t.ordering_key = ?2 AND t.event_id <> ?3
+              AND CASE WHEN t.lease_until IS NULL THEN ?5 AND EXISTS (SELECT 1 FROM outbox_done d
+                  WHERE d.event_id = t.event_id AND d.sink = t.sink AND d.outcome = 'dead')
+                ELSE t.lease_until > ?4 END)";
+    let mut count = 0;
+    let read = |row: &rusqlite::Row<'_>| Ok((row.get::<_, String>(0)?, row.get::<_, String>(1)?));
+    for _ in 0..PIECE {
+        let head = match &from {
+            Some(key) => tx.first(HEAD, params![sink, key], read)?,
+            None => tx.first(FIRST, [sink], read)?,
+        };
+        let Some((key, event)) = head else { return Ok(LetGo { count, next: None }) };
+        count += tx.execute(WAKE, params![sink, key, event, tx.now, blocks])? as u64;
+        from = Some(key);
+    }
+    Ok(LetGo { count, next: from })
 }
 
 /// Ends the turns of all claims.

@@ -299,6 +299,7 @@ pub(super) fn sweep(tx: &Tx<'_>, retention: Duration, limit: u32) -> rusqlite::R
     for id in &ended {
         tx.execute("DELETE FROM outbox_done WHERE event_id = ?1", [id])?;
         tx.execute("DELETE FROM outbox_attempts WHERE event_id = ?1", [id])?;
+        tx.execute("DELETE FROM audit_events WHERE event_id = ?1", [id])?;
         swept += tx.execute("DELETE FROM outbox_messages WHERE id = ?1", [id])? as u64;
     }
     Ok(swept)

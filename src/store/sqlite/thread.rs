@@ -24,6 +24,10 @@ use tokio::sync::oneshot;
 
 use super::super::{Cause, Error};
 
+/// Read and write; the file is made where there is none.
+const FLAGS: OpenFlags = OpenFlags::SQLITE_OPEN_READ_WRITE
+    .union(OpenFlags::SQLITE_OPEN_CREATE)
+    .union(OpenFlags::SQLITE_OPEN_NO_MUTEX);
 /// How long a statement waits for the write lock of another process before the database counts as unavailable.
 const BUSY: Duration = Duration::from_secs(5);
 /// The same for the checkpoint, which may hold the write lock while it waits for readers.
@@ -38,6 +42,30 @@ const WAL_MAX: u64 = 64 << 20;
 const CHECKPOINT_PAUSE: Duration = Duration::from_millis(100);
 
 type Job = Box<dyn FnOnce(&Connection) + Send>;
+
+/// Another process had a lock on the file for longer than is waited.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "another process holds a lock on {place} (waited {} s): a `serve` that was stopped, or a program with an open transaction. \
+     Let it go on, or end it; then try again",
+    BUSY.as_secs()
+)]
+pub(super) struct Busy {
+    place: String,
+    #[source]
+    cause: rusqlite::Error,
+}
+
+/// The cause of an error, in words of ours where it is a lock of somebody else's.
+fn cause(conn: &Connection, error: rusqlite::Error) -> Cause {
+    match error.sqlite_error_code() {
+        Some(ErrorCode::DatabaseBusy) => {
+            let place = conn.path().unwrap_or("the database file").to_owned();
+            Busy { place, cause: error }.into()
+        }
+        Some(_) | None => error.into(),
+    }
+}
 
 /// A transaction, and the database's time in it.
 pub(super) struct Tx<'a> {
@@ -144,12 +172,12 @@ fn write<T>(
     work: impl FnOnce(&Tx<'_>) -> rusqlite::Result<T>,
 ) -> Result<T, Error> {
     roll_back(conn);
-    statement(conn, "BEGIN IMMEDIATE").map_err(|e| Error::Unavailable(e.into()))?;
+    statement(conn, "BEGIN IMMEDIATE").map_err(|e| Error::Unavailable(cause(conn, e)))?;
     match now(conn).and_then(|now| work(&Tx { conn, now })) {
         Ok(done) => commit(conn).map(|()| done),
         Err(error) => {
             roll_back(conn);
-            Err(classify(error))
+            Err(classify(conn, error))
         }
     }
 }
@@ -159,10 +187,10 @@ fn read<T>(
     work: impl FnOnce(&Tx<'_>) -> rusqlite::Result<T>,
 ) -> Result<T, Error> {
     roll_back(conn);
-    statement(conn, "BEGIN").map_err(|e| Error::Unavailable(e.into()))?;
+    statement(conn, "BEGIN").map_err(|e| Error::Unavailable(cause(conn, e)))?;
     let done = now(conn).and_then(|now| work(&Tx { conn, now }));
     roll_back(conn);
-    done.map_err(classify)
+    done.map_err(|error| classify(conn, error))
 }
 
 /// Commits. A failure is in doubt (the log may hold the whole transaction although its sync failed), unless the
@@ -206,11 +234,11 @@ fn now(conn: &Connection) -> rusqlite::Result<i64> {
 }
 
 /// What a statement's error means for the caller, once it has been rolled back.
-fn classify(error: rusqlite::Error) -> Error {
+fn classify(conn: &Connection, error: rusqlite::Error) -> Error {
     use ErrorCode::{ConstraintViolation, TooBig, TypeMismatch};
     match error.sqlite_error_code() {
         Some(ConstraintViolation | TooBig | TypeMismatch) | None => Error::Refused(error.into()),
-        Some(_) => Error::Unavailable(error.into()),
+        Some(_) => Error::Unavailable(cause(conn, error)),
     }
 }
 
@@ -224,19 +252,26 @@ pub(super) enum Role {
 
 /// Opens a connection with the settings that durability rests on.
 pub(super) fn connect(path: &Path, role: Role) -> Result<Connection, Cause> {
-    let flags = OpenFlags::SQLITE_OPEN_READ_WRITE
-        | OpenFlags::SQLITE_OPEN_CREATE
-        | OpenFlags::SQLITE_OPEN_NO_MUTEX;
-    let conn = Connection::open_with_flags(path, flags)?;
+    let conn = Connection::open_with_flags(path, FLAGS)?;
+    match set_up(&conn, role) {
+        Ok(None) => Ok(conn),
+        Ok(Some(mode)) => {
+            Err(format!("the journal mode stays {mode}: no write-ahead log here").into())
+        }
+        Err(error) => Err(cause(&conn, error)),
+    }
+}
+
+/// The journal mode where it is not the one that is needed.
+fn set_up(conn: &Connection, role: Role) -> rusqlite::Result<Option<String>> {
     conn.busy_timeout(if role == Role::Checkpoint { BUSY_CHECKPOINT } else { BUSY })?;
     conn.set_prepared_statement_cache_capacity(96);
     if role == Role::Writer {
         let mode: String = conn.query_row("PRAGMA journal_mode = WAL", [], |row| row.get(0))?;
         if mode != "wal" {
-            return Err(format!("the journal mode stays {mode}: no write-ahead log here").into());
+            return Ok(Some(mode));
         }
-        // A write that changes nothing: a file that cannot be written is found here and not by the first request.
-        conn.execute_batch("BEGIN IMMEDIATE; ROLLBACK")?;
+        try_to_write(conn)?;
     }
     conn.execute_batch(&format!(
         "PRAGMA synchronous = FULL; PRAGMA foreign_keys = ON; PRAGMA wal_autocheckpoint = 0;
@@ -246,7 +281,19 @@ pub(super) fn connect(path: &Path, role: Role) -> Result<Connection, Cause> {
     if role == Role::Reader {
         conn.execute_batch("PRAGMA query_only = ON")?;
     }
-    Ok(conn)
+    Ok(None)
+}
+
+/// A write that changes nothing: a file that cannot be written is found here and not by the first request. Where another
+/// process writes, it can be written; that is not waited for, since who only reads does not need the lock.
+fn try_to_write(conn: &Connection) -> rusqlite::Result<()> {
+    conn.busy_timeout(Duration::ZERO)?;
+    let tried = conn.execute_batch("BEGIN IMMEDIATE; ROLLBACK");
+    conn.busy_timeout(BUSY)?;
+    match tried {
+        Err(error) if error.sqlite_error_code() == Some(ErrorCode::DatabaseBusy) => Ok(()),
+        other => other,
+    }
 }
 
 /// Starts the thread that moves the log into the database. The writer calls the returned function between two jobs: it

@@ -151,14 +151,17 @@ impl Wires {
             }
             Break::SinkCut => self.sink.cut(),
             Break::SinkAway { ms } => away(&self.sink, ms).await,
-            Break::Crash { down_ms } => {
-                let cluster = self.cluster.as_ref().expect("a server that can crash");
-                let (crashing, starting) = (Arc::clone(cluster), Arc::clone(cluster));
-                beside(move || crashing.crash()).await;
-                sleep(down_ms).await;
-                beside(move || starting.start()).await;
-            }
+            Break::Crash { down_ms } => self.without_a_server(Cluster::crash, down_ms).await,
+            Break::Stop { down_ms } => self.without_a_server(Cluster::stop, down_ms).await,
         }
+    }
+
+    async fn without_a_server(&self, end: fn(&Cluster), down_ms: u64) {
+        let cluster = self.cluster.as_ref().expect("a server that can be ended");
+        let (ending, starting) = (Arc::clone(cluster), Arc::clone(cluster));
+        beside(move || end(&ending)).await;
+        sleep(down_ms).await;
+        beside(move || starting.start()).await;
     }
 }
 

@@ -218,6 +218,10 @@ pub(crate) enum Break {
     Crash {
         down_ms: u64,
     },
+    /// The same with a shutdown, which ends all connections.
+    Stop {
+        down_ms: u64,
+    },
 }
 
 /// A harm, so long after the one before has been done.

@@ -100,6 +100,10 @@ pub(crate) struct Fake {
     /// Looks that found nothing and asked when to come again.
     pub(crate) looked: AtomicU64,
     pub(crate) acknowledged: Mutex<Vec<Acknowledgement>>,
+    /// What the next pieces of letting go come to; nothing after that.
+    pub(crate) let_go: Mutex<VecDeque<LetGo>>,
+    /// When each was asked for, and from where on.
+    pub(crate) let_go_asked: Mutex<Vec<(Instant, Option<String>)>>,
     pub(crate) leased_most: AtomicUsize,
     /// What the next heartbeats find; `Renewed` after that. With the time each takes.
     pub(crate) beats: Mutex<VecDeque<(Duration, Result<Beat, Error>)>>,
@@ -338,6 +342,11 @@ impl Store for Fake {
             Err(_) => Ok(current),
         }
     }
+    async fn let_go(&self, _: &str, _: Order, from: Option<&str>) -> Result<LetGo, Error> {
+        let asked = (Instant::now(), from.map(str::to_owned));
+        self.let_go_asked.lock().unwrap().push(asked);
+        Ok(self.let_go.lock().unwrap().pop_front().unwrap_or_default())
+    }
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
         let now = Instant::now();
         self.looked.fetch_add(1, Ordering::SeqCst);
@@ -427,10 +436,10 @@ impl Store for Fake {
     async fn operator_complete(&self, _: &Completion, _: &Operator) -> Result<Acted, Error> {
         no()
     }
-    async fn redeliver(&self, _: &Chosen, _: &Operator) -> Result<u64, Error> {
+    async fn redeliver(&self, _: &Chosen, _: &Operator) -> Result<Touched, Error> {
         no()
     }
-    async fn discard(&self, _: &Chosen, _: &Operator) -> Result<u64, Error> {
+    async fn discard(&self, _: &Chosen, _: &Operator) -> Result<Touched, Error> {
         no()
     }
     async fn count_dead(&self, _: &DeadFilter) -> Result<u64, Error> {

@@ -17,9 +17,9 @@ use oncegate::record::{
 use oncegate::store::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
     Completion, DeadFilter, Due, Error, EventFilter, EventRow, EventStatus, Gauges, LateOutcome,
-    NextProbe, Objection, Operator, Order, Over, Pause, PauseReason, Proposal, RecordFilter,
-    RecordRow, Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Unresolved,
-    Untold,
+    LetGo, NextProbe, Objection, Operator, Order, Over, Pause, PauseReason, Proposal, RecordFilter,
+    RecordRow, Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched,
+    Unresolved, Untold,
 };
 use uuid::Uuid;
 
@@ -158,7 +158,7 @@ impl Shelf {
         });
     }
 
-    /// Gives the chosen events of these states another one; how many.
+    /// Gives the chosen events of these states another one.
     fn act(
         &self,
         action: &str,
@@ -166,22 +166,26 @@ impl Shelf {
         from: &[EventStatus],
         to: EventStatus,
         by: &Operator,
-    ) -> u64 {
-        let mut count = 0;
+    ) -> Touched {
+        let mut touched = Touched::default();
         for row in self.events.lock().unwrap().iter_mut() {
             let chosen = match which {
                 Chosen::One { id, sink } => {
                     row.id == *id && from.contains(&row.status) && is(sink.as_ref(), &row.sink)
                 }
+                Chosen::NotTaken { id } => row.id == *id && row.status == EventStatus::Dead,
                 Chosen::Dead(filter) => fits(filter, row),
             };
             if chosen {
+                touched.count += 1;
+                if !matches!(which, Chosen::Dead(_)) {
+                    touched.sinks.push((row.sink.clone(), row.status));
+                }
                 row.status = to;
-                count += 1;
             }
         }
         self.note(action, None, None, by);
-        count
+        touched
     }
 
     /// The record at this fence, or why it may not be acted on.
@@ -293,14 +297,14 @@ impl Store for Shelf {
         Ok(Ok(()))
     }
 
-    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
         self.reach().await?;
         // Here a pending event is always one that is being delivered.
         let idle = [EventStatus::Sent, EventStatus::Dead];
         Ok(self.act("event.redeliver", which, &idle, EventStatus::Pending, by))
     }
 
-    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<u64, Error> {
+    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
         self.reach().await?;
         Ok(self.act("event.discard", which, &[EventStatus::Dead], EventStatus::Discarded, by))
     }
@@ -391,6 +395,9 @@ impl Store for Shelf {
         Err(unavailable())
     }
     async fn next_due(&self, _: &str) -> Result<Option<Duration>, Error> {
+        Err(unavailable())
+    }
+    async fn let_go(&self, _: &str, _: Order, _: Option<&str>) -> Result<LetGo, Error> {
         Err(unavailable())
     }
     async fn untold(&self, _: Untold, _: u32) -> Result<Vec<Doubt>, Error> {
