@@ -4,8 +4,9 @@
 //! that fails is no attempt: its event goes back, behind all that is due, with what it met. So no attempts are used up in an
 //! outage. A process that dies here leaves a probe and a claim that run out, as every other.
 //!
-//! Events that always fail look like an outage from here. So the first probe goes at once, and probes take events from anywhere
-//! in the backlog: a crowd of bad ones that stands before the good ones costs a probe for each pause, and no wait.
+//! Events that always fail look like an outage from here. So the first probe goes at once, and with the newest event, farthest
+//! from those that made the pause; the next ones take events from anywhere in the backlog. A crowd of bad ones that stands before
+//! the good ones costs a probe for each pause, and no wait.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -130,15 +131,15 @@ impl Desk {
         turn
     }
 
-    /// An event from anywhere in a lane, or else the one that has been due longest in the other. The lanes take turns, so that
+    /// An event from somewhere in a lane, or else the one that has been due longest in the other. The lanes take turns, so that
     /// neither keeps the other from being probed with; the fresh ones come first, since nothing is known against them.
     async fn claim_for_probe(&self, failed: u32) -> Result<Option<(Lane, Claimed)>, Error> {
-        let (first, second) = if failed.is_multiple_of(2) {
-            (Lane::Fresh, Lane::Retry)
-        } else {
-            (Lane::Retry, Lane::Fresh)
+        let (first, look, second) = match failed {
+            0 => (Lane::Fresh, Look::From(u16::MAX), Lane::Retry),
+            odd if odd % 2 == 1 => (Lane::Fresh, anywhere(), Lane::Retry),
+            _ => (Lane::Retry, anywhere(), Lane::Fresh),
         };
-        for (lane, look) in [(first, anywhere()), (second, Look::Complete)] {
+        for (lane, look) in [(first, look), (second, Look::Complete)] {
             let mut found = self.take(self.claim_of(lane, 1, look)).await?;
             if let Some(event) = found.pop() {
                 return Ok(Some((lane, event)));
