@@ -1,7 +1,5 @@
 -- The relay's statements as it runs them, with the answer of each claim folded into one row for the acknowledgement.
 begin isolation level read committed;
-set local enable_seqscan = off;
-set local enable_bitmapscan = off;
 select coalesce(array_agg(event_id order by event_id), '{}')::text as ids,
        coalesce(array_agg(claim_no order by event_id), '{}')::text as claims,
        coalesce(sum(length(payload)), 0) as bytes

@@ -192,6 +192,7 @@ async fn free_keys(transaction: &mut Transaction<'_>, ids: &[Uuid]) -> Result<()
 // The planner may have met the tables when little was dead. Each piece would read and sort all of them then.
 const BEGIN: &str = "-- begin_events
 BEGIN ISOLATION LEVEL READ COMMITTED;
+SET LOCAL jit = off;
 SET LOCAL enable_seqscan = off;
 SET LOCAL enable_bitmapscan = off;
 SET LOCAL enable_hashjoin = off;

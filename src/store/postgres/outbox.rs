@@ -46,21 +46,26 @@ fn likes(wanted: &Wanted) -> Option<String> {
     Some(patterns.iter().map(like).collect::<Vec<_>>().join("\n"))
 }
 
-// The planner may have met the queue when it was empty, and would then read all of it for each claim.
+// The planner may have met the queue when it was empty, and would then read all of it for each claim. What must be done in a
+// way that is turned off seems dear enough to be compiled first, which takes seconds.
 pub(super) const BEGIN_CLAIM: &str = "-- begin_claim
 BEGIN ISOLATION LEVEL READ COMMITTED;
+SET LOCAL jit = off;
 SET LOCAL enable_seqscan = off;
 SET LOCAL enable_bitmapscan = off";
 
 // As above; and it would take an index for as good that does not give the order, and read all of that, with whatever was
-// deleted and somebody's snapshot still keeps. Only for looks in the order of an index. What must be sorted all the same
-// seems dear enough then to be compiled first, which takes seconds.
+// deleted and somebody's snapshot still keeps. Only for looks in the order of an index.
 pub(super) const BEGIN_LOOK: &str = "-- begin_look
 BEGIN ISOLATION LEVEL READ COMMITTED;
+SET LOCAL jit = off;
 SET LOCAL enable_seqscan = off;
 SET LOCAL enable_bitmapscan = off;
-SET LOCAL enable_sort = off;
-SET LOCAL jit = off";
+SET LOCAL enable_sort = off";
+
+// For a function that pins its plans itself.
+const BEGIN_PINNED: &str = "-- begin_pinned
+BEGIN ISOLATION LEVEL READ COMMITTED";
 
 /// How far back the quick look goes.
 const FLOOR: Duration = Duration::from_secs(10);
@@ -200,8 +205,9 @@ impl Task for Claiming<'_> {
     type Done = Vec<Row>;
 
     async fn run(&self, connection: &mut Connection) -> Result<Vec<Row>, RunError> {
-        let Claim { sink, lane: which, order: _, limit, owner, lease, over, look: _ } = self.0;
-        let mut transaction = connection.begin(BEGIN_LOOK).await?;
+        let Claim { sink, lane: which, order: _, limit, owner, lease, over, look } = self.0;
+        let begin = if matches!(look, Look::From(_)) { BEGIN_LOOK } else { BEGIN_PINNED };
+        let mut transaction = connection.begin(begin).await?;
         let Some(Beginning { floor, place }) = beginning(&mut transaction, self.0).await? else {
             transaction.commit().await?;
             return Ok(Vec::new());
