@@ -250,9 +250,11 @@ dead AS (
 DELETE FROM outbox_turns t USING held
 WHERE t.sink = $1 AND t.ordering_key = held.ordering_key AND NOT held.blocks";
 
-// A statement of its own, hence a newer snapshot than that of the turns' end. Unconditional: the next one may be about to be
-// put off by somebody who holds it just now. It is waited for, and is at another place then: so it is not looked for by its
-// place, but by the index of events, which is the only one that serves where the sink is not named as it stands. `$3`: those that this very verdict frees keep the time that it gave them.
+// A statement of its own, hence a newer snapshot than that of the turns' end. Whatever the time of the next one is: it may be
+// about to be put off by somebody who holds it just now. It is waited for, and is at another place then: so it is not looked
+// for by its place, but by the index of events, which is the only one that serves where the sink is not named as it stands.
+// What is in flight needs no wake, and its verdict would find another row. `$3`: those that this very verdict frees keep the
+// time that it gave them.
 const WAKE: &str = "-- wake
 WITH k AS MATERIALIZED (SELECT DISTINCT k.ordering_key FROM unnest($2::text[]) AS k(ordering_key)),
 next AS MATERIALIZED (
