@@ -330,6 +330,17 @@ async fn list_events(
     let asked = filter.limit as usize;
     filter.limit = filter.limit.saturating_add(1);
     let mut rows = in_time(state.store.list_events(&filter)).await?;
+    if rows.is_empty()
+        && let Some(wrong) = in_time(act::wrong_sink(
+            state.store.as_ref(),
+            &state.sinks,
+            None,
+            filter.sink.as_deref(),
+        ))
+        .await?
+    {
+        return Err(Problem::Query(vec![format!("`sink`: {wrong}")]));
+    }
     let more = rows.len() > asked;
     rows.truncate(asked);
     let next = rows.last().filter(|_| more).map(query::after_event);

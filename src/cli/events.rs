@@ -153,7 +153,7 @@ pub async fn run(
     json: bool,
 ) -> Result<Exit, Failure> {
     let asked = match command {
-        Events::List(args) => return list(store, args, out, json).await,
+        Events::List(args) => return list(store, configured, args, out, json).await,
         Events::Show(args) => return show(store, args, out, json).await,
         Events::Redeliver(RedeliverArgs { which, all_sinks }) => {
             Asked { action: EventAction::Redeliver, args: which, all_sinks: *all_sinks }
@@ -166,9 +166,10 @@ pub async fn run(
 /// Lists events.
 ///
 /// # Errors
-/// The store's, or where the output cannot be written.
+/// [`Failure::Usage`] where there are none of a sink that is not known; the store's; or where the output cannot be written.
 pub async fn list(
     store: &dyn Store,
+    configured: &[String],
     args: &ListArgs,
     out: &mut dyn Write,
     json: bool,
@@ -186,6 +187,9 @@ pub async fn list(
         ..EventFilter::default()
     };
     let rows = store.list_events(&filter).await?;
+    if rows.is_empty() {
+        refuse_stranger(store, configured, None, args.sink.as_deref()).await?;
+    }
     let more = rows.len() > args.limit as usize;
     let events: Vec<_> = rows.iter().take(args.limit as usize).map(EventView::brief).collect();
     if json {
@@ -276,16 +280,28 @@ pub async fn act(
     json: bool,
 ) -> Result<Exit, Failure> {
     let Asked { args, .. } = asked;
-    let sink = args.sink.as_deref();
-    if let Some(wrong) = act::wrong_sink(store, configured, args.id, sink).await? {
-        let sink = escape(sink.unwrap_or_default());
-        return Err(Failure::Usage(format!("--sink {sink}: {}", escape(&wrong))));
-    }
+    refuse_stranger(store, configured, args.id, args.sink.as_deref()).await?;
     match (args.id, args.status) {
         (Some(id), None) => act_on_one(store, asked, id, out, json).await,
         (None, Some(_)) => act_on_dead(store, asked, out, json).await,
         (Some(_), Some(_)) | (None, None) => {
             Err(Failure::Usage("give either an event's id or --status dead".to_owned()))
+        }
+    }
+}
+
+/// A sink that is known nowhere is a slip, and nothing is found by it.
+async fn refuse_stranger(
+    store: &dyn Store,
+    configured: &[String],
+    event: Option<Uuid>,
+    sink: Option<&str>,
+) -> Result<(), Failure> {
+    match act::wrong_sink(store, configured, event, sink).await? {
+        None => Ok(()),
+        Some(wrong) => {
+            let sink = escape(sink.unwrap_or_default());
+            Err(Failure::Usage(format!("--sink {sink}: {}", escape(&wrong))))
         }
     }
 }

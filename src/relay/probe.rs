@@ -15,7 +15,8 @@ use tokio::time::Instant;
 
 use super::sink::Delivered;
 use super::verdict::{
-    Past, Tells, error, returned, tells, until_first_probe, until_probe, verdict,
+    Past, SUSPECT_MAX, Tells, error, returned, suspects, tells, until_first_probe, until_probe,
+    verdict,
 };
 use super::{Desk, Done, OUTAGE_FIRST, OUTAGE_MAX, Round, jitter};
 use crate::store::{
@@ -23,8 +24,12 @@ use crate::store::{
 };
 use crate::telemetry::Probe;
 
-/// Shortest pause of a probe that found nothing to send.
+/// Shortest pause of a probe that found nothing to send. The longest is [`SUSPECT_MAX`]: it costs the sink nothing, and what
+/// comes next may be a good one.
 const IDLE_MIN: Duration = Duration::from_millis(200);
+
+/// For how long a good answer speaks for the sink against events that failed before, in times of the first pause.
+const WELL_FOR: u32 = 10;
 
 impl Desk {
     /// What an attempt that was claimed while the sink was open under `no` means for its event; pauses the sink where it is time.
@@ -40,11 +45,15 @@ impl Desk {
             Tells::Failing | Tells::Stop(_) if !self.board.is_open(no) => {
                 returned(&delivered.evidence)
             }
+            Tells::Failing if self.is_known_to_be_bad(event, delivered) => {
+                self.verdict(event, delivered)
+            }
             Tells::Failing => {
                 let outage = self.room.failed();
                 self.metrics.sink_failures(self.sink.name(), self.room.failures());
                 if outage {
-                    let again = until_first_probe(level, &self.sink.patience(), fastrand::f64());
+                    let (patience, suspect) = (self.sink.patience(), suspects(&delivered.evidence));
+                    let again = until_first_probe(level, &patience, fastrand::f64(), suspect);
                     self.pause_sink(no, Trouble::Failing { again }, delivered).await;
                 }
                 self.verdict(event, delivered)
@@ -54,6 +63,13 @@ impl Desk {
                 returned(&delivered.evidence)
             }
         }
+    }
+
+    /// Whether a failure says nothing new: the sink chokes on an event that failed before, while others go well. Many such
+    /// events would else be an outage whenever nothing else is due for a moment.
+    fn is_known_to_be_bad(&self, event: &Claimed, delivered: &Delivered) -> bool {
+        let lately = self.sink.patience().base.saturating_mul(WELL_FOR);
+        event.attempts > 0 && suspects(&delivered.evidence) && self.room.was_well(lately)
     }
 
     fn tells(&self, delivered: &Delivered, failed_probes: u32) -> Tells {
@@ -105,8 +121,8 @@ impl Desk {
         until: Instant,
         round: &mut Round,
     ) -> SinkTurn {
-        let pace = until_probe(failed, &self.sink.patience(), fastrand::f64());
-        let idle = SinkTurn::ProbeIdle { again: pace.max(IDLE_MIN) };
+        let pace = until_probe(failed, &self.sink.patience(), fastrand::f64(), true);
+        let idle = SinkTurn::ProbeIdle { again: pace.clamp(IDLE_MIN, SUSPECT_MAX) };
         let (lane, event) = match self.claim_for_probe(failed).await {
             Ok(Some(found)) => found,
             Ok(None) => {
@@ -131,12 +147,13 @@ impl Desk {
         turn
     }
 
-    /// An event from somewhere in a lane, or else the one that has been due longest in the other. The lanes take turns, so that
-    /// neither keeps the other from being probed with; the fresh ones come first, since nothing is known against them.
+    /// An event from somewhere in a lane, or else the one that has been due longest in the other. Nothing is known against fresh
+    /// ones, so mostly it is one of these: the newest, farthest from those that made the pause, and two from anywhere. But where
+    /// all that comes is bad, a good one may be among those that were tried.
     async fn claim_for_probe(&self, failed: u32) -> Result<Option<(Lane, Claimed)>, Error> {
-        let (first, look, second) = match failed {
+        let (first, look, second) = match failed % 4 {
             0 => (Lane::Fresh, Look::From(u16::MAX), Lane::Retry),
-            odd if odd % 2 == 1 => (Lane::Fresh, anywhere(), Lane::Retry),
+            1 | 2 => (Lane::Fresh, anywhere(), Lane::Retry),
             _ => (Lane::Retry, anywhere(), Lane::Fresh),
         };
         for (lane, look) in [(first, look), (second, Look::Complete)] {
@@ -161,7 +178,8 @@ impl Desk {
                 return (self.verdict(event, delivered), SinkTurn::Resume);
             }
             Tells::Failing => {
-                let again = until_probe(failed, &self.sink.patience(), fastrand::f64());
+                let suspect = suspects(&delivered.evidence);
+                let again = until_probe(failed, &self.sink.patience(), fastrand::f64(), suspect);
                 (Trouble::Failing { again }, Probe::Failed)
             }
             Tells::Stop(Trouble::Gone) => (Trouble::Gone, Probe::Gone),

@@ -5,8 +5,10 @@
 //! whoever waits for one is woken when one is given back or added.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tokio::sync::Notify;
+use tokio::time::Instant;
 
 /// What this process has lately seen of a sink. Pure.
 #[derive(Clone, Debug)]
@@ -51,6 +53,8 @@ impl Health {
 #[derive(Debug)]
 pub(super) struct Room {
     state: Mutex<(Health, usize)>,
+    /// When a delivery last went well.
+    well_at: Mutex<Option<Instant>>,
     freed: Notify,
 }
 
@@ -70,7 +74,7 @@ impl Room {
     /// With `full` slots; `failures_max` failures in a row are an outage.
     pub(super) fn new(full: usize, failures_max: u32) -> Self {
         let health = Health { full, open: full, answers: 0, failures: 0, failures_max, level: 0 };
-        Self { state: Mutex::new((health, 0)), freed: Notify::new() }
+        Self { state: Mutex::new((health, 0)), well_at: Mutex::default(), freed: Notify::new() }
     }
 
     fn state(&self) -> MutexGuard<'_, (Health, usize)> {
@@ -111,8 +115,20 @@ impl Room {
 
     /// A delivery went well.
     pub(super) fn well(&self) {
+        self.note_well();
         self.state().0.well();
         self.freed.notify_one();
+    }
+
+    fn note_well(&self) {
+        let mut well_at = self.well_at.lock().unwrap_or_else(PoisonError::into_inner);
+        *well_at = Some(Instant::now());
+    }
+
+    /// Whether a delivery went well so lately.
+    pub(super) fn was_well(&self, within: Duration) -> bool {
+        let well_at = *self.well_at.lock().unwrap_or_else(PoisonError::into_inner);
+        well_at.is_some_and(|at| at.elapsed() < within)
     }
 
     /// A delivery failed. Whether that makes an outage.
@@ -132,6 +148,7 @@ impl Room {
 
     /// The sink is open again, after so many failed probes: begins with one slot.
     pub(super) fn resumed(&self, level: u32) {
+        self.note_well();
         self.state().0.resumed(level);
         self.freed.notify_one();
     }
@@ -179,6 +196,20 @@ mod tests {
         room.well();
         room.well();
         assert_eq!((room.level(), room.is_starting()), (0, true));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn it_is_known_for_how_long_nothing_has_gone_well() {
+        let room = Room::new(4, 3);
+        let second = Duration::from_secs(1);
+        assert!(!room.was_well(second), "nothing has, yet");
+        room.well();
+        room.failed();
+        assert!(room.was_well(second));
+        tokio::time::advance(second).await;
+        assert!(!room.was_well(second) && room.was_well(2 * second));
+        room.resumed(1);
+        assert!(room.was_well(second), "its probe did");
     }
 
     #[test]

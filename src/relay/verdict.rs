@@ -28,6 +28,12 @@ pub const PAUSE_MIN: Duration = Duration::from_millis(100);
 /// it is over there.
 pub const PROBE_MAX: Duration = Duration::from_secs(60);
 
+/// The same where the last answer speaks as much against the event as against the sink, and after so many of these the other
+/// one again: so many events are tried out one soon after the other.
+pub const SUSPECT_MAX: Duration = Duration::from_secs(2);
+/// See [`SUSPECT_MAX`].
+pub const SUSPECTS_MAX: u32 = 300;
+
 /// Longest error text that is stored, in bytes.
 pub const ERROR_MAX: usize = 1024;
 
@@ -153,7 +159,7 @@ pub fn tells(
             // Whoever names no time wants to be left alone all the same.
             let again = match asked(Some(hint)) {
                 Some(hint) => told(hint, patience, share),
-                None => until_probe(failed_probes, patience, share),
+                None => until_probe(failed_probes, patience, share, false),
             };
             Tells::Stop(Trouble::Busy { again })
         }
@@ -209,18 +215,35 @@ pub fn pause(attempts: u32, patience: &Patience, share: f64) -> Duration {
     part(ceiling, share).max(PAUSE_MIN)
 }
 
+/// Whether a failure speaks as much against the event as against the sink: the answer of a program that chokes on it. That of a
+/// proxy before it, or none, does not.
+#[must_use]
+pub fn suspects(evidence: &Evidence) -> bool {
+    let Evidence::Answered { status, .. } = evidence else { return false };
+    status.is_server_error() && !matches!(status.as_u16(), 502..=504)
+}
+
 /// The pause before the first probe of a sink that fails. None, unless it failed probes lately: what fails may be some events
 /// only, and then another one shows it at once. A sink that is down has one request more of it.
 #[must_use]
-pub fn until_first_probe(failed_probes: u32, patience: &Patience, share: f64) -> Duration {
-    if failed_probes == 0 { Duration::ZERO } else { until_probe(failed_probes, patience, share) }
+pub fn until_first_probe(
+    failed_probes: u32,
+    patience: &Patience,
+    share: f64,
+    suspect: bool,
+) -> Duration {
+    if failed_probes == 0 {
+        return Duration::ZERO;
+    }
+    until_probe(failed_probes, patience, share, suspect)
 }
 
-/// The pause before the probe that follows so many failed ones.
+/// The pause before the probe that follows so many failed ones. `suspect`: what failed last may be the event's fault.
 #[must_use]
-pub fn until_probe(failed_probes: u32, patience: &Patience, share: f64) -> Duration {
-    let probing = Patience { max: patience.max.min(PROBE_MAX), ..*patience };
-    pause(failed_probes, &probing, share)
+pub fn until_probe(failed_probes: u32, patience: &Patience, share: f64, suspect: bool) -> Duration {
+    let soon = suspect && failed_probes <= SUSPECTS_MAX;
+    let max = patience.max.min(if soon { SUSPECT_MAX } else { PROBE_MAX });
+    pause(failed_probes, &Patience { max, ..*patience }, share)
 }
 
 fn told(hint: Duration, patience: &Patience, share: f64) -> Duration {
@@ -427,17 +450,40 @@ mod tests {
     #[test]
     fn the_first_probe_goes_at_once_and_none_waits_longer_than_a_minute() {
         for share in [0.0, 0.5, 1.0] {
-            assert_eq!(until_first_probe(0, &PATIENCE, share), Duration::ZERO);
+            assert_eq!(until_first_probe(0, &PATIENCE, share, false), Duration::ZERO);
             // It fell over again.
-            assert_eq!(until_first_probe(2, &PATIENCE, share), pause(2, &PATIENCE, share));
-            assert_eq!(until_probe(2, &PATIENCE, share), pause(2, &PATIENCE, share));
+            assert_eq!(until_first_probe(2, &PATIENCE, share, false), pause(2, &PATIENCE, share));
+            assert_eq!(until_probe(2, &PATIENCE, share, false), pause(2, &PATIENCE, share));
         }
         for failed in [6, 12, u32::MAX] {
-            assert_eq!(until_probe(failed, &PATIENCE, 1.0), PROBE_MAX);
-            assert_eq!(until_first_probe(failed, &PATIENCE, 1.0), PROBE_MAX);
+            assert_eq!(until_probe(failed, &PATIENCE, 1.0, false), PROBE_MAX);
+            assert_eq!(until_first_probe(failed, &PATIENCE, 1.0, false), PROBE_MAX);
         }
         let hasty = Patience { max: 5 * PATIENCE.base, ..PATIENCE };
-        assert_eq!(until_probe(u32::MAX, &hasty, 1.0), hasty.max);
+        assert_eq!(until_probe(u32::MAX, &hasty, 1.0, false), hasty.max);
+    }
+
+    #[test]
+    fn many_events_that_a_program_chokes_on_are_tried_out_one_soon_after_the_other() {
+        for (status, suspect) in [
+            (500, true),
+            (501, true),
+            (599, true),
+            (502, false),
+            (503, false),
+            (504, false),
+            (404, false),
+        ] {
+            assert_eq!(suspects(&answered(status)), suspect, "{status}");
+        }
+        assert!(!suspects(&Evidence::Failed { what: "refused".into() }));
+        for failed in [6, 12, SUSPECTS_MAX] {
+            assert_eq!(until_probe(failed, &PATIENCE, 1.0, true), SUSPECT_MAX);
+            assert_eq!(until_first_probe(failed, &PATIENCE, 1.0, true), SUSPECT_MAX);
+        }
+        assert_eq!(until_probe(SUSPECTS_MAX + 1, &PATIENCE, 1.0, true), PROBE_MAX);
+        let hasty = Patience { max: SUSPECT_MAX / 2, ..PATIENCE };
+        assert_eq!(until_probe(u32::MAX, &hasty, 1.0, true), hasty.max);
     }
 
     #[test]

@@ -417,6 +417,7 @@ async fn a_sink_that_nobody_knows_is_a_usage_error_that_names_the_nearest() {
         &["events", "discard", "--status", "dead", "--sink", "othre"],
         &["events", "discard", "--status", "dead", "--dry-run", "--sink", "othre"],
         &["events", "redeliver", &id, "--sink", "othre"],
+        &["events", "list", "--sink", "othre"],
         &["sinks", "pause", "othre"],
         &["sinks", "resume", "othre"],
     ] {

@@ -303,6 +303,27 @@ async fn f17_what_comes_back_from_a_pause_does_not_go_through_all_bad_events_fir
 }
 
 #[tokio::test]
+async fn f17_bad_events_that_fail_again_pause_nothing_while_others_go_well() {
+    let sink = failing_bad_ones().await;
+    let fake = Arc::new(Fake::default());
+    let running = Running::start(&fake, vec![patient(&sink)]);
+    fake.add("good");
+    sent(&fake, 1).await;
+    let bad: Vec<Uuid> = (0..40).map(|_| Uuid::new_v4()).collect();
+    for id in &bad {
+        fake.add_row(*id, "bad", |row| (row.lane, row.attempts) = (Lane::Retry, 3));
+    }
+    eventually("each once more", LONG, || bad.iter().all(|id| fake.row(*id).attempts > 3)).await;
+    assert!(pauses(&fake).is_empty());
+    // Untried ones that fail are news.
+    for _ in 0..40 {
+        fake.add_row(Uuid::new_v4(), "bad", |_| ());
+    }
+    eventually("a pause", LONG, || !pauses(&fake).is_empty()).await;
+    running.stop().await;
+}
+
+#[tokio::test]
 async fn f17_the_first_probe_of_a_pause_takes_what_came_last() {
     let sink = failing_bad_ones().await;
     let fake = Arc::new(Fake::default());

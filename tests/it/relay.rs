@@ -361,6 +361,13 @@ async fn f33_retry_after_is_kept_and_never_beyond_the_maximum() {
 }
 
 #[tokio::test]
+async fn an_answer_with_many_lines_in_its_head_is_an_answer() {
+    let lines: &'static str = Box::leak("a: b\r\n".repeat(390).into_boxed_str());
+    let (_, _, sink) = first_act(Act::Answer(200, lines), |_| ()).await;
+    assert_eq!(sink.seen().len(), 1);
+}
+
+#[tokio::test]
 async fn f37_a_name_that_resolves_to_loopback_gets_no_packet() {
     let sink = Sink::start(|_, _| OK).await;
     let fake = Arc::new(Fake::default());

@@ -39,8 +39,10 @@ use crate::telemetry::causes;
 /// How long an unused connection is kept: below the five seconds at which common servers close theirs.
 const IDLE_MAX: Duration = Duration::from_secs(4);
 
-/// Largest head of an answer, in bytes.
+/// Largest head of an answer, in bytes ...
 const HEAD_MAX: usize = 128 * 1024;
+/// ... and in lines.
+const HEAD_LINES_MAX: usize = 400;
 
 /// How much of a body is handed over at a time.
 const PIECE: usize = 16 * 1024;
@@ -193,8 +195,11 @@ impl Connection {
     async fn open(
         stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
     ) -> Result<Self, Failure> {
-        let made =
-            http1::Builder::new().max_buf_size(HEAD_MAX).handshake(TokioIo::new(stream)).await;
+        let made = http1::Builder::new()
+            .max_buf_size(HEAD_MAX)
+            .max_headers(HEAD_LINES_MAX)
+            .handshake(TokioIo::new(stream))
+            .await;
         let (sender, driving) = made.map_err(|error| Failure::of(Step::Connect, &error))?;
         let mut driver = JoinSet::new();
         driver.spawn(async move {
