@@ -21,7 +21,7 @@ use uuid::Uuid;
 
 use crate::order::{Relay, settings, store, told, write};
 use crate::support::eventually;
-use crate::support::postgres::{Cluster, command};
+use crate::support::postgres::{Cluster, command, plans};
 use crate::support::process::eventually as happens;
 use crate::support::rig::{Place, Which, on_both_stores};
 use crate::support::sink::{Act, OK, Sink};
@@ -91,10 +91,9 @@ async fn tell_plans(client: &Client, database: &str) {
 
 /// What the server's log says of the pages that each run of a statement touched.
 fn pages(log: &str, database: &str, statement: &str) -> Vec<u64> {
-    let start = format!("{database} oncegate LOG:  duration:");
-    let plans = log.split(&start).skip(1);
+    let plans = plans(log, database).into_iter();
     let mine = plans.filter(|plan| plan.contains(&format!("-- {statement}\n")));
-    let touched = |plan: &str| {
+    let touched = |plan: String| {
         // The first line of buffers is that of the whole plan.
         let line = plan.lines().find(|line| line.trim_start().starts_with("Buffers: shared"))?;
         let count = |what: &str| -> u64 {

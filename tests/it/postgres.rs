@@ -23,7 +23,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_postgres::{Client, NoTls};
 use uuid::Uuid;
 
-use crate::support::postgres::Cluster;
+use crate::support::postgres::{Cluster, plans};
 
 const LEASE: Duration = Duration::from_secs(60);
 const DAY: Duration = Duration::from_secs(86_400);
@@ -581,7 +581,7 @@ async fn plans_use_the_indexes_of_a_table_that_was_never_analysed() {
     let verdicts: Vec<_> = taken.iter().map(sent).collect();
     assert_eq!(store.acknowledge("main", Order::None, &verdicts).await.unwrap().len(), 16);
     let log = Cluster::shared().log();
-    let plans: Vec<&str> = plans(&log, database);
+    let plans = plans(&log, database);
     for name in ["reserve", "read_losers", "complete", "place_of_claim", "claim", "finish"] {
         let mine: Vec<_> =
             plans.iter().filter(|plan| plan.contains(&format!("-- {name}\n"))).collect();
@@ -594,14 +594,6 @@ async fn plans_use_the_indexes_of_a_table_that_was_never_analysed() {
             assert!(!claims || !plan.contains("Seq Scan on oncegate_owners"), "{plan}");
         }
     }
-}
-
-/// The plans that were logged for a database, each with its statement.
-fn plans<'a>(log: &'a str, database: &str) -> Vec<&'a str> {
-    let start = format!("{database} oncegate LOG:  duration:");
-    let mut starts: Vec<usize> = log.match_indices(&start).map(|(at, _)| at).collect();
-    starts.push(log.len());
-    starts.windows(2).map(|pair| &log[pair[0]..pair[1]]).collect()
 }
 
 #[tokio::test]

@@ -329,7 +329,8 @@ async fn keys_come_over_https_from_whom_the_file_vouches_for_and_from_nobody_els
     for ca_file in [other.ca_file(), String::new()] {
         let rig = Rig::start(Which::Sqlite, &keys(ca_file)).await;
         assert!(unverified(&sent(&rig, &one, "k").await));
-        assert!(rig.gateway.log().contains("the keys for tokens cannot be fetched"));
+        let told = async || rig.gateway.log().contains("the keys for tokens cannot be fetched");
+        eventually("it is told", told).await;
         assert_eq!(rig.orders.runs(), 0);
     }
     assert_eq!(server.asked(), asked);

@@ -328,3 +328,21 @@ pub(crate) fn server_user() -> Option<(u32, u32)> {
 fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
+
+/// The plans that the gateway's statements in a database were logged with, each with its statement. Others log at the same time:
+/// a message ends where a line is not its own.
+pub fn plans(log: &str, database: &str) -> Vec<String> {
+    let start = format!("{database} oncegate LOG:  duration:");
+    let (mut plans, mut mine) = (Vec::<String>::new(), false);
+    for line in log.lines() {
+        if !line.starts_with('\t') {
+            mine = line.starts_with(&start);
+            plans.extend(mine.then(String::new));
+        }
+        if let (true, Some(plan)) = (mine, plans.last_mut()) {
+            plan.push_str(line);
+            plan.push('\n');
+        }
+    }
+    plans
+}
