@@ -499,6 +499,22 @@ mod tests {
     }
 
     #[test]
+    fn f58_certificates_that_cannot_be_read_are_named_before_anything_is_sent() {
+        let dir = tempfile::tempdir().unwrap();
+        let broken = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
+        for content in [None, Some(""), Some("no certificate"), Some(broken)] {
+            let path = dir.path().join("ca.pem");
+            if let Some(content) = content {
+                std::fs::write(&path, content).unwrap();
+            }
+            let bad = Settings { ca_file: Some(path.clone()), ..settings("https://example.com") };
+            let error = tls(&bad).unwrap_err();
+            let place = format!("ca_file {}: ", path.display());
+            assert!(error.starts_with(&place) && error.len() > place.len(), "{error}");
+        }
+    }
+
+    #[test]
     fn during_a_rotation_both_secrets_verify_and_a_stranger_does_not() {
         let signers = secrets::signers(&[OTHER.into(), SECRET.into()]).unwrap();
         let payload = r#"{"b":1.0,"a":12345678901234567890,"u":"é\/<"}"#.as_bytes();
