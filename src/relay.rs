@@ -21,6 +21,7 @@
 //! A process that dies here leaves claims that run out, and that others may take as soon as its lease has ended. Fresh events that were claimed often and never ended are set
 //! apart as dead, since they may be what it dies of.
 
+mod acknowledge;
 pub mod address;
 mod board;
 mod probe;
@@ -48,7 +49,7 @@ use crate::record::LeaseView;
 use crate::store::{
     Acknowledgement, Claim, Claimed, Error, Lane, LetGo, Look, Order, Over, Store, Verdict,
 };
-use crate::telemetry::{Delivery, Metrics, causes};
+use crate::telemetry::{Metrics, causes};
 
 /// How often a look also takes what has been due for long; at once again while it finds something.
 const SWEEP_EVERY: Duration = Duration::from_secs(5);
@@ -59,9 +60,6 @@ const LET_GO_ON: Duration = Duration::from_millis(100);
 
 /// In a backlog: how long a look waits until a quarter of the slots are free, so that it claims several events at once.
 const GATHER: Duration = Duration::from_millis(5);
-
-/// Most verdicts in one acknowledgement.
-const BATCH_MAX: usize = 256;
 
 /// What a claim is kept beyond two time-outs of its sink.
 const LEASE_EXTRA: Duration = Duration::from_secs(5);
@@ -437,7 +435,7 @@ impl Desk {
         round: &mut Round,
     ) -> Result<usize, Error> {
         if Instant::now() >= round.let_go_at {
-            self.let_go(round).await?;
+            self.let_go(round).await;
         }
         let sweep = Instant::now() >= round.sweep_at;
         let look = match (sweep, self.room.is_starting()) {
@@ -469,17 +467,24 @@ impl Desk {
 
     /// Makes due what was put off for an order that this sink does not ask for any more, or behind what went without a word: a
     /// piece of it. At the start the order may be another one than before; later, a replica with another one may have ended.
-    async fn let_go(&self, round: &mut Round) -> Result<(), Error> {
+    /// Where it fails, later again: what is due meanwhile does not wait for that.
+    async fn let_go(&self, round: &mut Round) {
         let (sink, order) = (self.sink.name(), self.sink.order());
-        let LetGo { count, next } =
-            self.store.let_go(sink, order, round.let_go_from.as_deref()).await?;
+        let found = self.store.let_go(sink, order, round.let_go_from.as_deref()).await;
+        let LetGo { count, next } = found.unwrap_or_else(|error| {
+            tracing::warn!(
+                sink,
+                error = causes(&error),
+                "what an order kept back is not looked for"
+            );
+            LetGo::default()
+        });
         if count > 0 {
             tracing::info!(sink, events = count, "events that waited for their turn are due");
         }
         let pause = if next.is_some() { LET_GO_ON } else { jitter(LET_GO_EVERY) };
         round.let_go_at = Instant::now() + pause;
         round.let_go_from = next;
-        Ok(())
     }
 
     /// How long a claim, or a probe, belongs to this process.
@@ -600,99 +605,6 @@ impl Desk {
         }
     }
 
-    /// Writes verdicts: what queued while the last batch was written is the next. Ends when nobody sends any more.
-    async fn acknowledge_on(&self, mut verdicts: mpsc::Receiver<Done>) {
-        let mut batch = Vec::new();
-        while verdicts.recv_many(&mut batch, BATCH_MAX).await > 0 {
-            let mut pause = OUTAGE_FIRST;
-            while let Err(error) = self.acknowledge(&mut batch).await {
-                if matches!(error, Error::Refused(_)) {
-                    self.acknowledge_singly(&mut batch).await;
-                    break;
-                }
-                self.note_failure("acknowledge", &error);
-                tokio::time::sleep(jitter(pause)).await;
-                pause = (pause * 2).min(OUTAGE_MAX);
-                self.drop_ended(&mut batch);
-                top_up(&mut batch, &mut verdicts);
-            }
-            batch.clear();
-        }
-    }
-
-    /// Writes a batch once. On an error that leaves its end open, its verdicts are marked.
-    async fn acknowledge(&self, batch: &mut [Done]) -> Result<(), Error> {
-        if batch.is_empty() {
-            return Ok(());
-        }
-        batch.sort_by_key(|done| done.acknowledgement.event_id);
-        let verdicts: Vec<_> = batch.iter().map(|done| done.acknowledgement.clone()).collect();
-        match self.store.acknowledge(self.sink.name(), self.sink.order(), &verdicts).await {
-            Ok(current) => {
-                // What waited behind these is due now.
-                if self.is_ordered() {
-                    self.nudge.notify_one();
-                }
-                for done in batch {
-                    let found = current.contains(&done.acknowledgement.event_id);
-                    self.count(&done.acknowledgement, found || done.doubt);
-                }
-                Ok(())
-            }
-            Err(error) => {
-                let doubt = matches!(error, Error::InDoubt(_));
-                batch.iter_mut().for_each(|done| done.doubt |= doubt);
-                Err(error)
-            }
-        }
-    }
-
-    /// After a refused batch: each verdict alone, so that one bad text stops no other.
-    async fn acknowledge_singly(&self, batch: &mut [Done]) {
-        for done in batch.chunks_mut(1) {
-            let Err(error) = self.acknowledge(done).await else { continue };
-            for done in done {
-                let id = done.acknowledgement.event_id;
-                tracing::error!(sink = self.sink.name(), event = %id, %error, "a verdict cannot be stored");
-            }
-        }
-    }
-
-    /// Forgets verdicts whose claim is over: somebody else may have the event by now.
-    fn drop_ended(&self, batch: &mut Vec<Done>) {
-        let now = Instant::now();
-        for done in batch.extract_if(.., |done| done.until <= now) {
-            self.count(&done.acknowledgement, false);
-        }
-    }
-
-    fn count(&self, acknowledgement: &Acknowledgement, current: bool) {
-        let sink = self.sink.name();
-        let event = acknowledgement.event_id;
-        let result = match &acknowledgement.verdict {
-            _ if !current => Delivery::LostClaim,
-            Verdict::Sent { .. } => Delivery::Sent,
-            Verdict::Retry { error, .. } => {
-                tracing::debug!(sink, %event, error, "a delivery failed");
-                Delivery::Failed
-            }
-            Verdict::Refused { error, .. } => {
-                tracing::debug!(sink, %event, error, "a delivery was refused");
-                Delivery::Refused
-            }
-            Verdict::Returned { error, .. } => {
-                tracing::debug!(sink, %event, error, "an event waits until its sink takes events");
-                Delivery::Returned
-            }
-            Verdict::Dead { error, .. } => {
-                tracing::warn!(sink, %event, error, "an event is dead: it is kept for redelivery");
-                Delivery::Dead
-            }
-            Verdict::GivenBack => return,
-        };
-        self.metrics.delivered(sink, result);
-    }
-
     fn report(&self, ended: Result<(), tokio::task::JoinError>) {
         if let Err(error) = ended {
             tracing::error!(sink = self.sink.name(), %error, "a delivery ended without a verdict");
@@ -710,14 +622,6 @@ impl Desk {
         if self.failing.swap(false, Ordering::Relaxed) {
             tracing::info!(sink = self.sink.name(), "the database answers again");
         }
-    }
-}
-
-/// Adds what has queued meanwhile.
-fn top_up(batch: &mut Vec<Done>, verdicts: &mut mpsc::Receiver<Done>) {
-    while batch.len() < BATCH_MAX {
-        let Ok(done) = verdicts.try_recv() else { return };
-        batch.push(done);
     }
 }
 

@@ -361,6 +361,18 @@ async fn f33_retry_after_is_kept_and_never_beyond_the_maximum() {
 }
 
 #[tokio::test]
+async fn deliveries_go_on_while_what_an_order_kept_back_cannot_be_looked_for() {
+    let sink = Sink::start(|_, _| OK).await;
+    let fake = Arc::new(Fake::default());
+    fake.let_go_fails.store(true, SeqCst);
+    fake.add("one");
+    let running = Running::start(&fake, vec![settings(&sink)]);
+    sent(&fake, 1).await;
+    assert!(!fake.let_go_asked.lock().unwrap().is_empty());
+    running.stop().await;
+}
+
+#[tokio::test]
 async fn an_answer_with_many_lines_in_its_head_is_an_answer() {
     let lines: &'static str = Box::leak("a: b\r\n".repeat(390).into_boxed_str());
     let (_, _, sink) = first_act(Act::Answer(200, lines), |_| ()).await;

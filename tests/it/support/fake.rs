@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant as StdInstant};
 
 use async_trait::async_trait;
@@ -104,6 +104,7 @@ pub(crate) struct Fake {
     pub(crate) let_go: Mutex<VecDeque<LetGo>>,
     /// When each was asked for, and from where on.
     pub(crate) let_go_asked: Mutex<Vec<(Instant, Option<String>)>>,
+    pub(crate) let_go_fails: AtomicBool,
     pub(crate) leased_most: AtomicUsize,
     /// What the next heartbeats find; `Renewed` after that. With the time each takes.
     pub(crate) beats: Mutex<VecDeque<(Duration, Result<Beat, Error>)>>,
@@ -345,6 +346,9 @@ impl Store for Fake {
     async fn let_go(&self, _: &str, _: Order, from: Option<&str>) -> Result<LetGo, Error> {
         let asked = (Instant::now(), from.map(str::to_owned));
         self.let_go_asked.lock().unwrap().push(asked);
+        if self.let_go_fails.load(Ordering::SeqCst) {
+            return Err(Error::Refused("as told".into()));
+        }
         Ok(self.let_go.lock().unwrap().pop_front().unwrap_or_default())
     }
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
