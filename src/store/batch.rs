@@ -11,6 +11,7 @@
 
 use std::collections::{HashSet, VecDeque};
 use std::future::Future;
+use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
@@ -142,6 +143,9 @@ impl<W: Work> Batcher<W> {
     ) -> Result<W::Reply, Error> {
         let (reply, answer) = oneshot::channel();
         let stage = Arc::new(AtomicU8::new(QUEUED));
+        // Kept until the answer is here, so that what the item holds is freed by the thread that made it: a worker that
+        // frees everybody's memory takes the allocator's locks of all others.
+        let kept = Arc::clone(&item);
         let job = Job { item, deadline, stage: Arc::clone(&stage), reply };
         self.queue.try_send(job).map_err(|refused| {
             let why = match refused {
@@ -151,7 +155,9 @@ impl<W: Work> Batcher<W> {
             Error::Unavailable(why.into())
         })?;
         let withdraw = Withdraw(&stage);
-        match tokio::time::timeout_at(deadline.into(), answer).await {
+        let answered = tokio::time::timeout_at(deadline.into(), answer).await;
+        drop(kept);
+        match answered {
             Ok(Ok(result)) => result,
             Ok(Err(_)) => Err(Error::InDoubt(ENDED.into())),
             Err(_) if withdraw.withdraw() => Err(Error::Late),
@@ -215,17 +221,19 @@ async fn gather<W: Work>(jobs: &mut mpsc::Receiver<Job<W>>, waiting: &mut VecDeq
 /// nothing that was withdrawn.
 fn next_batch<W: Work>(waiting: &mut VecDeque<Job<W>>) -> Vec<Job<W>> {
     let mut batch: Vec<Job<W>> = Vec::new();
-    let mut scopes = HashSet::new();
+    // Two scopes of one hash would share no batch, which does no harm.
+    let (hasher, mut scopes) = (RandomState::new(), HashSet::new());
     let mut later = VecDeque::new();
     while batch.len() < BATCH_MAX {
         let Some(job) = waiting.pop_front() else { break };
-        if scopes.contains(W::scope(&job.item)) {
+        let scope = hasher.hash_one(W::scope(&job.item));
+        if scopes.contains(&scope) {
             later.push_back(job);
             continue;
         }
         let begun = job.stage.compare_exchange(QUEUED, BEGUN, Ordering::AcqRel, Ordering::Acquire);
         if begun.is_ok() {
-            scopes.insert(W::scope(&job.item).clone());
+            scopes.insert(scope);
             batch.push(job);
         }
     }
@@ -303,8 +311,10 @@ fn jitter(pause: Duration) -> Duration {
 }
 
 fn answer<W: Work>(job: Job<W>, result: Result<W::Reply, Error>) {
+    let Job { item, stage, reply, .. } = job;
+    drop((item, stage));
     // A caller that stopped waiting has been told that its item is in doubt, and finds out by asking again.
-    drop(job.reply.send(result));
+    drop(reply.send(result));
 }
 
 fn fail_all<W: Work>(jobs: Vec<Job<W>>, error: &Error) {
