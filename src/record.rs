@@ -39,10 +39,16 @@ pub const TENANT_MAX: usize = 255;
 pub struct RecordId(Uuid);
 
 impl RecordId {
-    /// A new id. Version 7, only so that neighbours in time are neighbours in the index; nothing reads the time in it.
+    /// A new id. Version 7, only so that neighbours in time are neighbours in the index; nothing reads the time in it. It is no
+    /// secret: its random part costs no system call.
     #[must_use]
+    #[expect(clippy::disallowed_methods, reason = "nothing reads the time in an id")]
     pub fn fresh() -> Self {
-        Self(Uuid::now_v7())
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let millis = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
+        let mut random = [0; 10];
+        fastrand::fill(&mut random);
+        Self(uuid::Builder::from_unix_timestamp_millis(millis, &random).into_uuid())
     }
 }
 
@@ -390,32 +396,39 @@ pub struct Answer {
 /// How the names of headers were spelled by their sender, line by line in the order of the map; HTTP/1.1 callers that read
 /// names by their letters get them so again. Empty where all of them are lower-case.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Spelling(Arc<[Box<str>]>);
+pub struct Spelling(Option<Arc<str>>);
 
 impl Spelling {
     /// The spelling of these headers, out of the names of all lines that were sent, in their order.
     #[must_use]
-    pub fn of(headers: &HeaderMap, sent: &[Box<str>]) -> Self {
-        let mut sent: Vec<&str> = sent.iter().map(|name| &**name).collect();
-        let mut spell = |name: &HeaderName| {
+    pub fn of<'n>(headers: &HeaderMap, sent: impl IntoIterator<Item = &'n str>) -> Self {
+        let mut sent: Vec<&str> = sent.into_iter().collect();
+        let mut lines = String::with_capacity(sent.iter().map(|name| name.len() + 1).sum());
+        for (name, _) in headers {
             let own = sent.iter().position(|sent| sent.eq_ignore_ascii_case(name.as_str()));
-            own.map_or(name.as_str(), |at| sent.remove(at)).into()
-        };
-        let names: Arc<[Box<str>]> = headers.iter().map(|(name, _)| spell(name)).collect();
-        let spelled = names.iter().any(|name| name.bytes().any(|byte| byte.is_ascii_uppercase()));
-        if spelled { Self(names) } else { Self::default() }
+            lines.push_str(own.map_or(name.as_str(), |at| sent.remove(at)));
+            lines.push('\n');
+        }
+        let spelled = lines.bytes().any(|byte| byte.is_ascii_uppercase());
+        Self(spelled.then(|| lines.into()))
     }
 
     /// Whether all names are lower-case.
     #[must_use]
     pub fn is_plain(&self) -> bool {
-        self.0.is_empty()
+        self.0.is_none()
     }
 
-    /// The name of the header in this place of the map.
-    fn name<'n>(&'n self, place: usize, name: &'n HeaderName) -> &'n str {
-        let spelled = self.0.get(place).filter(|own| own.eq_ignore_ascii_case(name.as_str()));
-        spelled.map_or(name.as_str(), |own| own)
+    /// Headers with their names as they were spelled, in the order of the map.
+    fn spelled<'h>(
+        &'h self,
+        headers: &'h HeaderMap,
+    ) -> impl Iterator<Item = (&'h str, &'h HeaderValue)> {
+        let mut own = self.0.iter().flat_map(|lines| lines.lines());
+        headers.iter().map(move |(name, value)| {
+            let own = own.next().filter(|own| own.eq_ignore_ascii_case(name.as_str()));
+            (own.unwrap_or(name.as_str()), value)
+        })
     }
 }
 
@@ -427,14 +440,25 @@ pub struct NotHeaders;
 /// Headers as the column `response_headers` holds them: `Name: value` lines ended by CRLF, values as raw bytes.
 #[must_use]
 pub fn encode_headers(headers: &HeaderMap, spelling: &Spelling) -> Vec<u8> {
-    let mut block = Vec::with_capacity(headers.len() * 32);
-    for (place, (name, value)) in headers.iter().enumerate() {
-        block.extend_from_slice(spelling.name(place, name).as_bytes());
+    let mut block = Vec::with_capacity(encoded_length(headers));
+    append_headers(&mut block, headers, spelling);
+    block
+}
+
+/// How long the block of these headers is.
+#[must_use]
+pub fn encoded_length(headers: &HeaderMap) -> usize {
+    headers.iter().map(|(name, value)| name.as_str().len() + value.len() + 4).sum()
+}
+
+/// As [`encode_headers`], behind what is there.
+pub fn append_headers(block: &mut Vec<u8>, headers: &HeaderMap, spelling: &Spelling) {
+    for (name, value) in spelling.spelled(headers) {
+        block.extend_from_slice(name.as_bytes());
         block.extend_from_slice(b": ");
         block.extend_from_slice(value.as_bytes());
         block.extend_from_slice(b"\r\n");
     }
-    block
 }
 
 /// The inverse of [`encode_headers`].
@@ -448,12 +472,12 @@ pub fn decode_headers(block: &[u8]) -> Result<(HeaderMap, Spelling), NotHeaders>
         let line = line.strip_suffix(b"\r").ok_or(NotHeaders)?;
         let colon = line.iter().position(|b| *b == b':').ok_or(NotHeaders)?;
         let (name, value) = line.split_at(colon);
-        names.push(String::from_utf8_lossy(name).into());
+        names.push(std::str::from_utf8(name).map_err(|_| NotHeaders)?);
         let name = HeaderName::from_bytes(name).map_err(|_| NotHeaders)?;
         let value = value.strip_prefix(b": ").ok_or(NotHeaders)?;
         headers.append(name, HeaderValue::from_bytes(value).map_err(|_| NotHeaders)?);
     }
-    let spelling = Spelling::of(&headers, &names);
+    let spelling = Spelling::of(&headers, names);
     Ok((headers, spelling))
 }
 
@@ -557,7 +581,7 @@ mod tests {
 
     #[test]
     fn header_blocks_round_trip_with_the_spelling_of_each_line() {
-        let sent = ["X-A", "ETag", "Set-Cookie", "x-a", "X-a", "x-plain"].map(Into::into);
+        let sent = ["X-A", "ETag", "Set-Cookie", "x-a", "X-a", "x-plain"];
         let mut headers = HeaderMap::new();
         for (name, value) in [
             ("etag", "1"),
@@ -570,14 +594,14 @@ mod tests {
             headers.append(name, HeaderValue::from_static(value));
         }
         headers.remove("set-cookie");
-        let spelling = Spelling::of(&headers, &sent);
+        let spelling = Spelling::of(&headers, sent);
         let block = encode_headers(&headers, &spelling);
         let text = String::from_utf8(block.clone()).unwrap();
         for line in ["ETag: 1\r\n", "X-A: 1\r\n", "x-a: 2\r\n", "X-a: 3\r\n", "x-plain: 1\r\n"] {
             assert!(text.contains(line), "{text}");
         }
         assert_eq!(decode_headers(&block).unwrap(), (headers.clone(), spelling));
-        assert!(Spelling::of(&headers, &[]).is_plain());
+        assert!(Spelling::of(&headers, []).is_plain());
     }
 
     #[test]

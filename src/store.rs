@@ -416,7 +416,11 @@ pub trait Store: Send + Sync + 'static {
     /// Keeps an outcome and its events: one transaction, grouped with what else is waiting.
     /// Leaves `in_progress`, and `unknown` of the same attempt. A row that somebody's open transaction holds stops no
     /// other completion; this one is tried again until `deadline`, and is [`Settled::Locked`] then.
-    async fn complete(&self, completion: Completion, deadline: Instant) -> Result<Settled, Error>;
+    async fn complete(
+        &self,
+        completion: Arc<Completion>,
+        deadline: Instant,
+    ) -> Result<Settled, Error>;
 
     /// Frees an attempt that is known not to have executed: attempt 1 deletes the row, a later one goes back to `unknown`.
     async fn release(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error>;
@@ -567,17 +571,17 @@ pub trait Store: Send + Sync + 'static {
 /// As [`Store::complete`].
 pub async fn complete_or_plain(
     store: &dyn Store,
-    completion: &Completion,
+    completion: &Arc<Completion>,
     deadline: Instant,
 ) -> Result<Settled, Error> {
-    match store.complete(completion.clone(), deadline).await {
+    match store.complete(Arc::clone(completion), deadline).await {
         Err(Error::Refused(cause)) => {
             tracing::error!(%cause, "the database refused a completion; again without ordering keys");
-            let mut plain = completion.clone();
+            let mut plain = Completion::clone(completion);
             for event in &mut plain.events {
                 event.ordering_key = None;
             }
-            store.complete(plain, deadline).await
+            store.complete(Arc::new(plain), deadline).await
         }
         other => other,
     }

@@ -344,9 +344,9 @@ fn answer_of(args: &CompleteArgs) -> Result<Answer, Failure> {
         let (name, value) = header_of(line)
             .map_err(|wrong| usage(format!("--header '{}': {wrong}", escape(line))))?;
         headers.append(name, value);
-        names.push(line.split(':').next().unwrap_or_default().trim().into());
+        names.push(line.split(':').next().unwrap_or_default().trim());
     }
-    let spelling = Spelling::of(&headers, &names);
+    let spelling = Spelling::of(&headers, names);
     let body = body_of("--body", &args.body)?;
     if !body.is_empty() && matches!(status.as_u16(), 204 | 205 | 304) {
         return Err(usage(format!(

@@ -267,12 +267,13 @@ impl Closing<'_> {
     pub(super) async fn adopt(&self, underway: Box<Underway>, answer: Answer) -> Finish {
         let begun = Instant::now();
         let record = underway.fence.id;
-        let completion = self.completion_of(&underway, answer);
+        let completion = Arc::new(self.completion_of(&underway, answer));
         let completing = complete_or_plain(self.store, &completion, begun + self.timeout);
         let error = match completing.await {
             Ok(Settled::Done { expires_at }) => {
                 let ends = begun + completion.retention;
-                let replay = replay_of_completion(&underway, completion.answer, expires_at, ends);
+                let answer = Arc::unwrap_or_clone(completion).answer;
+                let replay = replay_of_completion(&underway, answer, expires_at, ends);
                 return self.learnt(underway, Arc::new(replay));
             }
             Ok(Settled::Fenced) => match self.desk.standing(&completion.scope, record).await {
@@ -353,16 +354,17 @@ impl Closing<'_> {
         let begun = Instant::now();
         let settler = self.desk.settler();
         let _known = settler.known();
-        let completion = self.completion(&underway, &first);
+        let completion = Arc::new(self.completion_of(&underway, self.answer(&first)));
         let completing = complete_or_plain(self.store, &completion, begun + self.timeout);
         let settled = settler.before_the_end(completing).await;
         self.metrics.took(Step::Complete, begun.elapsed());
         let error = match settled {
             Ok(Settled::Done { expires_at }) => {
                 let ends = begun + completion.retention;
-                let replay =
-                    Arc::new(replay_of_completion(&underway, completion.answer, expires_at, ends));
-                self.desk.remember(&completion.scope, &replay);
+                let Completion { scope, answer, .. } = Arc::unwrap_or_clone(completion);
+                let replay = replay_of_completion(&underway, answer, expires_at, ends);
+                let replay = Arc::new(replay);
+                self.desk.remember(&scope, &replay);
                 underway.settled(Ending::Kept(replay));
                 self.wake.notify_one();
                 return Finish::Kept { first, expires_at };
@@ -397,12 +399,16 @@ impl Closing<'_> {
 
     /// Keeps an outcome that the store did not take: in the spill before the caller is answered, and as a debt. Whether
     /// it is durable now.
-    async fn spill(&self, underway: Box<Underway>, completion: Completion, error: &Error) -> bool {
+    async fn spill(
+        &self,
+        underway: Box<Underway>,
+        completion: Arc<Completion>,
+        error: &Error,
+    ) -> bool {
         owed(error);
         let (fingerprint, caller) = (underway.fingerprint, underway.caller.clone());
         let keeping = self.desk.settler().spill().keep(&completion, fingerprint).await;
         let spilled = matches!(keeping, Keeping::Spilled(_));
-        let completion = Box::new(completion);
         underway.owe(Debt::Complete { completion, fingerprint, caller, keeping });
         spilled
     }
@@ -412,10 +418,10 @@ impl Closing<'_> {
         &self,
         underway: Box<Underway>,
         standing: Standing,
-        completion: Completion,
+        completion: Arc<Completion>,
         first: First,
     ) -> Finish {
-        let late = LateOutcome::from(&completion);
+        let late = LateOutcome::from(&*completion);
         let Some(finish) = self.overtaken(underway, standing, late).await else {
             return Finish::NotStored { first, counted: Reply::Executed };
         };
@@ -474,10 +480,6 @@ impl Closing<'_> {
         Answer { status: first.head.status, headers, spelling, body }
     }
 
-    fn completion(&self, underway: &Underway, first: &First) -> Completion {
-        self.completion_of(underway, self.answer(first))
-    }
-
     fn completion_of(&self, underway: &Underway, answer: Answer) -> Completion {
         let events = self.events(underway, &answer);
         Completion {
@@ -531,7 +533,7 @@ fn shared(first: &First, caller: Option<Caller>, drop: &[HeaderName]) -> Option<
         }
         headers
     };
-    let mut headers = without(end_to_end(&first.head.headers));
+    let mut headers = without(without_hops(first.head.headers.clone()));
     note(&mut headers, first, &without(trailers.clone()));
     let (status, spelling) = (first.head.status, spelling_of(&headers, &first.head));
     let answer = Answer { status, headers, spelling, body: KeptBody::Whole(body.clone()) };
@@ -549,12 +551,11 @@ fn note(headers: &mut HeaderMap, first: &First, trailers: &HeaderMap) {
 /// How the upstream spelled these headers of its answer.
 fn spelling_of(headers: &HeaderMap, head: &response::Parts) -> Spelling {
     let sent = head.extensions.get::<upstream::SentNames>();
-    sent.map_or_else(Spelling::default, |sent| Spelling::of(headers, &sent.0))
+    sent.map_or_else(Spelling::default, |sent| Spelling::of(headers, sent.names()))
 }
 
-/// The headers that go on to a caller.
-pub(super) fn end_to_end(headers: &HeaderMap) -> HeaderMap {
-    let mut headers = headers.clone();
+/// Of an answer's headers those that go on to a caller.
+pub(super) fn without_hops(mut headers: HeaderMap) -> HeaderMap {
     headers::strip_hop_by_hop(&mut headers);
     headers::drop_own(&mut headers);
     headers

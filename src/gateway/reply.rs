@@ -16,7 +16,7 @@ use http_body_util::{BodyExt, Full};
 pub(super) use self::negotiate::{Decoded, Takes, fit};
 pub(super) use self::problem::{Name, Problem};
 
-use super::complete::{First, FirstBody, end_to_end, has_body};
+use super::complete::{First, FirstBody, has_body, without_hops};
 use super::headers;
 use super::notes::{self, Notes};
 use super::pass;
@@ -24,7 +24,7 @@ use super::prefixed::Prefixed;
 use super::reserve::{Refusal, Replay, Shared, SharedAnswer};
 use super::rights::Permit;
 use super::spelling;
-use super::upstream::{Body, BodyError};
+use super::upstream::{self, Body, BodyError};
 use crate::record::outcome::Failure;
 use crate::record::{Answer, Attempt, Fence, KeptBody, Operation, RecordId};
 use crate::route::{OnUnknown, Policy};
@@ -104,8 +104,8 @@ pub(super) fn bypass_failed(failure: Failure) -> Problem {
 
 /// The upstream's answer for the caller that started it. `expires_at`: where it is kept.
 pub(super) fn first(first: First, kept: Kept, takes: &Takes) -> Response<Body> {
-    let First { record, head, body } = first;
-    let mut headers = end_to_end(&head.headers);
+    let First { record, mut head, body } = first;
+    let mut headers = without_hops(head.headers);
     let body = match body {
         FirstBody::Whole { body, trailers } => trailed(body, trailers, &mut headers, takes),
         FirstBody::Streamed { begun, rest } => {
@@ -116,7 +116,8 @@ pub(super) fn first(first: First, kept: Kept, takes: &Takes) -> Response<Body> {
     let mut response = Response::new(body);
     *response.status_mut() = head.status;
     *response.headers_mut() = headers;
-    // Carries the spelling of header names and the reason phrase.
+    // Carries the spelling of header names and the reason phrase, and no bytes of the answer.
+    head.extensions.remove::<upstream::SentNames>();
     *response.extensions_mut() = head.extensions;
     let headers = response.headers_mut();
     headers::add_via(headers);

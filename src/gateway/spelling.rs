@@ -126,8 +126,7 @@ mod tests {
             let name: HeaderName = name.parse().unwrap();
             headers.append(name, HeaderValue::from_bytes(b"caf\xe9").unwrap());
         }
-        let sent: Vec<Box<str>> = names.iter().map(|name| (*name).into()).collect();
-        let spelling = Spelling::of(&headers, &sent);
+        let spelling = Spelling::of(&headers, names.iter().copied());
         Answer { status: StatusCode::OK, headers, spelling, body: KeptBody::NotRetained }
     }
 

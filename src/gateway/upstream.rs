@@ -42,8 +42,8 @@ use tokio::time::{Instant, timeout, timeout_at};
 use tokio_rustls::TlsConnector;
 
 pub(super) use self::answer::SentNames;
+use self::answer::reframe;
 pub use self::answer::{Answer, Silent};
-use self::answer::{reframe, sent_names};
 use self::connection::{Connection, Probe, Use};
 use self::counted::Stream;
 use self::pool::Pool;
@@ -429,7 +429,7 @@ impl Dialed {
             }
         };
         let (mut head, body) = answer.into_parts();
-        head.extensions.insert(SentNames(sent_names(&connection.meter.heard()).into()));
+        head.extensions.insert(SentNames(connection.meter.heard().into()));
         reframe(&mut head).map_err(|fault| SendError::Broken(fault.into()))?;
         let body = Answer::new(body, connection, pool, idle_limit);
         Ok(Response::from_parts(head, body))

@@ -57,7 +57,7 @@ verbs! {
     take_over(proposal: Proposal, from: Takeover) -> Changed, TakeOver;
     raise(proposal: Proposal, fence: Fence) -> Changed, Raise;
     find(scope: &Scope) -> Option<Record>;
-    complete(completion: Completion, deadline: Instant) -> Settled, Complete;
+    complete(completion: Arc<Completion>, deadline: Instant) -> Settled, Complete;
     release(scope: &Scope, fence: Fence) -> Changed, Release;
     mark_unknown(scope: &Scope, fence: Fence) -> Changed, MarkUnknown;
     mark_dead(only: Option<(&Scope, Fence)>, limit: u32) -> u64, MarkDead;

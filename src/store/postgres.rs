@@ -32,7 +32,7 @@ mod tls;
 
 use std::fmt;
 use std::str::FromStr as _;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -238,7 +238,11 @@ impl Store for Postgres {
         records::find(&self.door, scope).await
     }
 
-    async fn complete(&self, completion: Completion, deadline: Instant) -> Result<Settled, Error> {
+    async fn complete(
+        &self,
+        completion: Arc<Completion>,
+        deadline: Instant,
+    ) -> Result<Settled, Error> {
         complete::complete(&self.completions, completion, deadline).await
     }
 

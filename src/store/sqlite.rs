@@ -367,8 +367,12 @@ impl Store for Sqlite {
         self.reader.read(move |tx| records::find(tx, &scope)).await
     }
 
-    async fn complete(&self, completion: Completion, deadline: Instant) -> Result<Settled, Error> {
-        self.completions.submit(completion, deadline).await
+    async fn complete(
+        &self,
+        completion: Arc<Completion>,
+        deadline: Instant,
+    ) -> Result<Settled, Error> {
+        self.completions.submit_shared(completion, deadline).await
     }
 
     async fn release(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error> {

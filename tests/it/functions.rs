@@ -385,7 +385,7 @@ async fn not_committed_is_nothing_at_all() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn after_the_next_attempt_has_begun_the_old_one_writes_nothing() {
-    let town = Town::start("", "timeout = \"500ms\"\non_unknown = \"retry\"", "").await;
+    let town = Town::start("", "timeout = \"3s\"\non_unknown = \"retry\"", "").await;
     let first = town.send("hesitates").await;
     assert_eq!(first.problem(), "upstream-timeout");
     let second = town.send("hesitates").await;
@@ -400,7 +400,7 @@ async fn after_the_next_attempt_has_begun_the_old_one_writes_nothing() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn after_an_operators_release_the_old_attempt_writes_nothing() {
-    let town = Town::start("", "timeout = \"500ms\"", "").await;
+    let town = Town::start("", "timeout = \"3s\"", "").await;
     let first = town.send("hesitates").await;
     assert_eq!(first.problem(), "upstream-timeout");
     let (code, _, errors) = command(&town.gateway, &["records", "release", &first.record()]);
@@ -413,7 +413,7 @@ async fn after_an_operators_release_the_old_attempt_writes_nothing() {
 /// A late commit is as good as one in time.
 #[tokio::test(flavor = "multi_thread")]
 async fn committed_after_the_timeout_is_the_stored_answer_for_every_retry() {
-    let town = Town::start("", "timeout = \"500ms\"", "").await;
+    let town = Town::start("", "timeout = \"3s\"", "").await;
     let first = town.send("hesitates").await;
     assert_eq!(first.problem(), "upstream-timeout");
     assert_eq!(town.send("hesitates").await.problem(), "outcome-unknown");
@@ -425,8 +425,8 @@ async fn committed_after_the_timeout_is_the_stored_answer_for_every_retry() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_transaction_that_holds_its_row_stops_no_other_request() {
-    let store = "completion_timeout = \"3s\"\nsweep_every = \"200ms\"";
-    let town = Town::start(store, "wait = \"500ms\"", "").await;
+    let store = "completion_timeout = \"10s\"\nsweep_every = \"200ms\"";
+    let town = Town::start(store, "wait = \"500ms\"\ntimeout = \"2m\"", "").await;
     let other = town.gateway.restart();
     // One answers and leaves its transaction open, so that its completion meets the lock; another just holds it.
     let early = sending(order("early"), town.gateway.addr);
@@ -846,12 +846,12 @@ async fn a_completion_waits_for_the_row_without_holding_up_the_lane_and_honours_
     bench.run(&format!("BEGIN; {}", complete(mine.id))).await;
     let store = Arc::clone(&bench.store);
     let waiting = completion(&mine);
-    let waiting = tokio::spawn(async move { store.complete(waiting, soon()).await });
-    let done = bench.store.complete(completion(&theirs), soon()).await.unwrap();
+    let waiting = tokio::spawn(async move { store.complete(waiting.into(), soon()).await });
+    let done = bench.store.complete(completion(&theirs).into(), soon()).await.unwrap();
     assert!(matches!(done, Settled::Done { .. }), "{done:?}");
     // Past its deadline it is as not taken, and certainly so.
     let soon_over = Instant::now() + Duration::from_millis(100);
-    let late = bench.store.complete(completion(&mine), soon_over).await;
+    let late = bench.store.complete(completion(&mine).into(), soon_over).await;
     assert_eq!(late.unwrap(), Settled::Locked);
     assert!(!waiting.is_finished(), "the row is still held");
     bench.run("COMMIT").await;
@@ -864,7 +864,7 @@ async fn a_completion_waits_for_the_row_without_holding_up_the_lane_and_honours_
     bench.run(&format!("BEGIN; {}", complete(again.id))).await;
     let store = Arc::clone(&bench.store);
     let waiting = completion(&again);
-    let waiting = tokio::spawn(async move { store.complete(waiting, soon()).await });
+    let waiting = tokio::spawn(async move { store.complete(waiting.into(), soon()).await });
     bench.run("ROLLBACK").await;
     let done = waiting.await.unwrap().unwrap();
     assert!(matches!(done, Settled::Done { .. }), "{done:?}");

@@ -158,7 +158,7 @@ async fn held(store: &Postgres, proposal: &Proposal) {
 }
 
 async fn done(store: &Postgres, completion: Completion) {
-    let settled = store.complete(completion, soon()).await.unwrap();
+    let settled = store.complete(completion.into(), soon()).await.unwrap();
     assert!(matches!(settled, Settled::Done { .. }), "{settled:?}");
 }
 
@@ -180,7 +180,7 @@ async fn a_first_request_is_kept_and_its_duplicate_finds_the_same_bytes() {
 
     let kept = completion(&p, &["main"]);
     done(&store, kept.clone()).await;
-    assert_eq!(store.complete(kept.clone(), soon()).await.unwrap(), Settled::Fenced);
+    assert_eq!(store.complete(kept.clone().into(), soon()).await.unwrap(), Settled::Fenced);
     let found = store.find(&p.scope).await.unwrap().unwrap();
     let State::Completed(completed) = found.state else { panic!("{found:?}") };
     assert_eq!(completed.answer, kept.answer);
@@ -245,7 +245,7 @@ async fn what_a_dead_owner_left_is_marked_and_a_next_attempt_is_fenced() {
     let take = Takeover::Unknown(first(&p));
     assert_eq!(store.take_over(next.clone(), take).await.unwrap(), Changed::Yes);
     assert_eq!(store.take_over(next, take).await.unwrap(), Changed::No);
-    assert_eq!(store.complete(completion(&p, &[]), soon()).await.unwrap(), Settled::Fenced);
+    assert_eq!(store.complete(completion(&p, &[]).into(), soon()).await.unwrap(), Settled::Fenced);
     let second = Fence { id: p.id, attempt: Attempt::FIRST.next() };
     assert_eq!(store.release(&p.scope, first(&p)).await.unwrap(), Changed::No);
     assert_eq!(store.release(&p.scope, second).await.unwrap(), Changed::Yes);
@@ -431,7 +431,7 @@ async fn data_that_the_database_refuses_fails_alone() {
         let mut kept = completion(&p, &["main"]);
         kept.events[0].ordering_key = (n == 7).then(|| "nul\0".to_owned());
         let store = Arc::clone(&store);
-        tasks.push(tokio::spawn(async move { store.complete(kept, soon()).await }));
+        tasks.push(tokio::spawn(async move { store.complete(kept.into(), soon()).await }));
     }
     for (n, task) in tasks.into_iter().enumerate() {
         let result = task.await.unwrap();
@@ -693,7 +693,7 @@ async fn a_completion_whose_answer_was_lost_is_done_once_and_read_back() {
     let database = url.rsplit('/').next().unwrap();
     let through = format!("postgres://postgres@127.0.0.1:{port}/{database}?sslmode=disable");
     let store = Postgres::open(settings(&through)).await.unwrap();
-    let settled = store.complete(completion(&p, &["main"]), soon()).await.unwrap();
+    let settled = store.complete(completion(&p, &["main"]).into(), soon()).await.unwrap();
     assert_eq!((swallowed.load(Ordering::SeqCst), settled), (1, Settled::Fenced));
     let found = store.find(&p.scope).await.unwrap().unwrap();
     assert_eq!(found.fence, first(&p));

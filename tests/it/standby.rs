@@ -129,7 +129,7 @@ async fn what_no_standby_has_is_not_taken_for_durable() {
     let shortly = || Instant::now() + Duration::from_millis(1500);
     let reserved = store.reserve(second.clone(), shortly()).await;
     assert!(matches!(reserved, Err(Error::InDoubt(_))), "{reserved:?}");
-    let completed = store.complete(completion(&first, &["main"]), shortly()).await;
+    let completed = store.complete(completion(&first, &["main"]).into(), shortly()).await;
     assert!(matches!(completed, Err(Error::InDoubt(_))), "{completed:?}");
     let place = Place::at(url.clone());
     let shown = "select count(*) from idempotency_records where status = 'completed'";
@@ -137,7 +137,7 @@ async fn what_no_standby_has_is_not_taken_for_durable() {
 
     tokio::task::block_in_place(|| standby.start());
     assert_eq!(patient.reserve(second, soon()).await.unwrap(), Reserved::Held);
-    let again = patient.complete(completion(&first, &["main"]), soon()).await.unwrap();
+    let again = patient.complete(completion(&first, &["main"]).into(), soon()).await.unwrap();
     assert_eq!(again, Settled::Fenced, "it is this one already");
     drop(primary);
 }

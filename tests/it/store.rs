@@ -185,7 +185,7 @@ fn completion(scope: &Scope, fence: Fence, events: Vec<Event>) -> Completion {
 }
 
 async fn complete(store: &Tested, completion: Completion) -> Settled {
-    store.complete(completion, deadline()).await.unwrap()
+    store.complete(completion.into(), deadline()).await.unwrap()
 }
 
 fn is_done(settled: Settled) -> bool {
@@ -1948,8 +1948,7 @@ async fn answers_come_back_byte_for_byte(store: Tested) {
         (599, headers.clone(), KeptBody::NotRetained),
         (200, headers, KeptBody::Whole(large)),
     ] {
-        let names = ["Link", "X-Raw", "link", "LINK"].map(Into::into);
-        let spelling = Spelling::of(&headers, &names);
+        let spelling = Spelling::of(&headers, ["Link", "X-Raw", "link", "LINK"]);
         assert_eq!(spelling.is_plain(), headers.is_empty());
         let answer =
             Answer { status: StatusCode::from_u16(status).unwrap(), headers, spelling, body };

@@ -1,10 +1,16 @@
 //! Completed records in memory, bounded by bytes: a replay that meets one asks no database.
 //!
+//! Half of the bytes are for the newest answers, packed ([`Recent`]); the other half for those that were asked for again, ready
+//! to be sent, and for large ones.
+//!
 //! An entry ends a second before the record's retention does, on this process's monotonic clock, so that no replay
 //! is given after another replica may have taken the record over. What operators do is noticed by reading the audit
 //! table (see `gateway`); until then a replay is history, as every replay is.
 
+mod recent;
+
 use std::hash::{BuildHasher, Hash, Hasher, RandomState};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -13,8 +19,11 @@ use http::{Extensions, HeaderMap, HeaderValue};
 use quick_cache::sync::Cache as Lru;
 use quick_cache::{Equivalent, Weighter};
 
+use self::recent::Recent;
 use crate::gateway::spelling;
-use crate::record::{Answer, Caller, Fence, Fingerprint, KeptBody, RecordId, Scope};
+use crate::record::{
+    Answer, Caller, Fence, Fingerprint, KeptBody, RecordId, Scope, encoded_length,
+};
 
 /// How much earlier than the retention an entry ends: more than the clocks' rates differ over a look.
 const EARLY: Duration = Duration::from_secs(1);
@@ -59,13 +68,41 @@ impl Replay {
         ends: Instant,
     ) -> Self {
         let until = ends.checked_sub(EARLY).unwrap_or(ends);
-        let answer = compact(answer);
+        Self::until(fence, fingerprint, caller, answer, expires_at, until)
+    }
+
+    /// `until`: up to when it may be replayed.
+    const fn until(
+        fence: Fence,
+        fingerprint: Fingerprint,
+        caller: Option<Caller>,
+        answer: Answer,
+        expires_at: SystemTime,
+        until: Instant,
+    ) -> Self {
         Self { fence, fingerprint, caller, answer, expires_at, until, spelled: OnceLock::new() }
     }
 
     /// What makes the server spell the names of the answer's headers as they came.
     pub(crate) fn spelled(&self) -> Extensions {
         self.spelled.get_or_init(|| spelling::extensions(&self.answer)).clone()
+    }
+
+    /// The same in memory of its own, to be kept.
+    fn compact(&self) -> Self {
+        let (caller, answer) = (self.caller.clone(), compact(&self.answer));
+        Self::until(self.fence, self.fingerprint, caller, answer, self.expires_at, self.until)
+    }
+
+    /// How long texts, headers and body are when they are packed; none: the body is not packed.
+    fn packed_length(&self, scope: &Scope) -> Option<usize> {
+        let body = match &self.answer.body {
+            KeptBody::Whole(body) if body.len() > COPIED_MAX => return None,
+            KeptBody::Whole(body) => body.len(),
+            KeptBody::NotRetained => 0,
+        };
+        let caller = self.caller.as_ref().map_or(0, |caller| caller.as_str().len());
+        Some(length(scope) + caller + encoded_length(&self.answer.headers) + body)
     }
 
     fn bytes(&self) -> u64 {
@@ -86,19 +123,19 @@ impl Replay {
 
 /// An answer of its own bytes: headers and small bodies are slices of the buffer that a connection was read into, and
 /// would keep all of it for as long as they live.
-fn compact(answer: Answer) -> Answer {
+fn compact(answer: &Answer) -> Answer {
     let mut headers = HeaderMap::with_capacity(answer.headers.keys_len());
     for (name, value) in &answer.headers {
         let own = HeaderValue::from_bytes(value.as_bytes()).unwrap_or_else(|_| value.clone());
         headers.append(name.clone(), own);
     }
-    let body = match answer.body {
+    let body = match &answer.body {
         KeptBody::Whole(body) if body.len() <= COPIED_MAX => {
-            KeptBody::Whole(Bytes::copy_from_slice(&body))
+            KeptBody::Whole(Bytes::copy_from_slice(body))
         }
-        body @ (KeptBody::Whole(_) | KeptBody::NotRetained) => body,
+        body @ (KeptBody::Whole(_) | KeptBody::NotRetained) => body.clone(),
     };
-    Answer { status: answer.status, headers, spelling: answer.spelling, body }
+    Answer { status: answer.status, headers, spelling: answer.spelling.clone(), body }
 }
 
 #[derive(Clone)]
@@ -132,16 +169,21 @@ impl Equivalent<Hashed<Scope>> for Hashed<&Scope> {
 
 impl Weighter<Hashed<Scope>, Arc<Replay>> for Weight {
     fn weight(&self, Hashed { scope, .. }: &Hashed<Scope>, replay: &Arc<Replay>) -> u64 {
-        let scope =
-            scope.tenant.as_str().len() + scope.operation.as_str().len() + scope.key.as_str().len();
-        replay.bytes() + scope as u64
+        replay.bytes() + length(scope) as u64
     }
+}
+
+fn length(Scope { tenant, operation, key }: &Scope) -> usize {
+    tenant.as_str().len() + operation.as_str().len() + key.as_str().len()
 }
 
 /// The cache. Clones are one cache.
 #[derive(Clone)]
 pub(super) struct Cache {
+    recent: Arc<Recent>,
     entries: Arc<Lru<Hashed<Scope>, Arc<Replay>, Weight>>,
+    /// Counts [`Cache::forget`].
+    forgotten: Arc<AtomicU64>,
     /// Random, so that no caller can choose keys that collide.
     hasher: RandomState,
 }
@@ -149,9 +191,14 @@ pub(super) struct Cache {
 impl Cache {
     /// A cache of at most this many bytes.
     pub(super) fn new(bytes: u64) -> Self {
-        let entries = usize::try_from(bytes / ENTRY_BYTES).unwrap_or(usize::MAX).clamp(16, 1 << 20);
-        let entries = Arc::new(Lru::with_weighter(entries, bytes, Weight));
-        Self { entries, hasher: RandomState::new() }
+        let half = bytes / 2;
+        let entries = usize::try_from(half / ENTRY_BYTES).unwrap_or(usize::MAX).clamp(16, 1 << 20);
+        Self {
+            recent: Arc::new(Recent::new(usize::try_from(half).unwrap_or(usize::MAX))),
+            entries: Arc::new(Lru::with_weighter(entries, bytes - half, Weight)),
+            forgotten: Arc::default(),
+            hasher: RandomState::new(),
+        }
     }
 
     fn hashed<'s>(&self, scope: &'s Scope) -> Hashed<&'s Scope> {
@@ -161,7 +208,7 @@ impl Cache {
     /// The answer under a scope, while it may be replayed at `now`.
     pub(super) fn get(&self, scope: &Scope, now: Instant) -> Option<Arc<Replay>> {
         let sought = self.hashed(scope);
-        let replay = self.entries.get(&sought)?;
+        let Some(replay) = self.entries.get(&sought) else { return self.make_ready(&sought, now) };
         if now < replay.until {
             return Some(replay);
         }
@@ -169,17 +216,39 @@ impl Cache {
         None
     }
 
-    pub(super) fn put(&self, scope: &Scope, replay: &Arc<Replay>) {
-        let Hashed { hash, scope } = self.hashed(scope);
-        self.entries.insert(Hashed { hash, scope: scope.clone() }, Arc::clone(replay));
+    /// Makes one of the newest answers ready, for those who ask for it again.
+    fn make_ready(&self, sought: &Hashed<&Scope>, now: Instant) -> Option<Arc<Replay>> {
+        let forgotten = self.forgotten.load(Ordering::SeqCst);
+        let replay = Arc::new(self.recent.get(sought.hash, sought.scope, now)?);
+        let scope = sought.scope.clone();
+        self.entries.insert(Hashed { hash: sought.hash, scope }, Arc::clone(&replay));
+        // What was forgotten in between does not come back.
+        if self.forgotten.load(Ordering::SeqCst) != forgotten {
+            self.entries.remove(sought);
+        }
+        Some(replay)
+    }
+
+    pub(super) fn put(&self, scope: &Scope, replay: &Replay) {
+        let hashed = self.hashed(scope);
+        let packed = replay.packed_length(scope);
+        if packed.is_some_and(|length| self.recent.put(hashed.hash, scope, replay, length)) {
+            self.entries.remove(&hashed);
+            return;
+        }
+        self.recent.remove(hashed.hash);
+        let hashed = Hashed { hash: hashed.hash, scope: scope.clone() };
+        self.entries.insert(hashed, Arc::new(replay.compact()));
     }
 
     pub(super) fn forget(&self, records: &[RecordId]) {
+        self.forgotten.fetch_add(1, Ordering::SeqCst);
+        self.recent.forget(records);
         self.entries.retain(|_, replay| !records.contains(&replay.fence.id));
     }
 
     pub(super) fn bytes(&self) -> u64 {
-        self.entries.weight()
+        self.entries.weight() + self.recent.bytes() as u64
     }
 }
 
@@ -226,6 +295,70 @@ mod tests {
     }
 
     #[test]
+    fn an_answer_comes_back_as_it_was() {
+        let (cache, now) = (Cache::new(4 << 20), Instant::now());
+        let mut headers = HeaderMap::new();
+        for (name, value) in
+            [("link", &b"a: b"[..]), ("etag", b"\"1\""), ("link", b"caf\xe9 "), ("x-empty", b"")]
+        {
+            headers.append(name, HeaderValue::from_bytes(value).unwrap());
+        }
+        let fence = Fence { id: RecordId::fresh(), attempt: Attempt::from_number(7) };
+        let fingerprint = Fingerprint { canonical: [1; 32], raw: [2; 32], recipe: [3; 8] };
+        let (whole, ends) = (|size| KeptBody::Whole(vec![9; size].into()), now + 10 * EARLY);
+        let bodies = [whole(0), whole(300), whole(COPIED_MAX), whole(COPIED_MAX + 1)];
+        for (n, body) in bodies.into_iter().chain([KeptBody::NotRetained]).enumerate() {
+            let spelling = Spelling::of(&headers, ["Link", "ETag", "LINK", "x-empty"]);
+            let caller = (n % 2 == 0).then(|| Caller::stored("digest"));
+            let (headers, status) = (headers.clone(), StatusCode::from_u16(299).unwrap());
+            let answer = Answer { status, headers, spelling, body };
+            let time = SystemTime::UNIX_EPOCH + Duration::from_nanos(1_700_000_000_123_456_789);
+            let put = Replay::new(fence, fingerprint, caller, answer, time, ends);
+            cache.put(&scope("k"), &put);
+            assert!(cache.get(&scope("j"), now).is_none());
+            for _ in 0..2 {
+                let got = cache.get(&scope("k"), now).unwrap();
+                assert_eq!(got.answer, put.answer, "{n}");
+                assert_eq!((got.fence, got.fingerprint), (put.fence, put.fingerprint));
+                assert_eq!((&got.caller, got.expires_at), (&put.caller, put.expires_at));
+            }
+        }
+    }
+
+    #[test]
+    fn the_newest_answers_stay_and_those_that_are_asked_for() {
+        let (cache, now) = (Cache::new(200_000), Instant::now());
+        let ends = now + Duration::from_secs(60);
+        for n in 0..1_000 {
+            cache.put(&scope(&n.to_string()), &replay(1_000, ends));
+            assert!(cache.get(&scope("0"), now).is_some(), "after {n}");
+        }
+        let there = |n: usize| {
+            cache
+                .recent
+                .get(cache.hashed(&scope(&n.to_string())).hash, &scope(&n.to_string()), now)
+                .is_some()
+        };
+        let kept: Vec<usize> = (0..1_000).filter(|n| there(*n)).collect();
+        assert!((50..100).contains(&kept.len()), "{}", kept.len());
+        assert!(kept.iter().rev().eq((0..1_000).rev().take(kept.len()).collect::<Vec<_>>().iter()));
+    }
+
+    #[test]
+    fn a_scope_of_the_same_hash_gets_nobody_elses_answer() {
+        let (recent, now) = (Recent::new(1 << 20), Instant::now());
+        let (one, two) =
+            (replay(1, now + Duration::from_secs(60)), replay(2, now + Duration::from_secs(60)));
+        assert!(recent.put(7, &scope("one"), &one, 100));
+        assert!(recent.get(7, &scope("two"), now).is_none());
+        assert!(recent.put(7, &scope("two"), &two, 100));
+        assert!(recent.get(7, &scope("one"), now).is_none());
+        assert_eq!(recent.get(7, &scope("two"), now).unwrap().fence, two.fence);
+        recent.forget(&[one.fence.id]);
+        assert!(recent.get(7, &scope("two"), now).is_some());
+    }
+
+    #[test]
     fn what_an_operator_acted_on_is_forgotten() {
         let (cache, now) = (Cache::new(1 << 20), Instant::now());
         let (one, two) =
@@ -235,5 +368,7 @@ mod tests {
         cache.forget(&[one.fence.id]);
         assert!(cache.get(&scope("1"), now).is_none());
         assert!(cache.get(&scope("2"), now).is_some());
+        cache.forget(&[two.fence.id]);
+        assert!(cache.get(&scope("2"), now).is_none(), "also one that was asked for");
     }
 }

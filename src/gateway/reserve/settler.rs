@@ -41,7 +41,7 @@ const NOBODYS: Fingerprint = Fingerprint { canonical: [0; 32], raw: [0; 32], rec
 pub(crate) enum Debt {
     /// The outcome is known.
     Complete {
-        completion: Box<Completion>,
+        completion: Arc<Completion>,
         fingerprint: Fingerprint,
         caller: Option<Caller>,
         keeping: Keeping,
@@ -381,7 +381,7 @@ impl Settler {
 
     async fn complete(
         &self,
-        completion: &Completion,
+        completion: &Arc<Completion>,
         fingerprint: Fingerprint,
         caller: Option<&Caller>,
     ) -> Result<Paid, Error> {
@@ -391,15 +391,15 @@ impl Settler {
         match settled {
             Settled::Done { expires_at } => {
                 let ends = begun + completion.retention;
-                let answer = completion.answer.clone();
                 let (fence, caller) = (completion.fence, caller.cloned());
+                let answer = completion.answer.clone();
                 let replay = Replay::new(fence, fingerprint, caller, answer, expires_at, ends);
                 Ok(Paid::taken(self.kept(&completion.scope, Arc::new(replay))))
             }
             Settled::Fenced => {
-                let Completion { scope, fence, .. } = completion;
+                let Completion { scope, fence, .. } = &**completion;
                 let standing = self.standing(scope, fence.id).await?;
-                self.stands(standing, scope, *fence, Some(completion.into())).await
+                self.stands(standing, scope, *fence, Some((&**completion).into())).await
             }
             Settled::Locked => Err(locked()),
         }

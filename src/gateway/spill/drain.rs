@@ -66,7 +66,7 @@ struct Source {
 /// What is owed.
 enum Owed {
     /// An answer with its events.
-    Outcome(Box<Completion>),
+    Outcome(Arc<Completion>),
     /// That an attempt did not execute. `gone_on`: its record had gone on before the process died.
     Freed { late: Box<LateOutcome>, gone_on: bool },
 }
@@ -79,7 +79,7 @@ impl Source {
             Kind::Outcome => {
                 let Some((mut completion, _)) = format::decode(&body) else { return Ok(None) };
                 self.keys.open_completion(&mut completion).map_err(io::Error::other)?;
-                Ok(Some(Owed::Outcome(Box::new(completion))))
+                Ok(Some(Owed::Outcome(Arc::new(completion))))
             }
             Kind::Freed => {
                 let Some(freed) = format::decode_freed(&body) else { return Ok(None) };
@@ -301,9 +301,9 @@ async fn pay_one(
     }
 }
 
-async fn settle(completion: &Completion, store: &dyn Store) -> Result<Drained, Error> {
+async fn settle(completion: &Arc<Completion>, store: &dyn Store) -> Result<Drained, Error> {
     let record = completion.fence.id;
-    let late = LateOutcome::from(completion);
+    let late = LateOutcome::from(&**completion);
     match store::complete_or_plain(store, completion, Instant::now() + TRY).await {
         Ok(Settled::Done { .. }) => Ok(Drained::Completed),
         Ok(Settled::Fenced) => match store.find(&completion.scope).await? {

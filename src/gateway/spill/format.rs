@@ -565,7 +565,7 @@ mod tests {
         let mut headers = HeaderMap::new();
         headers.append("link", HeaderValue::from_static("a"));
         headers.append("link", HeaderValue::from_bytes(&[0x80, 0xff]).unwrap());
-        let spelling = Spelling::of(&headers, &["Link".into(), "LINK".into()]);
+        let spelling = Spelling::of(&headers, ["Link", "LINK"]);
         let event = |n: u16, ordering_key: Option<&str>, sinks: &[&str]| Event {
             id: Uuid::from_u128(n.into()),
             key: format!("{key}/{n}"),

@@ -9,7 +9,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{self, HeaderName, HeaderValue};
+use http::header::{self, HeaderValue};
 use http::{StatusCode, Version};
 use http_body::{Body as _, Frame, SizeHint};
 use hyper::body::Incoming;
@@ -19,12 +19,19 @@ use super::BodyError;
 use super::connection::Connection;
 use super::pool::Pool;
 
-/// The names of an answer's header lines as they were spelled, in their order: an extension of it.
+/// The first bytes of an answer, which say how the names of its header lines were spelled: an extension of it.
 #[derive(Clone, Debug)]
-pub(in crate::gateway) struct SentNames(pub(in crate::gateway) Arc<[Box<str>]>);
+pub(in crate::gateway) struct SentNames(pub(super) Bytes);
+
+impl SentNames {
+    /// The names, in their order.
+    pub(in crate::gateway) fn names(&self) -> Vec<&str> {
+        sent_names(&self.0)
+    }
+}
 
 /// Reads the names out of the bytes of an answer, behind any interim ones. What is no header line is left out.
-pub(super) fn sent_names(bytes: &[u8]) -> Vec<Box<str>> {
+fn sent_names(bytes: &[u8]) -> Vec<&str> {
     let mut lines = bytes.split_inclusive(|byte| *byte == b'\n').map(<[u8]>::trim_ascii_end);
     let mut names = Vec::new();
     while let Some(status) = lines.next() {
@@ -32,15 +39,20 @@ pub(super) fn sent_names(bytes: &[u8]) -> Vec<Box<str>> {
         for line in lines.by_ref().take_while(|line| !line.is_empty()).filter(|_| !interim) {
             let colon = line.iter().position(|byte| *byte == b':');
             let name = colon.and_then(|at| line.get(..at)).unwrap_or_default().trim_ascii_end();
-            if HeaderName::from_bytes(name).is_ok() {
-                names.push(String::from_utf8_lossy(name).into());
-            }
+            let token = !name.is_empty() && name.iter().all(|byte| is_token(*byte));
+            names.extend(std::str::from_utf8(name).ok().filter(|_| token));
         }
         if !interim {
             break;
         }
     }
     names
+}
+
+/// What a header's name is made of (RFC 9110, 5.6.2).
+const fn is_token(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric()
+        || matches!(byte, b'!' | b'#'..=b'\'' | b'*' | b'+' | b'-' | b'.' | b'^'..=b'`' | b'|' | b'~')
 }
 
 /// Checks that an answer's end is certain, and leaves at most one header that says it.

@@ -277,10 +277,9 @@ const PAUSE_MAX: Duration = Duration::from_millis(100);
 /// Submits a completion until its row is free. Meanwhile it holds nothing: no connection, and no place in a batch.
 pub(super) async fn complete(
     lane: &Batcher<Completions>,
-    completion: Completion,
+    completion: Arc<Completion>,
     deadline: Instant,
 ) -> Result<Settled, Error> {
-    let completion = Arc::new(completion);
     let (mut pause, mut locked) = (PAUSE_FIRST, false);
     loop {
         match lane.submit_shared(Arc::clone(&completion), deadline).await {

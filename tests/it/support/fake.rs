@@ -1,6 +1,7 @@
 //! A store in memory: the outbox's rules, leases by script, and outages at will. Other verbs are not available.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant as StdInstant};
@@ -277,7 +278,7 @@ impl Store for Fake {
     async fn find(&self, _: &Scope) -> Result<Option<Record>, Error> {
         no()
     }
-    async fn complete(&self, _: Completion, _: StdInstant) -> Result<Settled, Error> {
+    async fn complete(&self, _: Arc<Completion>, _: StdInstant) -> Result<Settled, Error> {
         no()
     }
     async fn release(&self, _: &Scope, _: Fence) -> Result<Changed, Error> {

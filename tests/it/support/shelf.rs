@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::future::pending;
+use std::sync::Arc;
 use std::sync::Mutex;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -361,7 +362,7 @@ impl Store for Shelf {
     async fn find(&self, _: &Scope) -> Result<Option<Record>, Error> {
         Err(unavailable())
     }
-    async fn complete(&self, _: Completion, _: Instant) -> Result<Settled, Error> {
+    async fn complete(&self, _: Arc<Completion>, _: Instant) -> Result<Settled, Error> {
         Err(unavailable())
     }
     async fn release(&self, _: &Scope, _: Fence) -> Result<Changed, Error> {
