@@ -515,6 +515,8 @@ struct World {
     orders: Orders,
     sink: Sink,
     place: Place,
+    /// Nobody gives the database up before the test has done its part.
+    patient: bool,
 }
 
 impl World {
@@ -524,7 +526,7 @@ impl World {
             if fails && before == 0 { Act::Answer(500, "") } else { OK }
         };
         let (orders, sink) = (Orders::start().await, Sink::start(act).await);
-        Self { way, which, orders, sink, place: Place::new(which).await }
+        Self { way, which, orders, sink, place: Place::new(which).await, patient: false }
     }
 
     fn config(&self, sweeps: Sweeps) -> PathBuf {
@@ -532,7 +534,8 @@ impl World {
             Sweeps::Often => "200ms",
             Sweeps::Once => "1h",
         };
-        let store = format!("lease = \"3s\"\nsweep_every = \"{every}\"");
+        let waits = if self.patient { "timeout = \"1m\"\ncompletion_timeout = \"1m\"" } else { "" };
+        let store = format!("lease = \"3s\"\nsweep_every = \"{every}\"\n{waits}");
         let policy = match self.way {
             Way::Retried => "on_unknown = \"retry\"",
             Way::Expired | Way::ExpiredSwept => "retention = \"1s\"",
@@ -1114,7 +1117,8 @@ async fn a_reservation_that_commits_after_its_process_died_is_unknown() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_completion_that_commits_after_its_process_died_is_kept_with_its_events() {
-    let world = World::new(Which::Postgres, Way::First).await;
+    let mut world = World::new(Which::Postgres, Way::First).await;
+    world.patient = true;
     let mut gateway = world.start(Sweeps::Once, "");
     world.orders.hold();
     let asking = sending_or_not(gateway.addr);
