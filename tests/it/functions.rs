@@ -398,6 +398,15 @@ async fn after_the_next_attempt_has_begun_the_old_one_writes_nothing() {
     assert_eq!(town.shop.calls_of("hesitates"), 2);
 }
 
+/// A plan that must read a table without an index looks dear while sequential scans are off, and would be compiled.
+#[tokio::test(flavor = "multi_thread")]
+async fn no_query_of_the_functions_is_compiled() {
+    let place = Town::start("", "", "").await.place;
+    let fixed = "select count(*) from pg_proc where proname like 'oncegate\\_%' and proconfig @> '{enable_seqscan=off}'";
+    assert!(place.count(fixed).await >= 7);
+    assert_eq!(place.count(&format!("{fixed} and not proconfig @> '{{jit=off}}'")).await, 0);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn after_an_operators_release_the_old_attempt_writes_nothing() {
     let town = Town::start("", "timeout = \"3s\"", "").await;

@@ -86,6 +86,11 @@ const MIGRATIONS: &[Migration] = &[
         name: "relay",
         sql: include_str!("../../../migrations/postgres/0013_relay.sql"),
     },
+    Migration {
+        version: 14,
+        name: "no_jit",
+        sql: include_str!("../../../migrations/postgres/0014_no_jit.sql"),
+    },
 ];
 
 /// The version that this program knows.
