@@ -14,6 +14,7 @@
 //! - Followers of an attempt that ends `unknown` are told so; only a duplicate that arrives later starts an attempt.
 //! - Losing a task (panic, shutdown) wakes its followers: a [`Lead`] that is dropped tells them to look again.
 
+mod attempt;
 mod cache;
 mod inquiry;
 mod question;
@@ -28,6 +29,7 @@ use std::time::{Duration, Instant, SystemTime};
 use bytes::Bytes;
 use tokio::sync::watch;
 
+pub(super) use self::attempt::{Parted, Reservation, Underway};
 use self::cache::Cache;
 pub(super) use self::cache::Replay;
 use self::inquiry::{Held, Inquiry, Step};
@@ -36,7 +38,7 @@ pub(super) use self::settler::{Debt, Settler, Standing};
 use super::room::AnswerRoom;
 use super::spill::Spill;
 use crate::record::{
-    Caller, Completed, Fence, Fingerprint, LeaseView, OwnerId, Record, RecordId, Scope, State,
+    Caller, Completed, Fence, Fingerprint, LeaseView, Record, RecordId, Scope, State,
 };
 use crate::route::OnUnknown;
 use crate::store::{self, Backlog, Store};
@@ -337,141 +339,6 @@ pub(super) enum Followed {
     LookAgain,
 }
 
-/// A committed reservation: the right to send one request. Made by [`Desk::lead`] only, used up by sending.
-pub(super) struct Reservation(Box<Underway>);
-
-/// An attempt whose record says `unknown`, or will: its entry is gone, and its answer may still come.
-pub(super) struct Parted(Box<Underway>);
-
-impl Parted {
-    pub(super) fn fence(&self) -> Fence {
-        self.0.fence
-    }
-}
-
-/// When an attempt is answered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Timing {
-    /// While its record is in progress for it.
-    InTime,
-    /// After its record was given up.
-    Late,
-}
-
-/// An attempt whose request has been handed to the network. It must be settled; see [`Settler`].
-pub(super) struct Underway {
-    pub(super) scope: Scope,
-    pub(super) fence: Fence,
-    pub(super) fingerprint: Fingerprint,
-    pub(super) caller: Option<Caller>,
-    owner: OwnerId,
-    lease: LeaseView,
-    sending: Arc<AtomicBool>,
-    /// The next attempt is being written in its place; for how long a lost session may still commit that.
-    raising: Option<Duration>,
-    timing: Timing,
-    /// None: it has parted, and somebody else works on its scope.
-    lead: Option<Lead>,
-    settler: Settler,
-}
-
-impl Reservation {
-    pub(super) fn fence(&self) -> Fence {
-        self.0.fence
-    }
-
-    /// Uses the reservation up: the holder of what comes back sends the request, once.
-    pub(super) fn begin(self) -> Box<Underway> {
-        self.0
-    }
-}
-
-impl Underway {
-    /// The check before the first byte: this process's lease is certain. From a "yes" on, the attempt counts as sent.
-    pub(super) fn may_write(&self) -> impl Fn() -> bool + Send + Sync + 'static {
-        let (lease, owner, sending) = (self.lease.clone(), self.owner, Arc::clone(&self.sending));
-        move || {
-            let held = lease.holds(owner, Instant::now());
-            if held {
-                sending.store(true, Ordering::SeqCst);
-            }
-            held
-        }
-    }
-
-    /// Keeps the answer's room until the store has taken the end.
-    pub(super) fn hold(&mut self, room: Option<AnswerRoom>) {
-        if let Some(lead) = &mut self.lead {
-            lead.room = room;
-        }
-    }
-
-    /// Whether nobody but the application itself can have completed this very attempt: its record was in the hands of this
-    /// process all the while. Else somebody may have asked the upstream about it.
-    pub(super) fn was_held(&self) -> bool {
-        self.timing == Timing::InTime && self.lease.holds(self.owner, Instant::now())
-    }
-
-    /// The record is at the next attempt, of which nothing has been sent.
-    fn raised(mut self: Box<Self>) -> Reservation {
-        self.fence.attempt = self.fence.attempt.next();
-        self.raising = None;
-        self.sending = Arc::default();
-        Reservation(self)
-    }
-
-    /// Whether the first byte may have been written.
-    pub(super) fn sent(&self) -> bool {
-        self.sending.load(Ordering::SeqCst)
-    }
-
-    /// The store has taken the end: the entry goes, its followers learn the ending.
-    pub(super) fn settled(mut self: Box<Self>, ending: Ending) {
-        if let Some(lead) = self.lead.take() {
-            lead.end(ending);
-        }
-    }
-
-    /// The store did not take the end yet: the settler goes on trying, and keeps the entry until it has.
-    pub(super) fn owe(mut self: Box<Self>, debt: Debt) {
-        let lead = self.lead.take();
-        self.settler.owe(debt, lead);
-    }
-
-    /// As [`Underway::settled`]; the attempt lives on without an entry.
-    pub(super) fn part(mut self: Box<Self>, ending: Ending) -> Parted {
-        if let Some(lead) = self.lead.take() {
-            lead.end(ending);
-        }
-        self.timing = Timing::Late;
-        Parted(self)
-    }
-
-    /// As [`Underway::owe`]; the attempt lives on without an entry.
-    pub(super) fn part_owing(mut self: Box<Self>, debt: Debt) -> Parted {
-        let lead = self.lead.take();
-        self.settler.owe(debt, lead);
-        self.timing = Timing::Late;
-        Parted(self)
-    }
-}
-
-impl Drop for Underway {
-    fn drop(&mut self) {
-        if let Some(lead) = self.lead.take() {
-            let (scope, fence) = (self.scope.clone(), self.fence);
-            let debt = if let Some(window) = self.raising {
-                Debt::Unraise { scope, fence, owner: self.owner, window }
-            } else if self.sending.load(Ordering::SeqCst) {
-                Debt::Unknown { scope, fence }
-            } else {
-                Debt::Release { scope, fence, ending: Ending::LookAgain, late: None }
-            };
-            self.settler.owe(debt, Some(lead));
-        }
-    }
-}
-
 impl Desk {
     /// A desk before this store.
     pub fn new(
@@ -528,19 +395,20 @@ impl Desk {
     /// replica wait for what the answer comes to. Whoever works on it is told, lest it sends the next attempt while the answer
     /// is on its way to the store.
     pub(super) fn resume(&self, parted: Parted) -> Box<Underway> {
-        let Parted(mut underway) = parted;
-        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
-        match entries.entry(underway.scope.clone()) {
-            hash_map::Entry::Vacant(place) => {
-                let (record, fingerprint) = (underway.fence.id, underway.fingerprint);
-                let caller = underway.caller.clone();
-                let news = News::Running { record, fingerprint, caller };
-                underway.lead = Some(self.take_the_lead(place, news));
+        parted.answered(|underway| {
+            let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+            match entries.entry(underway.scope.clone()) {
+                hash_map::Entry::Vacant(place) => {
+                    let (record, fingerprint) = (underway.fence.id, underway.fingerprint);
+                    let caller = underway.caller.clone();
+                    Some(self.take_the_lead(place, News::Running { record, fingerprint, caller }))
+                }
+                hash_map::Entry::Occupied(entry) => {
+                    entry.get().answered.store(true, Ordering::SeqCst);
+                    None
+                }
             }
-            hash_map::Entry::Occupied(entry) => entry.get().answered.store(true, Ordering::SeqCst),
-        }
-        drop(entries);
-        underway
+        })
     }
 
     fn take_the_lead(
@@ -672,7 +540,7 @@ impl Desk {
                 next = inquiry.look().await;
             }
             match next {
-                Step::Held(held) => return Admission::Execute(self.reservation(held, ask, lead)),
+                Step::Held(held) => return Admission::Execute(self.reservation(&held, ask, lead)),
                 Step::Asks { held, lookup, context } => {
                     return Admission::Ask(self.asks(held, ask, lead, &lookup, context));
                 }
@@ -709,21 +577,8 @@ impl Desk {
         Admission::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps))
     }
 
-    fn reservation(&self, held: Held, ask: &Ask, lead: Lead) -> Reservation {
-        lead.running(held.fence.id, held.fingerprint, ask.caller.clone());
-        Reservation(Box::new(Underway {
-            scope: ask.scope.clone(),
-            fence: held.fence,
-            fingerprint: held.fingerprint,
-            caller: ask.caller.clone(),
-            owner: held.owner,
-            lease: self.lease.clone(),
-            sending: Arc::new(AtomicBool::new(false)),
-            raising: None,
-            timing: Timing::InTime,
-            lead: Some(lead),
-            settler: self.settler.clone(),
-        }))
+    fn reservation(&self, held: &Held, ask: &Ask, lead: Lead) -> Reservation {
+        Reservation::new(held, ask, lead, self.lease.clone(), self.settler.clone())
     }
 }
 

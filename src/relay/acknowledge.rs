@@ -84,27 +84,25 @@ impl Desk {
     fn count(&self, acknowledgement: &Acknowledgement, current: bool) {
         let sink = self.sink.name();
         let event = acknowledgement.event_id;
-        let result = match &acknowledgement.verdict {
-            _ if !current => Delivery::LostClaim,
-            Verdict::Sent { .. } => Delivery::Sent,
-            Verdict::Retry { error, .. } => {
-                tracing::debug!(sink, %event, error, "a delivery failed");
-                Delivery::Failed
-            }
+        let (result, failure) = match &acknowledgement.verdict {
+            _ if !current => (Delivery::LostClaim, None),
+            Verdict::Sent { .. } => (Delivery::Sent, None),
+            Verdict::Retry { error, .. } => (Delivery::Failed, Some((error, "a delivery failed"))),
             Verdict::Refused { error, .. } => {
-                tracing::debug!(sink, %event, error, "a delivery was refused");
-                Delivery::Refused
+                (Delivery::Refused, Some((error, "a delivery was refused")))
             }
             Verdict::Returned { error, .. } => {
-                tracing::debug!(sink, %event, error, "an event waits until its sink takes events");
-                Delivery::Returned
+                (Delivery::Returned, Some((error, "an event waits until its sink takes events")))
             }
             Verdict::Dead { error, .. } => {
                 tracing::warn!(sink, %event, error, "an event is dead: it is kept for redelivery");
-                Delivery::Dead
+                (Delivery::Dead, None)
             }
             Verdict::GivenBack => return,
         };
+        if let Some((error, what)) = failure {
+            tracing::debug!(sink, %event, error, "{what}");
+        }
         self.metrics.delivered(sink, result);
     }
 }

@@ -242,7 +242,7 @@ async fn f46_a_snapshot_that_is_held_for_long_makes_no_look_for_fresh_events_lon
     snapshot.batch_execute("COMMIT").await.unwrap();
     db.batch_execute("VACUUM outbox_queue").await.unwrap();
     let after = sweep().await;
-    assert!(after < 100, "it is as before: {after}");
+    assert!(after < 1_000, "it is as before: {after}");
 }
 
 /// Behind one event stand very many of its key, beside what was delivered long ago: neither is walked over.

@@ -10,7 +10,6 @@
 //! - A raise of which nobody knows whether it was committed is taken back, and the scope's entry stays until then.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -111,17 +110,14 @@ impl Desk {
         lookup: &Arc<Lookup>,
         context: Option<Bytes>,
     ) -> Question {
-        let Reservation(underway) = self.reservation(held, ask, lead);
-        // As good as sent: an earlier process may have done it under this very attempt.
-        underway.sending.store(true, Ordering::SeqCst);
+        let underway = self.reservation(&held, ask, lead).in_doubt();
         Question { underway, lookup: Arc::clone(lookup), context }
     }
 
     /// The upstream knows nothing of the attempt that was asked about: goes on to the next one for this retry, if the record
     /// is still held as it was when the question was asked.
     pub(in crate::gateway) async fn raise(&self, mut question: Question, ask: &Ask) -> Raised {
-        let lead = question.underway.lead.as_ref();
-        if lead.is_none_or(|lead| lead.entry.answered.load(Ordering::SeqCst)) {
+        if question.underway.is_answered() {
             return Raised::Not(question);
         }
         if self.settler.spill().is_full() {
@@ -143,12 +139,11 @@ impl Desk {
             context: ask.context.clone(),
             retention: ask.retention,
         };
-        // Dropped from here on, it is taken back.
-        underway.raising = Some(self.settings.doubt_window);
+        underway.raise(self.settings.doubt_window);
         match self.write_raise(proposal, fence).await {
             Some(true) => Raised::Held(question.underway.raised()),
             Some(false) => {
-                underway.raising = None;
+                underway.not_raised();
                 Raised::Not(question)
             }
             None => Raised::Doubt(fence.id),

@@ -42,7 +42,6 @@ struct Place {
     entry: usize,
 }
 
-#[derive(Default)]
 struct Block {
     bytes: Vec<u8>,
     entries: Vec<Entry>,
@@ -64,6 +63,11 @@ struct Entry {
 }
 
 impl Block {
+    /// An empty block. It never grows beyond its place, and what of it was never written takes no memory.
+    fn of(bytes: usize) -> Self {
+        Self { bytes: Vec::with_capacity(bytes), entries: Vec::with_capacity(bytes / ENTRY_BYTES) }
+    }
+
     fn weight(&self) -> usize {
         self.bytes.len() + self.entries.len() * ENTRY_BYTES
     }
@@ -133,21 +137,21 @@ impl Blocks {
 
     /// A new block behind the others; the oldest one where there is no room for one more.
     fn turn(&mut self) {
-        let mut block = Block::default();
-        if self.blocks.len() >= self.blocks_max
-            && let Some(oldest) = self.blocks.pop_front()
-        {
-            for (entry, gone) in oldest.entries.iter().enumerate() {
-                let place = Place { block: self.first, entry };
-                if self.index.get(&gone.hash) == Some(&place) {
-                    self.index.remove(&gone.hash);
-                }
+        let oldest =
+            if self.blocks.len() < self.blocks_max { None } else { self.blocks.pop_front() };
+        let Some(mut block) = oldest else {
+            self.blocks.push_back(Block::of(self.block_max));
+            return;
+        };
+        for (entry, gone) in block.entries.iter().enumerate() {
+            let place = Place { block: self.first, entry };
+            if self.index.get(&gone.hash) == Some(&place) {
+                self.index.remove(&gone.hash);
             }
-            self.first += 1;
-            block = oldest;
-            block.bytes.clear();
-            block.entries.clear();
         }
+        self.first += 1;
+        block.bytes.clear();
+        block.entries.clear();
         self.blocks.push_back(block);
     }
 }
