@@ -9,9 +9,9 @@
 //! - A query parameter that is not known is refused by name, since a filter that is ignored shows the wrong records.
 //! - Keys, tenants and bodies are shown, escaped, and never logged.
 //!
-//! Actions on events and sinks are POST routes behind the same `guard` (see `act`); those on records are commands. It also refuses a
-//! foreign `Origin`, since a browser sends questions for other pages without their reading the answer.
-//! When the process dies here, nothing is lost: no state is kept.
+//! Actions on events and sinks are POST routes behind the same `guard` (see `act`); those on records are commands. It also
+//! refuses a foreign `Origin`, since a browser sends questions for other pages without their reading the answer. When the
+//! process dies here, nothing is lost: no state is kept.
 
 pub mod act;
 pub mod explain;

@@ -8,13 +8,16 @@ pub mod relay;
 pub mod serve;
 pub mod sinks;
 
+use std::ffi::OsStr;
 use std::io::{IsTerminal, Write};
+use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use clap::{Args, Parser, Subcommand};
+use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing_subscriber::EnvFilter;
 
@@ -137,15 +140,42 @@ const RETENTION: Duration = Duration::from_secs(24 * 3600);
 /// Exit status for wrong usage and wrong configuration.
 const USAGE: u8 = 2;
 
+/// The environment's number of working threads, under the name that other programs on this runtime know.
+const THREADS: &str = "TOKIO_WORKER_THREADS";
+
+/// More were a slip: each has a stack and queues of its own.
+const THREADS_MAX: usize = 1024;
+
+/// How many working threads there are: one fewer than processors, since the store works on a thread of its own.
+fn threads(asked: Option<&str>, processors: usize) -> Result<usize, String> {
+    let Some(asked) = asked else { return Ok(processors.saturating_sub(1).max(1)) };
+    let number = asked.parse().ok().filter(|number| (1..=THREADS_MAX).contains(number));
+    number.ok_or_else(|| {
+        format!(
+            "{THREADS}: \"{asked}\" is not a number from 1 to {THREADS_MAX}; change it, or unset it"
+        )
+    })
+}
+
+/// What everything runs on.
+fn runtime() -> Result<Runtime, Problem> {
+    let asked = std::env::var_os(THREADS);
+    let asked = asked.as_deref().map(OsStr::to_string_lossy);
+    let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let threads = threads(asked.as_deref(), processors).map_err(|wrong| (USAGE, wrong))?;
+    let built = Builder::new_multi_thread().worker_threads(threads).enable_all().build();
+    built.map_err(|error| (1, format!("cannot start the runtime: {error}")))
+}
+
 /// Runs what was typed.
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
     if let Err(wrong) = fault::arm() {
         return fail(USAGE, &wrong);
     }
-    let runtime = match tokio::runtime::Runtime::new() {
+    let runtime = match runtime() {
         Ok(runtime) => runtime,
-        Err(error) => return fail(1, &format!("cannot start the runtime: {error}")),
+        Err((code, why)) => return fail(code, &why),
     };
     let code = runtime.block_on(run(cli.command));
     // What still blocks a thread of the runtime (a name that does not resolve, say) does not keep the process.
@@ -467,4 +497,24 @@ fn announce(config: &Config) -> impl Fn(&RecordRow, &Answer) -> (Vec<Event>, Dur
 )]
 fn now() -> SystemTime {
     SystemTime::now()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn there_is_one_working_thread_fewer_than_processors_unless_a_number_is_named() {
+        for (processors, expected) in [(1, 1), (2, 1), (3, 2), (64, 63)] {
+            assert_eq!(threads(None, processors), Ok(expected));
+            assert_eq!(threads(Some("7"), processors), Ok(7));
+        }
+        for wrong in ["", "0", "-1", "two", "1025"] {
+            let told = threads(Some(wrong), 4).unwrap_err();
+            assert!(
+                told.starts_with(&format!("TOKIO_WORKER_THREADS: \"{wrong}\" is not a")),
+                "{told}"
+            );
+        }
+    }
 }

@@ -1,8 +1,9 @@
-//! What is made of a request, for people: its route and why, its scope, its canonical form and hash; and what differs between two.
+//! What is made of a request, for people: its route and why, its scope, its canonical form and hash; and what differs
+//! between two.
 //!
-//! Nothing is decided here. The gateway reads a [`Sample`] as it reads a request ([`Explain`]), and this module puts into words what
-//! it found. Whether two requests are the same is what their fingerprints say; the first difference of their canonical
-//! forms only shows where.
+//! Nothing is decided here. The gateway reads a [`Sample`] as it reads a request ([`Explain`]), and this module puts into
+//! words what it found. Whether two requests are the same is what their fingerprints say; the first difference of their
+//! canonical forms only shows where.
 //!
 //! A canonical form holds what the request holds, secrets in its body included: it is for operators, and cut to a bound.
 

@@ -187,7 +187,8 @@ impl Operation {
 }
 
 impl Key {
-    /// Checks a key that comes from outside. `None`: empty or blank, longer than 255 characters, or other than visible ASCII and space.
+    /// Checks a key that comes from outside. `None`: empty or blank, longer than 255 characters, or other than visible
+    /// ASCII and space.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let visible = |b: u8| b == b' ' || b.is_ascii_graphic();
@@ -316,7 +317,8 @@ pub enum Next {
     Gone,
 }
 
-/// The one transition function: where `change`, made under the current fence, leads from `status`; `None` where it must change nothing.
+/// The one transition function: where `change`, made under the current fence, leads from `status`; `None` where it must
+/// change nothing.
 ///
 /// An operator acts on `in_progress` only through `unknown`, once the owner's lease has run out.
 #[must_use]

@@ -18,8 +18,8 @@
 //! - Sinks share nothing: one that is slow or down, or a loop that panics, does not hold up another.
 //! - Whether a sink is paused stands in the database ([`board`]); a paused one is sent nothing but probes ([`probe`]).
 //!
-//! A process that dies here leaves claims that run out, and that others may take as soon as its lease has ended. Fresh events that were claimed often and never ended are set
-//! apart as dead, since they may be what it dies of.
+//! A process that dies here leaves claims that run out, and that others may take as soon as its lease has ended. Fresh
+//! events that were claimed often and never ended are set apart as dead, since they may be what it dies of.
 
 mod acknowledge;
 pub mod address;

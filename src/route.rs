@@ -1,13 +1,13 @@
 //! Which requests are keyed: method and path, in both readings that an upstream may take.
 //!
-//! One upstream splits the path and then decodes each segment; another decodes the path and then splits it, resolving `.`, `..` and
-//! doubled slashes. A path that names a keyed route in either reading is keyed: otherwise a spelling would slip a write past its
-//! protection. The first reading that matches wins; where the two name different routes nobody can know what the upstream
-//! will do, and the request is ambiguous. Escapes are decoded once in each reading.
+//! One upstream splits the path and then decodes each segment; another decodes the path and then splits it, resolving `.`,
+//! `..` and doubled slashes. A path that names a keyed route in either reading is keyed: otherwise a spelling would slip a
+//! write past its protection. The first reading that matches wins; where the two name different routes nobody can know what
+//! the upstream will do, and the request is ambiguous. Escapes are decoded once in each reading.
 //!
-//! Both readings are brought into one spelling, in which a segment's own slashes and percent signs are escaped, and looked up in
-//! one table for each method. A trailing slash and `;params` do not matter. A catch-all also matches nothing at all. What is
-//! forwarded and fingerprinted is the path as it came.
+//! Both readings are brought into one spelling, in which a segment's own slashes and percent signs are escaped, and looked
+//! up in one table for each method. A trailing slash and `;params` do not matter. A catch-all also matches nothing at all.
+//! What is forwarded and fingerprinted is the path as it came.
 
 mod near;
 

@@ -389,7 +389,8 @@ pub struct Gauges {
 /// A database that keeps records and the outbox.
 #[async_trait]
 pub trait Store: Send + Sync + 'static {
-    /// Renews `owner`'s lease for `lease` from now, or makes it where there is none yet. A lease that has run out is never renewed.
+    /// Renews `owner`'s lease for `lease` from now, or makes it where there is none yet. A lease that has run out is never
+    /// renewed.
     async fn heartbeat(&self, owner: OwnerId, lease: Duration) -> Result<Beat, Error>;
 
     /// Ends `owner`'s lease at once (a clean exit).
@@ -432,7 +433,8 @@ pub trait Store: Send + Sync + 'static {
     /// Marks records in progress `unknown` whose owner's lease has run out, up to `limit`; with a fence only that record.
     async fn mark_dead(&self, only: Option<(&Scope, Fence)>, limit: u32) -> Result<u64, Error>;
 
-    /// Unknown records of these operations about which the upstream may be asked now, up to `limit`: those first that wait longest.
+    /// Unknown records of these operations about which the upstream may be asked now, up to `limit`: those first that wait
+    /// longest.
     async fn questions(&self, asking: &[Asking], limit: u32) -> Result<Vec<Due>, Error>;
 
     /// What is known of a record that is unknown; `None` where it is not.
@@ -443,8 +445,8 @@ pub trait Store: Send + Sync + 'static {
 
     /// Claims events that are due; see [`Claim`]. Committed before it returns. Whether `owner` itself lives is not asked.
     ///
-    /// With [`Order::Key`] an event is claimed only as the first of its key, and only while no other of its key is claimed. What
-    /// stands behind is put off (`next_attempt_at`), until an acknowledgement in that order makes it due.
+    /// With [`Order::Key`] an event is claimed only as the first of its key, and only while no other of its key is claimed.
+    /// What stands behind is put off (`next_attempt_at`), until an acknowledgement in that order makes it due.
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error>;
 
     /// Writes verdicts, each under its claim number. The ids of those that found their claim still current. `order` is that of
@@ -456,23 +458,24 @@ pub trait Store: Send + Sync + 'static {
         verdicts: &[Acknowledgement],
     ) -> Result<Vec<Uuid>, Error>;
 
-    /// How long until the next event of this sink that is not claimable now could be (a retry's time or a claim's end); `None`: nothing waits.
+    /// How long until the next event of this sink that is not claimable now could be (a retry's time or a claim's end);
+    /// `None`: nothing waits.
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error>;
 
-    /// Makes due what nothing keeps back any more in this order: with [`Order::None`] whatever waits for others of its ordering
-    /// key; with [`Order::Key`] the first event of each key whose turn nobody has, and that was put off behind an event that went
-    /// without waking it (by hand, say, or by a relay with another order). Dead events block no key any more unless `order` says that
-    /// they do. The pauses of retries stay as they are.
+    /// Makes due what nothing keeps back any more in this order: with [`Order::None`] whatever waits for others of its
+    /// ordering key; with [`Order::Key`] the first event of each key whose turn nobody has, and that was put off behind an
+    /// event that went without waking it (by hand, say, or by a relay with another order). Dead events block no key any
+    /// more unless `order` says that they do. The pauses of retries stay as they are.
     ///
-    /// In pieces, each a short transaction: from the beginning with `None`, then from where the last one ended. To be asked at the
-    /// start and from time to time: so a change of the order takes effect though nobody says that it was one.
+    /// In pieces, each a short transaction: from the beginning with `None`, then from where the last one ended. To be asked
+    /// at the start and from time to time: so a change of the order takes effect though nobody says that it was one.
     async fn let_go(&self, sink: &str, order: Order, from: Option<&str>) -> Result<LetGo, Error>;
 
     /// How the sinks stand that were ever paused. `over` says which probes count as ended.
     async fn sinks(&self, over: Over) -> Result<Vec<SinkState>, Error>;
 
-    /// Makes a sink's state the next one, under the next number. `Changed::No`: it is not at this number any more, the turn does
-    /// not lead on from there, or (of a probe) its time has not come.
+    /// Makes a sink's state the next one, under the next number. `Changed::No`: it is not at this number any more, the turn
+    /// does not lead on from there, or (of a probe) its time has not come.
     async fn turn_sink(&self, sink: &str, no: i64, turn: &SinkTurn) -> Result<Changed, Error>;
 
     /// Records that became unknown, or are no longer, of which that has not been told yet; up to `limit`.
@@ -501,9 +504,11 @@ pub trait Store: Send + Sync + 'static {
     /// Events for operators.
     async fn list_events(&self, filter: &EventFilter) -> Result<Vec<EventRow>, Error>;
 
-    /// An operator says that the record did not execute (or, with `completed`, that it shall be forgotten): the row goes. Audited.
+    /// An operator says that the record did not execute (or, with `completed`, that it shall be forgotten): the row goes.
+    /// Audited.
     ///
-    /// Acts on `unknown`, and on `in_progress` whose owner's lease has run out. Fenced by the attempt: `Moved` where it is not current.
+    /// Acts on `unknown`, and on `in_progress` whose owner's lease has run out. Fenced by the attempt: `Moved` where it is
+    /// not current.
     async fn operator_release(
         &self,
         fence: Fence,
@@ -520,10 +525,10 @@ pub trait Store: Send + Sync + 'static {
 
     /// Makes events due again, through the retry lane, under their id and with growing claim numbers. Audited.
     ///
-    /// One event: what is dead or pending, unless it is asked for otherwise what is sent, too, and what was discarded towards the
-    /// sink that is named; what is being delivered right now is left alone. Dead ones go in small transactions, those that were
-    /// dead at the beginning. Each is one row in the audit table, and all dead ones together are one, which grows with them and
-    /// is found from each of their records.
+    /// One event: what is dead or pending, unless it is asked for otherwise what is sent, too, and what was discarded
+    /// towards the sink that is named; what is being delivered right now is left alone. Dead ones go in small transactions,
+    /// those that were dead at the beginning. Each is one row in the audit table, and all dead ones together are one, which
+    /// grows with them and is found from each of their records.
     async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error>;
 
     /// Gives events up for good: pending and dead ones become discarded. What is sent stays so, and what is being delivered
@@ -548,8 +553,8 @@ pub trait Store: Send + Sync + 'static {
     /// of the one that died last.
     async fn last_failure(&self, sink: &str) -> Result<Option<String>, Error>;
 
-    /// What was done to a record by hand, and its late outcomes, oldest first. What was done to many dead events at once is told
-    /// for each of the record's among them, for as long as the event is kept.
+    /// What was done to a record by hand, and its late outcomes, oldest first. What was done to many dead events at once is
+    /// told for each of the record's among them, for as long as the event is kept.
     async fn audit_of(&self, record: RecordId) -> Result<Vec<AuditRow>, Error>;
 
     /// Records that operators acted on within the last `window`.

@@ -229,6 +229,17 @@ fn every_module_says_what_it_is_and_none_is_a_drawer() {
     }
 }
 
+/// The formatter keeps code narrow, and leaves comments as they are.
+#[test]
+fn no_comment_is_too_wide_to_be_read() {
+    const WIDEST: usize = 128;
+    for (path, text) in rust_files() {
+        let wide = |line: &&str| line.trim().starts_with("//") && line.chars().count() > WIDEST;
+        let wide: Vec<&str> = text.lines().filter(wide).collect();
+        assert!(wide.is_empty(), "{}: wrap {wide:#?}", path.display());
+    }
+}
+
 #[test]
 fn a_test_that_cannot_fail_and_an_unfinished_place_are_refused() {
     // Put together, so that this file does not refuse itself.

@@ -1,9 +1,10 @@
 //! Multipart bodies as far as two of them mean the same: taken apart at their boundary, which is a new one at each attempt.
 //!
-//! `multipart/form-data` is a form: parts are sorted by the names of their fields, and parts of one name keep their order. Of
-//! every other multipart (`related`, as SOAP with attachments; `mixed`) the order of all parts counts, and so do the parameters
-//! of Content-Type but for the boundary. Of a part count all headers, as names and values whose spelling does not matter, and the
-//! content, byte for byte: what its transfer encoding or its own type says of the content is not looked at.
+//! `multipart/form-data` is a form: parts are sorted by the names of their fields, and parts of one name keep their order.
+//! Of every other multipart (`related`, as SOAP with attachments; `mixed`) the order of all parts counts, and so do the
+//! parameters of Content-Type but for the boundary. Of a part count all headers, as names and values whose spelling does
+//! not matter, and the content, byte for byte: what its transfer encoding or its own type says of the content is not looked
+//! at.
 //!
 //! What must stay true: two different bodies never have one canonical form. So every piece carries its length, and whatever
 //! readers are known to take apart in different ways is not taken apart here, but compared byte by byte: a boundary that stands

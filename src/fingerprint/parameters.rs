@@ -36,7 +36,8 @@ impl<'a> Parametered<'a> {
         (rest.is_empty() && distinct).then_some(Self { value: trim(value), parameters })
     }
 
-    /// Whether a parameter is said in pieces or in another encoding (RFC 2231: `name*`, `name*0`): some readers take that for it.
+    /// Whether a parameter is said in pieces or in another encoding (RFC 2231: `name*`, `name*0`): some readers take that
+    /// for it.
     pub(crate) fn is_continued(&self, name: &str) -> bool {
         let continues = |known: &[u8]| known.strip_prefix(name.as_bytes())?.first().copied();
         self.parameters.iter().any(|(known, _)| continues(known) == Some(b'*'))

@@ -1,7 +1,7 @@
 //! From what became of a request to what its caller gets: rights and form of a stored answer, room for it, and how it counts.
 //!
-//! What must stay true: a stored answer leaves only with a [`Permit`], or to the caller whose own request it answers. Dying here
-//! loses nothing: the answer is stored, and the retry gets it.
+//! What must stay true: a stored answer leaves only with a [`Permit`], or to the caller whose own request it answers. Dying
+//! here loses nothing: the answer is stored, and the retry gets it.
 
 use std::sync::Arc;
 

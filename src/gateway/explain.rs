@@ -1,7 +1,7 @@
 //! What is made of a request, by the code that makes it: nothing of it is said a second time here.
 //!
-//! A sample goes the way of a request as far as its fingerprint ([`super::headers`], the table of routes, [`super::intake`]) and
-//! no further. It takes its share of the limits while it is read, as a request does.
+//! A sample goes the way of a request as far as its fingerprint ([`super::headers`], the table of routes,
+//! [`super::intake`]) and no further. It takes its share of the limits while it is read, as a request does.
 
 use std::sync::Arc;
 

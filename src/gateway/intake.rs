@@ -5,10 +5,10 @@
 //! upstream would not see does not count. A token is checked before anything is read by what it says, and only of a request
 //! that has a key. Nothing is reserved here.
 //!
-//! Small bodies are looked into where the request is read. What may take longer (fingerprint, derived key, what events need) is made
-//! on a thread of its own, and only as many at once as there are processors: so no other request waits for it, and what decoding
-//! needs of memory does not grow with the count of requests. Such work goes on when its caller has hung up, and holds its turn
-//! until it has ended.
+//! Small bodies are looked into where the request is read. What may take longer (fingerprint, derived key, what events
+//! need) is made on a thread of its own, and only as many at once as there are processors: so no other request waits for
+//! it, and what decoding needs of memory does not grow with the count of requests. Such work goes on when its caller has
+//! hung up, and holds its turn until it has ended.
 
 use std::borrow::Cow;
 use std::panic::resume_unwind;

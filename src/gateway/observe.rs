@@ -5,8 +5,8 @@
 //! a [`Memory`] of this process, which its answer then completes. No database is asked or written.
 //!
 //! What must stay true: whatever fails here changes nothing for the caller: no refusal, no wait for anything but its own
-//! copy being hashed, and that bounded; a panic ends the task alone. The memory is bounded by entries and holds digests only. It is
-//! lost with the process, and each replica has its own: what is told is a lower bound.
+//! copy being hashed, and that bounded; a panic ends the task alone. The memory is bounded by entries and holds digests
+//! only. It is lost with the process, and each replica has its own: what is told is a lower bound.
 
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};

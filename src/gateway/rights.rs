@@ -37,8 +37,8 @@ const SAME_SAID: [HeaderName; 7] = [
     HeaderName::from_static("x-rewrite-url"),
 ];
 
-/// What says something of a body or of a stored copy, beside all that begins with `content-`: the question has neither, and must
-/// get a plain answer.
+/// What says something of a body or of a stored copy, beside all that begins with `content-`: the question has neither, and
+/// must get a plain answer.
 const NOT_ASKED: [HeaderName; 10] = [
     HeaderName::from_static("digest"),
     HeaderName::from_static("repr-digest"),

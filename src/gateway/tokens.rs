@@ -1,10 +1,11 @@
 //! The keys that callers' tokens are checked with, and the check itself.
 //!
-//! Keys come from a file, read at the start, or from a URL (a JWK set). Those of a URL are fetched at the start, again every
-//! `refresh`, and when a token names a key that is not known: at most every `cooldown`, whoever asks, and by one request at a
-//! time, which is not cut off when whoever asked hangs up. A set replaces the one before, also where no key of it can be used: that is how the last key is revoked. While the URL is
-//! away, or answers no set, the keys that were there stay; before there was any set, tokens cannot be checked, and nobody gets
-//! further. What a set may be is bounded in time and size, and redirects are not followed.
+//! Keys come from a file, read at the start, or from a URL (a JWK set). Those of a URL are fetched at the start, again
+//! every `refresh`, and when a token names a key that is not known: at most every `cooldown`, whoever asks, and by one
+//! request at a time, which is not cut off when whoever asked hangs up. A set replaces the one before, also where no key of
+//! it can be used: that is how the last key is revoked. While the URL is away, or answers no set, the keys that were there
+//! stay; before there was any set, tokens cannot be checked, and nobody gets further. What a set may be is bounded in time
+//! and size, and redirects are not followed.
 //!
 //! What must stay true: whether a token is good is decided by keys alone that the configuration names.
 //!

@@ -1,10 +1,11 @@
 //! Connections to an upstream, and the knowledge of whether a byte went out on one.
 //!
 //! A reserved request goes out on a connection of its own: [`Upstream::dial`] resolves, connects and shakes hands, which
-//! writes nothing of the request; [`Dialed::send`] then sends it once. Where `reuse_for_keyed` allows it, the connection may
-//! be one from the pool; it is then closed to everybody else as one that was made for it. A wrapper sits between hyper and the socket (above
-//! TLS), counts what the socket took, and asks `may_write` before the first byte. What hyper says about an error is a hint;
-//! the counter, read after the connection's task has ended, is the proof: if it did not move, nothing was sent.
+//! writes nothing of the request; [`Dialed::send`] then sends it once. Where `reuse_for_keyed` allows it, the connection
+//! may be one from the pool; it is then closed to everybody else as one that was made for it. A wrapper sits between hyper
+//! and the socket (above TLS), counts what the socket took, and asks `may_write` before the first byte. What hyper says
+//! about an error is a hint; the counter, read after the connection's task has ended, is the proof: if it did not move,
+//! nothing was sent.
 //!
 //! What passes through may use a pooled connection ([`Upstream::pooled`]). A request that hyper hands back unsent because
 //! the connection had died in the pool goes out on another one; one of which a byte was written never goes out again.

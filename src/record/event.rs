@@ -3,12 +3,13 @@
 //! Pure: the same record, context and answer give the same events, whoever completes the record. What templates name of the
 //! request is found when they are compiled; only that is kept, as the record's context, and rendering reads nothing else of it.
 //!
-//! What must stay true: rendering always succeeds. A template that fails, or a message that is too large, gives an event under the same
-//! key whose data is the error, and is counted. No two events of a record have one key: a second one gets `#2`.
+//! What must stay true: rendering always succeeds. A template that fails, or a message that is too large, gives an event
+//! under the same key whose data is the error, and is counted. No two events of a record have one key: a second one gets
+//! `#2`.
 //!
 //! A leaf of a payload that is exactly one `{{ expression }}` keeps its JSON type. Integers of 64 bits are exact, all other
-//! numbers are 64-bit floats. The default data embeds the response's bytes as they came. An event without `when` is written for every
-//! stored outcome; only the default event, of a route that names none, asks for 2xx.
+//! numbers are 64-bit floats. The default data embeds the response's bytes as they came. An event without `when` is written
+//! for every stored outcome; only the default event, of a route that names none, asks for 2xx.
 
 pub(in crate::record) mod context;
 pub mod doubt;
@@ -207,8 +208,8 @@ impl Templates {
         !self.needs.is_empty()
     }
 
-    /// What completion will need of the request, as JSON of at most 64 KiB; `None`: nothing. Where it would be longer it says so
-    /// instead, and the templates that name the request will give error events.
+    /// What completion will need of the request, as JSON of at most 64 KiB; `None`: nothing. Where it would be longer it
+    /// says so instead, and the templates that name the request will give error events.
     #[must_use]
     pub fn context(&self, request: &RequestParts<'_>) -> Option<Bytes> {
         self.need_request().then(|| context::extract(&self.needs, request))

@@ -1,8 +1,9 @@
 //! What is asked of the upstream about an attempt whose end nobody knows, and what its answer means.
 //!
 //! Pure: templates make the question of the record and its kept request, and judge the answer to it. Three verdicts, and
-//! "not found" is never a guess: it needs an answer that was understood. Every value that `found` names must be there, an answer
-//! that is not JSON has no `response.json`, only numbers with numbers and texts with texts are compared in order, and `found` is true or false; whatever goes wrong is [`Verdict::Failed`].
+//! "not found" is never a guess: it needs an answer that was understood. Every value that `found` names must be there, an
+//! answer that is not JSON has no `response.json`, only numbers with numbers and texts with texts are compared in order,
+//! and `found` is true or false; whatever goes wrong is [`Verdict::Failed`].
 //!
 //! What must stay true: a value cannot change what is asked. In the path each value is percent-encoded as one piece, is never
 //! empty (an empty filter finds everything) and makes no dot segment; a header with a line break does not exist.

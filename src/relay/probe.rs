@@ -4,10 +4,10 @@
 //! that fails is no attempt: its event goes back, behind all that is due, with what it met. So no attempts are used up in an
 //! outage. A process that dies here leaves a probe and a claim that run out, as every other.
 //!
-//! Events that always fail look like an outage from here. So the first probe goes at once, and with the newest event, farthest
-//! from those that made the pause; most of the next ones take untried events from anywhere in the backlog, and where the sink chokes
-//! on what it is sent they soon follow each other. A crowd of bad ones that stands before the good ones mostly costs a probe for
-//! each pause, and no wait. A bad one that fails again says nothing new while others go well.
+//! Events that always fail look like an outage from here. So the first probe goes at once, and with the newest event,
+//! farthest from those that made the pause; most of the next ones take untried events from anywhere in the backlog, and
+//! where the sink chokes on what it is sent they soon follow each other. A crowd of bad ones that stands before the good
+//! ones mostly costs a probe for each pause, and no wait. A bad one that fails again says nothing new while others go well.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,7 +33,8 @@ const IDLE_MIN: Duration = Duration::from_millis(200);
 const WELL_FOR: u32 = 10;
 
 impl Desk {
-    /// What an attempt that was claimed while the sink was open under `no` means for its event; pauses the sink where it is time.
+    /// What an attempt that was claimed while the sink was open under `no` means for its event; pauses the sink where it is
+    /// time.
     pub(super) async fn judge(&self, event: &Claimed, delivered: &Delivered, no: i64) -> Verdict {
         let level = self.room.level();
         match self.tells(delivered, level) {
@@ -148,9 +149,9 @@ impl Desk {
         turn
     }
 
-    /// An event from somewhere in a lane, or else the one that has been due longest in the other. Nothing is known against fresh
-    /// ones, so mostly it is one of these: the newest, farthest from those that made the pause, and two from anywhere. But where
-    /// all that comes is bad, a good one may be among those that were tried.
+    /// An event from somewhere in a lane, or else the one that has been due longest in the other. Nothing is known against
+    /// fresh ones, so mostly it is one of these: the newest, farthest from those that made the pause, and two from
+    /// anywhere. But where all that comes is bad, a good one may be among those that were tried.
     async fn claim_for_probe(&self, failed: u32) -> Result<Option<(Lane, Claimed)>, Error> {
         let (first, look, second) = match failed % 4 {
             0 => (Lane::Fresh, Look::From(u16::MAX), Lane::Retry),

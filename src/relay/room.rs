@@ -1,8 +1,8 @@
 //! How many deliveries a sink may have at once from this process, and when its failures make an outage.
 //!
-//! All slots while it is well. After a pause one, then twice as many after each round of answers, so that a sink that
-//! has just come back is not knocked over by what has piled up. What must stay true: never more than `full` slots are taken, and
-//! whoever waits for one is woken when one is given back or added.
+//! All slots while it is well. After a pause one, then twice as many after each round of answers, so that a sink that has
+//! just come back is not knocked over by what has piled up. What must stay true: never more than `full` slots are taken,
+//! and whoever waits for one is woken when one is given back or added.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

@@ -1,7 +1,8 @@
 //! A store with a fault point before and after each verb that changes something; see `fault`.
 //!
 //! Before the verb a fault means "nothing was changed", after it "done, and nobody was told": what the two errors of a
-//! store say. A new verb of [`Store`] is one line here: with its [`Verb`] where it changes something (but for [`Store::let_go`], which is asked again and again).
+//! store say. A new verb of [`Store`] is one line here: with its [`Verb`] where it changes something (but for
+//! [`Store::let_go`], which is asked again and again).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

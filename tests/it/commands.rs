@@ -39,6 +39,20 @@ fn check_says_what_is_unsafe() {
     assert!(report["warnings"].as_array().unwrap().len() >= 2, "{report}");
 }
 
+#[test]
+fn a_number_of_threads_that_is_none_is_a_mistake_and_no_panic() {
+    for wrong in ["0", "all"] {
+        let output = Command::new(env!("CARGO_BIN_EXE_oncegate"))
+            .env("TOKIO_WORKER_THREADS", wrong)
+            .args(["records", "list"])
+            .output()
+            .expect("the program runs");
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{errors}");
+        assert!(errors.starts_with("oncegate: TOKIO_WORKER_THREADS: "), "{errors}");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn commands_find_the_store_of_a_serve_without_a_file() {
     let (orders, folder) = (Orders::start().await, tempfile::tempdir().unwrap());

@@ -112,8 +112,8 @@ enum End {
     Retriable,
     /// `completed` with its events, each delivered: the retry is a replay.
     Completed,
-    /// As `Completed`, and the sink got its one event at least this often, once for each claim at most. What a dead relay had claimed is free nine seconds
-    /// later at most: twice the sink's time-out, and five.
+    /// As `Completed`, and the sink got its one event at least this often, once for each claim at most. What a dead relay
+    /// had claimed is free nine seconds later at most: twice the sink's time-out, and five.
     Delivered(usize),
     /// As `Completed`, and the audit table tells this often of an outcome that came too late.
     Noted(i64),

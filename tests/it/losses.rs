@@ -1,5 +1,5 @@
-//! Statements and answers that are lost beneath operators, the sweeper and the relay's timetable: what was done is done once, what
-//! was not is done in a later round, and an operator is told what is certain and what is not.
+//! Statements and answers that are lost beneath operators, the sweeper and the relay's timetable: what was done is done
+//! once, what was not is done in a later round, and an operator is told what is certain and what is not.
 
 use serde_json::Value;
 

@@ -1,5 +1,5 @@
-//! Two opinions about where a request ends, on a keyed route: group A of the proxy's cases, and F3. Whatever a caller sends, one
-//! key makes at most one request upstream, and what is refused leaves no record.
+//! Two opinions about where a request ends, on a keyed route: group A of the proxy's cases, and F3. Whatever a caller
+//! sends, one key makes at most one request upstream, and what is refused leaves no record.
 
 use crate::support::process::{self, Gateway};
 use crate::support::raw::{End, NOT_CHUNKED, Raw, headers, status};

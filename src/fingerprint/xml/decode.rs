@@ -1,8 +1,9 @@
 //! From the bytes of an XML body to UTF-8 text: byte order mark, declaration, charset.
 //!
-//! A byte order mark decides, then the charset of Content-Type and the declaration, which must agree where it matters. Without
-//! any of them it is UTF-8. Read are UTF-8, UTF-16 with its mark, and ISO-8859-1 and Windows-1252 where those two are the
-//! same. A text of ASCII alone is the same in every encoding that has a place here. All else, and every contradiction, is not read.
+//! A byte order mark decides, then the charset of Content-Type and the declaration, which must agree where it matters.
+//! Without any of them it is UTF-8. Read are UTF-8, UTF-16 with its mark, and ISO-8859-1 and Windows-1252 where those two
+//! are the same. A text of ASCII alone is the same in every encoding that has a place here. All else, and every
+//! contradiction, is not read.
 
 use std::borrow::Cow;
 

@@ -1,8 +1,8 @@
 //! Which elements and attributes of a document a setting names: a small part of XPath, matched while the document passes by.
 //!
-//! Read are `/a/b` and `//b`, names as `b` (of no namespace), `p:b`, `p:*`, `*:b` (of any) and `*`, and at the end `@` before
-//! such a name for attributes. A prefix stands for its namespace, so that a document may use another one. Everything else is refused
-//! when the configuration is read.
+//! Read are `/a/b` and `//b`, names as `b` (of no namespace), `p:b`, `p:*`, `*:b` (of any) and `*`, and at the end `@`
+//! before such a name for attributes. A prefix stands for its namespace, so that a document may use another one. Everything
+//! else is refused when the configuration is read.
 
 use super::namespaces::{Given, namespace};
 

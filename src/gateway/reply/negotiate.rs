@@ -4,9 +4,9 @@
 //! what the headers said of the coded bytes is corrected. Whoever asks as the first caller did gets the same bytes.
 //!
 //! What must stay true: no caller that says what it takes gets a coding that it does not take. A body that cannot be
-//! decoded (an unknown coding, malformed, longer than the bound, `no-transform`) is refused then, with what it takes to
-//! get it; never cut, never passed on undecoded. Bodies are decoded off the threads that serve connections, within room that was
-//! taken before.
+//! decoded (an unknown coding, malformed, longer than the bound, `no-transform`) is refused then, with what it takes to get
+//! it; never cut, never passed on undecoded. Bodies are decoded off the threads that serve connections, within room that
+//! was taken before.
 
 use bytes::Bytes;
 use http::header::{

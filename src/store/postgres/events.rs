@@ -165,7 +165,8 @@ logged AS (
     FROM buried b JOIN outbox_messages m ON m.id = b.event_id)
 SELECT sink, 'dead' AS was FROM buried";
 
-/// What is done to one event, one after the other. What is pending comes first: what comes back from the done rows is due already.
+/// What is done to one event, one after the other. What is pending comes first: what comes back from the done rows is due
+/// already.
 const REDELIVER: &[&str] = &[HASTEN, REDELIVER_ONE, REDELIVER_UNWANTED];
 const DISCARD: &[&str] = &[DISCARD_PENDING, DISCARD_DEAD];
 

@@ -137,7 +137,8 @@ struct Found {
 }
 
 /// Claims the first of each key, and goes on while all that is due has to wait for others: what is behind it is due, too.
-/// Not from a place in the middle: those of one key would be put off there by the thousand, and the first of them stands before.
+/// Not from a place in the middle: those of one key would be put off there by the thousand, and the first of them stands
+/// before.
 pub(super) async fn claim(
     door: &Door,
     claim: &Claim,

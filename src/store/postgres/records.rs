@@ -1,8 +1,8 @@
 //! The statements that make, change and delete records, but for their completion.
 //!
-//! Reservations are batches (see `batch`): parallel arrays, one statement, one commit. All other changes are single
-//! fenced statements that say how many rows they changed, and that wait for nobody's open transaction. A record that becomes `unknown` is noted in
-//! `oncegate_unknown` by the same statement.
+//! Reservations are batches (see `batch`): parallel arrays, one statement, one commit. All other changes are single fenced
+//! statements that say how many rows they changed, and that wait for nobody's open transaction. A record that becomes
+//! `unknown` is noted in `oncegate_unknown` by the same statement.
 
 use std::collections::HashMap;
 use std::sync::Arc;

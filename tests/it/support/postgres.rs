@@ -329,8 +329,8 @@ fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-/// The plans that the gateway's statements in a database were logged with, each with its statement. Others log at the same time:
-/// a message ends where a line is not its own.
+/// The plans that the gateway's statements in a database were logged with, each with its statement. Others log at the same
+/// time: a message ends where a line is not its own.
 pub fn plans(log: &str, database: &str) -> Vec<String> {
     let start = format!("{database} oncegate LOG:  duration:");
     let (mut plans, mut mine) = (Vec::<String>::new(), false);
