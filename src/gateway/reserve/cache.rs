@@ -259,7 +259,7 @@ mod tests {
     use super::*;
     use crate::record::{Attempt, Key, Operation, Spelling, Tenant};
 
-    fn scope(key: &str) -> Scope {
+    pub(super) fn scope(key: &str) -> Scope {
         Scope {
             tenant: Tenant::stored("t"),
             operation: Operation::stored("o"),
@@ -267,7 +267,7 @@ mod tests {
         }
     }
 
-    fn replay(size: usize, ends: Instant) -> Arc<Replay> {
+    pub(super) fn replay(size: usize, ends: Instant) -> Arc<Replay> {
         let body = KeptBody::Whole(Bytes::from(vec![0; size]));
         let (headers, spelling) = (HeaderMap::new(), Spelling::default());
         let answer = Answer { status: StatusCode::OK, headers, spelling, body };

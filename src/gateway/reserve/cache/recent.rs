@@ -225,3 +225,32 @@ impl Recent {
         self.blocks().blocks.iter().map(Block::weight).sum()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::tests::{replay, scope};
+    use super::*;
+
+    #[test]
+    fn blocks_keep_within_what_they_were_made_with() {
+        const BOUND: usize = 1 << 18;
+        let (recent, ends) = (Recent::new(BOUND), Instant::now() + Duration::from_secs(60));
+        for n in 0..5_000 {
+            let (scope, replay) = (scope(&n.to_string()), replay(n % 400, ends));
+            let length = replay.packed_length(&scope).unwrap();
+            assert!(recent.put(n as u64, &scope, &replay, length));
+        }
+        let blocks = recent.blocks();
+        assert_eq!(blocks.blocks.len(), blocks.blocks_max, "they have turned over");
+        for block in &blocks.blocks {
+            let fresh = Block::of(blocks.block_max);
+            assert_eq!(block.bytes.capacity(), fresh.bytes.capacity());
+            assert_eq!(block.entries.capacity(), fresh.entries.capacity());
+            assert!(block.weight() <= blocks.block_max);
+        }
+        let there: usize = blocks.blocks.iter().map(|block| block.entries.len()).sum();
+        assert_eq!(blocks.index.len(), there, "what went is in no index");
+    }
+}
