@@ -20,6 +20,7 @@ mod late;
 mod lookup;
 mod notes;
 mod observe;
+mod operators;
 pub mod pass;
 mod prefixed;
 pub mod reply;
@@ -69,11 +70,6 @@ use crate::route::{Found, Mode, OnUnknown, Route, Routes, Server};
 use crate::scope::{DigestKey, Params};
 use crate::store::{Asking, Backlog, Due, Store};
 use crate::telemetry::{Metrics, Reply, Step, Would};
-
-/// How often the audit table is read for what operators did.
-const AUDIT_EVERY: Duration = Duration::from_millis(500);
-/// How far back each look reaches: rows of slow transactions become visible late.
-const AUDIT_WINDOW: Duration = Duration::from_secs(15);
 
 /// How often the store is asked about which unknown records the upstream may be asked.
 const ASK_EVERY: Duration = Duration::from_secs(1);
@@ -559,13 +555,8 @@ impl Gateway {
 
     /// Forgets in-memory answers of records that operators acted on, until `stop`.
     pub async fn watch_operators(self: Arc<Self>, stop: CancellationToken) {
-        while stop.run_until_cancelled(tokio::time::sleep(AUDIT_EVERY)).await.is_some() {
-            match self.store.acted_on(AUDIT_WINDOW).await {
-                Ok(records) if !records.is_empty() => self.desk.forget(&records),
-                Ok(_) => {}
-                Err(error) => tracing::debug!(%error, "the audit table cannot be read"),
-            }
-        }
+        let acted_on = |window| self.store.acted_on(window);
+        operators::watch(acted_on, |records| self.desk.forget(records), &stop).await;
     }
 
     /// Waits until all reserved work has ended and the store has taken it. For what is left when the caller stops waiting

@@ -238,7 +238,14 @@ pub async fn release(
     } else {
         writeln!(out, "Released record {id}, which was {}.", standing(&row))?;
         print_scope(out, &row)?;
-        writeln!(out, "The next request under this key executes.")?;
+        // Replicas learn of it by looking, see the gateway's `operators`.
+        let next = match row.status {
+            Status::Completed => {
+                "Within a second no replica has its answer in memory: then the next request under this key executes."
+            }
+            Status::InProgress | Status::Unknown => "The next request under this key executes.",
+        };
+        writeln!(out, "{next}")?;
     }
     Ok(Exit::Done)
 }
