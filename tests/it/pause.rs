@@ -101,8 +101,10 @@ async fn f16_f21_f23_an_outage_costs_a_few_probes_and_no_attempts_and_ends_witho
     let running = Running::start(&fake, vec![hasty(&sink)]);
     eventually("it is probed", LONG, || failed_probes(&fake) >= 2).await;
     let (requests, used, probes) = (sink.seen().len(), attempts(&fake), failed_probes(&fake));
-    // Five make the pause, and as many as there are slots are under way then.
-    assert!(requests <= 5 + 8 + probes + 1 && used <= 5 + 8, "{requests} {used} {probes}");
+    // Five make the pause, and as many as there are slots are under way then; each that ends before the pause is written, which
+    // takes a moment on a busy machine, makes room for one more. Two hundred wait.
+    assert!(requests <= 5 + 2 * 8 + probes + 1, "{requests} {used} {probes}");
+    assert!(used <= 5 + 8, "{requests} {used} {probes}");
     let paused = r#"oncegate_sink_paused{sink="main",reason="failing"} 1"#;
     assert!(running.metrics.render().contains(paused), "{}", running.metrics.render());
     eventually("more probes", LONG, || failed_probes(&fake) >= probes + 4).await;
