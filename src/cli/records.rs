@@ -241,7 +241,7 @@ pub async fn release(
         // Replicas learn of it by looking, see the gateway's `operators`.
         let next = match row.status {
             Status::Completed => {
-                "Within a second no replica has its answer in memory: then the next request under this key executes."
+                "In a moment no replica has its answer in memory: then the next request under this key executes."
             }
             Status::InProgress | Status::Unknown => "The next request under this key executes.",
         };

@@ -229,8 +229,9 @@ async fn a_refusal_says_why_changes_nothing_and_has_exit_status_one() {
     assert_eq!(shelf.records.lock().unwrap().len(), 3);
     assert!(shelf.audit.lock().unwrap().is_empty());
     *shelf.moves.lock().unwrap() = false;
-    let (exit, _) = run(&shelf, &["records", "release", ID[1], "--completed"]).await;
+    let (exit, text) = run(&shelf, &["records", "release", ID[1], "--completed"]).await;
     assert_eq!(exit, Exit::Done);
+    assert!(text.contains("In a moment no replica has its answer in memory: then"), "{text}");
     assert_eq!(shelf.records.lock().unwrap().len(), 2);
 }
 

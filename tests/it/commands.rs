@@ -10,6 +10,7 @@ use crate::support::rig::{Rig, Which, on_both_stores};
 on_both_stores! {
     a_completion_by_hand_that_breaks_a_template_says_so,
     a_delivered_event_shows_no_error_of_an_earlier_attempt,
+    a_released_answer_is_let_go_of_and_the_next_request_executes,
     the_outbox_gauges_are_there_from_the_start,
 }
 
@@ -102,6 +103,21 @@ async fn a_completion_by_hand_that_breaks_a_template_says_so(which: Which) {
         detail,
         serde_json::json!({ "tenant": "acme", "operation": "orders.create", "key": "k", "status": "unknown", "attempt": 1 })
     );
+}
+
+async fn a_released_answer_is_let_go_of_and_the_next_request_executes(which: Which) {
+    let rig = Rig::start(which, "").await;
+    let (addr, config) = (rig.gateway.addr, rig.gateway.config.to_str().unwrap());
+    let order = || post("/orders", "{}").tenant("acme").key("k");
+    let first = order().to(addr).await;
+    assert!(order().to(addr).await.replayed());
+    let args = ["records", "release", &first.record(), "--completed", "--config", config];
+    let (code, _, errors) = process::run(&args);
+    assert_eq!(code, 0, "{errors}");
+    process::eventually("it executes", async || !order().to(addr).await.replayed()).await;
+    let replay = order().to(addr).await;
+    assert!(replay.replayed() && replay.record() != first.record(), "{replay:?}");
+    assert_eq!(rig.orders.runs(), 2);
 }
 
 async fn a_delivered_event_shows_no_error_of_an_earlier_attempt(which: Which) {

@@ -261,6 +261,25 @@ async fn a08_a_late_release_does_not_free_the_successors_claim() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn every_replica_lets_go_of_an_answer_that_an_operator_has_released() {
+    let (orders, place) = parts().await;
+    let gateways = replicas(2, &place, &orders.url(), "", "");
+    let first = order("k").to(gateways[0].addr).await;
+    for gateway in &gateways {
+        assert!(order("k").to(gateway.addr).await.replayed());
+    }
+    let release = ["records", "release", &first.record(), "--completed"];
+    let (code, out, errors) = command(&gateways[1], &release);
+    assert_eq!(code, 0, "{out}{errors}");
+    for gateway in &gateways {
+        let id = async || order("k").to(gateway.addr).await.json()["id"].clone();
+        eventually("it has the new answer", async || id().await == "order-2").await;
+        assert_eq!(id().await, "order-2", "and no other from then on");
+    }
+    assert_eq!(orders.runs(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn an_attempt_that_times_out_gets_what_an_operator_has_completed_meanwhile() {
     let (orders, place) = parts().await;
     let policy = "timeout = \"2s\"\nwait = \"30s\"\nlate_answer = \"0s\"";
