@@ -395,20 +395,19 @@ impl Desk {
     /// replica wait for what the answer comes to. Whoever works on it is told, lest it sends the next attempt while the answer
     /// is on its way to the store.
     pub(super) fn resume(&self, parted: Parted) -> Box<Underway> {
-        parted.answered(|underway| {
-            let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
-            match entries.entry(underway.scope.clone()) {
-                hash_map::Entry::Vacant(place) => {
-                    let (record, fingerprint) = (underway.fence.id, underway.fingerprint);
-                    let caller = underway.caller.clone();
-                    Some(self.take_the_lead(place, News::Running { record, fingerprint, caller }))
-                }
-                hash_map::Entry::Occupied(entry) => {
-                    entry.get().answered.store(true, Ordering::SeqCst);
-                    None
-                }
+        let mut underway = parted.answered();
+        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        match entries.entry(underway.scope.clone()) {
+            hash_map::Entry::Vacant(place) => {
+                let (record, fingerprint) = (underway.fence.id, underway.fingerprint);
+                let caller = underway.caller.clone();
+                let news = News::Running { record, fingerprint, caller };
+                underway.leads(self.take_the_lead(place, news));
             }
-        })
+            hash_map::Entry::Occupied(entry) => entry.get().answered.store(true, Ordering::SeqCst),
+        }
+        drop(entries);
+        underway
     }
 
     fn take_the_lead(

@@ -63,11 +63,9 @@ impl Parted {
         self.0.fence
     }
 
-    /// The attempt whose late answer has come; it leads its scope again where nobody else does.
-    pub(super) fn answered(self, lead: impl FnOnce(&Underway) -> Option<Lead>) -> Box<Underway> {
-        let Self(mut underway) = self;
-        underway.lead = lead(&underway);
-        underway
+    /// The attempt whose late answer has come.
+    pub(super) fn answered(self) -> Box<Underway> {
+        self.0
     }
 }
 
@@ -121,6 +119,11 @@ impl Underway {
     /// process all the while. Else somebody may have asked the upstream about it.
     pub(in crate::gateway) fn was_held(&self) -> bool {
         self.timing == Timing::InTime && self.lease.holds(self.owner, Instant::now())
+    }
+
+    /// It leads its scope again.
+    pub(super) fn leads(&mut self, lead: Lead) {
+        self.lead = Some(lead);
     }
 
     /// Whether a late answer of this attempt, or of one before it, has come to this process meanwhile.
