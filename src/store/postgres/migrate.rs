@@ -91,6 +91,11 @@ const MIGRATIONS: &[Migration] = &[
         name: "no_jit",
         sql: include_str!("../../../migrations/postgres/0014_no_jit.sql"),
     },
+    Migration {
+        version: 15,
+        name: "wake",
+        sql: include_str!("../../../migrations/postgres/0015_wake.sql"),
+    },
 ];
 
 /// The version that this program knows.

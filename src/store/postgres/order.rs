@@ -25,7 +25,7 @@ use uuid::Uuid;
 
 use super::door::{Connection, Door, Params, Task, Transaction};
 use super::outbox::{
-    BEGIN_CLAIM, BEGIN_LOOK, Beginning, Columns, FINISH, FREE, beginning, claimable, claimed, lane,
+    BEGIN_BY_INDEX, Beginning, Columns, FINISH, FREE, beginning, claimable, claimed, lane,
     not_before, owner_lives, row_of,
 };
 use super::rows::{self, get};
@@ -49,10 +49,9 @@ const PUT_OFF: Duration = Duration::from_secs(600);
 /// How many keys, or events, one piece of [`let_go`] looks at.
 const PIECE: i32 = 1000;
 
-// What comes after it in its transaction may sort again.
 const WINDOW_OF: &str = concat!(
     "-- claim_window
-SELECT event_id, ordering_key, set_config('enable_sort', 'on', true) FROM outbox_queue
+SELECT event_id, ordering_key FROM outbox_queue
 WHERE ",
     claimable!("$1", "$2", "$5"),
     not_before!("$4", "$6"),
@@ -76,8 +75,8 @@ WITH w AS MATERIALIZED (
                WHERE f.sink = $1 AND f.ordering_key = q.ordering_key
                ORDER BY f.created_at, f.seq, f.event_id LIMIT 1) AS first,
            q.ordering_key = ANY ($3::text[]) AS locked,
-           EXISTS (SELECT FROM outbox_turns t
-                   WHERE t.sink = $1 AND t.ordering_key = q.ordering_key) AS turn
+           (SELECT true FROM outbox_turns t
+            WHERE t.sink = $1 AND t.ordering_key = q.ordering_key) IS NOT NULL AS turn
     FROM unnest($2::uuid[]) AS x(event_id)
     CROSS JOIN ",
     row_of!("x", "$1"),
@@ -169,7 +168,7 @@ impl Task for ClaimingInOrder<'_> {
 
     async fn run(&self, connection: &mut Connection) -> Result<Found, RunError> {
         let Claim { sink, lane: which, order: _, limit, owner, lease, over, look: _ } = self.claim;
-        let mut transaction = connection.begin(BEGIN_LOOK).await?;
+        let mut transaction = connection.begin(BEGIN_BY_INDEX).await?;
         let Some(Beginning { floor, place }) = beginning(&mut transaction, self.claim).await?
         else {
             transaction.commit().await?;
@@ -239,34 +238,23 @@ fn found_of(rows: &[Row], full: bool) -> Result<Found, RunError> {
 
 // Sorted, as all who wait for turns take them.
 const END_TURNS: &str = "-- end_turns
-WITH x AS MATERIALIZED (
-    SELECT * FROM unnest($2::uuid[], $3::text[], $4::bool[]) AS x(event_id, ordering_key, blocks)),
-held AS MATERIALIZED (
-    SELECT t.ordering_key, x.blocks FROM outbox_turns t
-    JOIN x ON t.ordering_key = x.ordering_key AND t.event_id = x.event_id
-    WHERE t.sink = $1 ORDER BY t.ordering_key FOR UPDATE OF t),
+WITH held AS MATERIALIZED (
+    SELECT t.ordering_key, t.event_id FROM outbox_turns t
+    WHERE t.sink = $1 AND t.ordering_key = ANY ($3::text[]) AND t.event_id = ANY ($2::uuid[])
+    ORDER BY t.ordering_key FOR UPDATE OF t),
+over AS MATERIALIZED (
+    SELECT held.ordering_key, x.blocks
+    FROM held JOIN unnest($2::uuid[], $4::bool[]) AS x(event_id, blocks) USING (event_id)),
 dead AS (
-    UPDATE outbox_turns t SET lease_until = 'infinity', claimed_by = NULL FROM held
-    WHERE t.sink = $1 AND t.ordering_key = held.ordering_key AND held.blocks)
-DELETE FROM outbox_turns t USING held
-WHERE t.sink = $1 AND t.ordering_key = held.ordering_key AND NOT held.blocks";
+    UPDATE outbox_turns t SET lease_until = 'infinity', claimed_by = NULL
+    WHERE t.sink = $1 AND t.ordering_key = ANY (ARRAY (SELECT ordering_key FROM over WHERE blocks)))
+DELETE FROM outbox_turns t
+WHERE t.sink = $1 AND t.ordering_key = ANY (ARRAY (SELECT ordering_key FROM over WHERE NOT blocks))";
 
-// A statement of its own, hence a newer snapshot than that of the turns' end. Whatever the time of the next one is: it may be
-// about to be put off by somebody who holds it just now. It is waited for, and is at another place then: so it is not looked
-// for by its place, but by the index of events, which is the only one that serves where the sink is not named as it stands.
-// What is in flight needs no wake, and its verdict would find another row. `$3`: those that this very verdict frees keep the
-// time that it gave them.
+// A function of the schema, which says why and how. A statement of its own, hence a newer snapshot than that of the turns' end.
+// `$3`: those that this very verdict frees keep the time that it gave them.
 const WAKE: &str = "-- wake
-WITH k AS MATERIALIZED (SELECT DISTINCT k.ordering_key FROM unnest($2::text[]) AS k(ordering_key)),
-next AS MATERIALIZED (
-    SELECT f.event_id FROM k CROSS JOIN LATERAL (
-        SELECT q.event_id FROM outbox_queue q
-        WHERE q.sink = $1 AND q.ordering_key = k.ordering_key
-        ORDER BY q.created_at, q.seq, q.event_id LIMIT 1) AS f
-    WHERE f.event_id <> ALL ($3::uuid[])
-    ORDER BY f.event_id)
-UPDATE outbox_queue q SET next_attempt_at = clock_timestamp() FROM next
-WHERE q.event_id = next.event_id AND q.sink || '' = $1 AND q.lease_until <= clock_timestamp()";
+SELECT oncegate_wake($1, $2, $3)";
 
 /// An event that is no longer in flight, or no longer owed.
 #[derive(Default)]
@@ -314,8 +302,9 @@ WITH over AS MATERIALIZED (
     SELECT t.ordering_key FROM outbox_turns t
     WHERE t.sink = $1 AND t.lease_until = 'infinity'
     ORDER BY t.ordering_key LIMIT $2 FOR UPDATE SKIP LOCKED)
-DELETE FROM outbox_turns t USING over o
-WHERE t.sink = $1 AND t.ordering_key = o.ordering_key AND t.lease_until = 'infinity'";
+DELETE FROM outbox_turns t
+WHERE t.sink = $1 AND t.ordering_key = ANY (ARRAY (SELECT ordering_key FROM over))
+  AND t.lease_until = 'infinity'";
 
 /// What was put off and is in nobody's hands.
 macro_rules! put_off {
@@ -326,7 +315,7 @@ macro_rules! put_off {
 }
 
 // From key to key by the index, however many events stand behind the first. Nobody is waited for: who holds a row is about
-// to change it. The outcome is a scalar sub-select, which is never made into a hash over all dead ones.
+// to change it. The turn and its outcome are scalar sub-selects, which are never made into a join or a hash over all of them.
 const WAKE_HEADS: &str = concat!(
     "-- wake_heads
 WITH RECURSIVE heads AS (
@@ -344,13 +333,13 @@ waits AS MATERIALIZED (
     WHERE q.event_id = h.event_id AND ",
     put_off!(),
     "
-      AND NOT EXISTS (
-          SELECT FROM outbox_turns t
+      AND (
+          SELECT true FROM outbox_turns t
           WHERE t.sink = $1 AND t.ordering_key = h.ordering_key AND t.event_id <> h.event_id
             AND CASE WHEN t.lease_until = 'infinity' THEN $4 AND (
                     SELECT d.outcome FROM outbox_done d
                     WHERE d.event_id = t.event_id AND d.sink = t.sink) = 'dead'
-                ELSE t.lease_until > clock_timestamp() END)
+                ELSE t.lease_until > clock_timestamp() END) IS NULL
     FOR UPDATE OF q SKIP LOCKED),
 woken AS (
     UPDATE outbox_queue q SET next_attempt_at = clock_timestamp() FROM waits w
@@ -399,7 +388,7 @@ impl Task for LettingGo<'_> {
 
     async fn run(&self, connection: &mut Connection) -> Result<LetGo, RunError> {
         let blocks = self.order == Order::Key(OnDead::Block);
-        let mut transaction = connection.begin(BEGIN_CLAIM).await?;
+        let mut transaction = connection.begin(BEGIN_BY_INDEX).await?;
         if !blocks {
             let params: Params<'_> = &[(&self.sink, Type::TEXT), (&i64::from(PIECE), Type::INT8)];
             transaction.run(UNBLOCK, params).await?;
@@ -464,7 +453,7 @@ impl Task for AcknowledgingInOrder<'_> {
     type Done = Vec<Uuid>;
 
     async fn run(&self, connection: &mut Connection) -> Result<Vec<Uuid>, RunError> {
-        let mut transaction = connection.begin(BEGIN_CLAIM).await?;
+        let mut transaction = connection.begin(BEGIN_BY_INDEX).await?;
         let mut rows = Vec::new();
         for (sql, columns) in [(FINISH, self.finished), (FREE, self.freed)] {
             if !columns.is_empty() {

@@ -46,22 +46,20 @@ fn likes(wanted: &Wanted) -> Option<String> {
     Some(patterns.iter().map(like).collect::<Vec<_>>().join("\n"))
 }
 
-// The planner may have met the queue when it was empty, and would then read all of it for each claim. What must be done in a
-// way that is turned off seems dear enough to be compiled first, which takes seconds.
-pub(super) const BEGIN_CLAIM: &str = "-- begin_claim
-BEGIN ISOLATION LEVEL READ COMMITTED;
-SET LOCAL jit = off;
-SET LOCAL enable_seqscan = off;
-SET LOCAL enable_bitmapscan = off";
-
-// As above; and it would take an index for as good that does not give the order, and read all of that, with whatever was
-// deleted and somebody's snapshot still keeps. Only for looks in the order of an index.
-pub(super) const BEGIN_LOOK: &str = "-- begin_look
+// The planner may have met the tables when they were empty. All ways seem equally good to it then, and it may take one that
+// reads all that there is for each row, with whatever was deleted and somebody's snapshot still keeps. So nothing is left to it
+// but looks by an index, in the order of that index. Nor may what is in a table be looked up by a join with its key, or by one
+// column of several that an index begins with: an index seems as good from end to end. It is looked up by its place, by
+// [`row_of`], or by all that the index has. What must be done in a way that is turned off, as the sorting of a few rows, seems
+// dear enough to be compiled first, which takes seconds.
+pub(super) const BEGIN_BY_INDEX: &str = "-- begin_by_index
 BEGIN ISOLATION LEVEL READ COMMITTED;
 SET LOCAL jit = off;
 SET LOCAL enable_seqscan = off;
 SET LOCAL enable_bitmapscan = off;
-SET LOCAL enable_sort = off";
+SET LOCAL enable_sort = off;
+SET LOCAL enable_hashjoin = off;
+SET LOCAL enable_mergejoin = off";
 
 // For a function that pins its plans itself.
 const BEGIN_PINNED: &str = "-- begin_pinned
@@ -206,7 +204,7 @@ impl Task for Claiming<'_> {
 
     async fn run(&self, connection: &mut Connection) -> Result<Vec<Row>, RunError> {
         let Claim { sink, lane: which, order: _, limit, owner, lease, over, look } = self.0;
-        let begin = if matches!(look, Look::From(_)) { BEGIN_LOOK } else { BEGIN_PINNED };
+        let begin = if matches!(look, Look::From(_)) { BEGIN_BY_INDEX } else { BEGIN_PINNED };
         let mut transaction = connection.begin(begin).await?;
         let Some(Beginning { floor, place }) = beginning(&mut transaction, self.0).await? else {
             transaction.commit().await?;
@@ -445,7 +443,7 @@ impl Task for LookingAhead<'_> {
 
     async fn run(&self, connection: &mut Connection) -> Result<Vec<Row>, RunError> {
         let params: Params<'_> = &[(&self.0, Type::TEXT), (&seconds(FLOOR), Type::FLOAT8)];
-        let mut transaction = connection.begin(BEGIN_LOOK).await?;
+        let mut transaction = connection.begin(BEGIN_BY_INDEX).await?;
         let rows = transaction.run(NEXT_DUE, params).await?;
         transaction.commit().await?;
         Ok(rows)
