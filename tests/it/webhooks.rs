@@ -76,12 +76,12 @@ fn made(target: http::Settings, timeout: Duration) -> sink::Sink {
     sink::Sink::new(common).unwrap()
 }
 
-/// The error of one delivery, which must end within a second of its deadline.
+/// The error of one delivery, which must end soon after its deadline: by itself, what it waits for would go on for minutes.
 async fn error_of(target: http::Settings, timeout: Duration, payload: &str) -> String {
     let sink = made(target, timeout);
     let begun = Instant::now();
     let delivered = sink.deliver(&claimed(payload)).await;
-    assert!(begun.elapsed() < timeout + Duration::from_secs(1), "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < timeout + Duration::from_secs(10), "{:?}", begun.elapsed());
     let Evidence::Failed { what } = delivered.evidence else { panic!("{delivered:?}") };
     what
 }
