@@ -648,6 +648,25 @@ async fn records_that_were_unknown_before_the_migration_are_noted() {
     db.batch_execute(old).await.unwrap();
 }
 
+/// All who come to the table would wait behind the migration: the replicas that serve, too.
+#[tokio::test]
+async fn a_migration_does_not_queue_for_long_behind_who_uses_a_table() {
+    let url = Cluster::shared().database();
+    let store = Postgres::open(settings(&url)).await.unwrap();
+    let version = store.migrate(true).await.unwrap();
+    let (db, dump) = (sql(&url).await, sql(&url).await);
+    let back = "DELETE FROM oncegate_migrations WHERE version >= 15;
+        DROP FUNCTION oncegate_wake(text, text[], uuid[])";
+    db.batch_execute(back).await.unwrap();
+    dump.batch_execute("BEGIN; LOCK TABLE outbox_turns IN ACCESS SHARE MODE").await.unwrap();
+    let Err(OpenError::Migration { version: at, cause }) = store.migrate(true).await else {
+        panic!("it went through")
+    };
+    assert_eq!((at, cause.to_string().contains("was in use for longer than 5 s")), (15, true));
+    dump.batch_execute("COMMIT").await.unwrap();
+    assert_eq!(store.migrate(true).await.unwrap(), version);
+}
+
 #[tokio::test]
 async fn a_schema_of_another_version_is_refused_and_told_apart() {
     let url = Cluster::shared().database();

@@ -5,6 +5,7 @@
 //! change; a change is a new file.
 
 use tokio_postgres::Row;
+use tokio_postgres::error::SqlState;
 use tokio_postgres::types::Type;
 
 use super::door::{Connection, Effect, Transaction};
@@ -118,6 +119,10 @@ const VERSION: &str =
 const NOTE: &str =
     "-- note_migration\nINSERT INTO oncegate_migrations (version, name) VALUES ($1, $2)";
 
+/// How long a migration waits for a table that somebody uses. All who come to the table after it wait behind it: the replicas
+/// that serve, too.
+const LOCKS: &str = "-- migration_locks\nSET LOCAL lock_timeout = '5s'";
+
 /// How often the version table is tried again while another replica makes it.
 const TABLE_TRIES: u32 = 50;
 
@@ -145,6 +150,7 @@ pub(super) async fn migrate(connection: &mut Connection, allowed: bool) -> Resul
 async fn bring_up(connection: &mut Connection, at: &mut u32) -> Result<u32, RunError> {
     let mut transaction = connection.begin("BEGIN ISOLATION LEVEL READ COMMITTED").await?;
     transaction.plain("LOCK TABLE oncegate_migrations IN EXCLUSIVE MODE").await?;
+    transaction.plain(LOCKS).await?;
     let found = version_of(&transaction.run(VERSION, &[]).await?);
     for migration in MIGRATIONS.iter().filter(|migration| migration.version > found) {
         *at = migration.version;
@@ -206,7 +212,16 @@ fn broken(version: u32, error: RunError) -> OpenError {
         Error::Unavailable(cause) | Error::InDoubt(cause) | Error::Refused(cause) => cause,
         Error::Late => "too late".into(),
     };
+    let cause = if waited_in_vain(&cause) { Cause::from(IN_USE) } else { cause };
     OpenError::Migration { version, cause }
+}
+
+const IN_USE: &str = "a table was in use for longer than 5 s, as by a dump or another long transaction; nothing was changed: \
+     start again when that has ended";
+
+fn waited_in_vain(cause: &Cause) -> bool {
+    let error = cause.downcast_ref::<tokio_postgres::Error>();
+    error.and_then(tokio_postgres::Error::code) == Some(&SqlState::LOCK_NOT_AVAILABLE)
 }
 
 const DURABLE: &str = "-- durable
