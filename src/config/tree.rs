@@ -16,6 +16,9 @@ use std::time::Duration;
 use bytesize::ByteSize;
 use toml::de::{DeTable, DeValue};
 
+/// The longest duration: 100 years of 365.25 days.
+const CENTURY: Duration = Duration::from_secs(36_525 * 86_400);
+
 /// Where a value stands.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Place {
@@ -386,12 +389,21 @@ impl<'a> Section<'a> {
             return None;
         };
         match humantime::parse_duration(text) {
-            Ok(value) => Some(Placed { value, place: node.place }),
+            Ok(value) => self.no_longer_than_a_century(Placed { value, place: node.place }),
             Err(_) => {
                 self.notes.mistake(&node.place, format!("{text:?} is not a duration; {HOW}"));
                 None
             }
         }
+    }
+
+    /// Beyond that, times that a duration is added to could not be written any more.
+    fn no_longer_than_a_century(&mut self, read: Placed<Duration>) -> Option<Placed<Duration>> {
+        if read.value <= CENTURY {
+            return Some(read);
+        }
+        self.notes.mistake(&read.place, "must be 100 years at most".to_owned());
+        None
     }
 
     /// A duration, or `word` for none.
@@ -411,7 +423,10 @@ impl<'a> Section<'a> {
             self.notes.mistake(&node.place, text);
             return None;
         };
-        Some(Placed { value, place: node.place })
+        let Some(value) = value else { return Some(Placed { value: None, place: node.place }) };
+        let Placed { value, place } =
+            self.no_longer_than_a_century(Placed { value, place: node.place })?;
+        Some(Placed { value: Some(value), place })
     }
 
     /// A size: `"1MiB"`, or an integer of bytes.

@@ -274,7 +274,10 @@ fn name_record(headers: &mut HeaderMap, record: RecordId) {
     }
 }
 
+/// What a date of HTTP cannot say any more, as after years by a clock far off, is named by the last one that it can say.
 fn name_expiry(headers: &mut HeaderMap, expires_at: SystemTime) {
+    const YEAR_9999: Duration = Duration::from_secs(253_402_300_799);
+    let expires_at = expires_at.min(SystemTime::UNIX_EPOCH + YEAR_9999);
     if let Ok(value) = HeaderValue::from_str(&httpdate::fmt_http_date(expires_at)) {
         headers.insert(EXPIRES, value);
     }

@@ -125,6 +125,11 @@ const CASES: &[(&str, &str)] = &[
         "policy.require_key = \"yes\"",
         "og.toml:2: policy.require_key: this is a text, it must be true or false, without quotes",
     ),
+    (
+        "upstream.reuse_for_keyed = \"36526d\"",
+        "og.toml:2: upstream.reuse_for_keyed: must be 100 years at most",
+    ),
+    ("policy.retention = \"36526d\"", "og.toml:2: policy.retention: must be 100 years at most"),
     ("policy.timeout = \"0s\"", "og.toml:2: policy.timeout: must be longer than nothing"),
     (
         "policy.mismatch_status = 500",
