@@ -267,6 +267,58 @@ async fn look_beside_a_snapshot(anew: bool) {
     assert!(after < 1_000, "it is as before: {after}");
 }
 
+/// What was delivered of a key stands before its next event as long as anybody may still want to see it. A claim walks over it
+/// once, however many events of the key it looks at.
+#[tokio::test(flavor = "multi_thread")]
+async fn f46_what_a_snapshot_keeps_of_a_key_is_walked_over_once_for_a_claim() {
+    let place = Place::new(Which::Postgres).await;
+    drop(store(&place).await);
+    let (db, snapshot) = (client(&place.url).await, client(&place.url).await);
+    let database = place.url.rsplit('/').next().unwrap();
+    let look = "BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT count(*) FROM outbox_queue";
+    snapshot.batch_execute(look).await.unwrap();
+    db.batch_execute(
+        "INSERT INTO outbox_queue (event_id, sink, next_attempt_at, ordering_key, created_at)
+         SELECT gen_random_uuid(), 'main', at, 'k' || n % 40, at
+         FROM generate_series(1, 20000) AS n, LATERAL (SELECT clock_timestamp() - interval '1 minute' AS at) AS a;
+         DELETE FROM outbox_queue;
+         DO $$ BEGIN
+             FOR n IN 1..500 LOOP
+                 INSERT INTO outbox_turns (sink, ordering_key, event_id, lease_until)
+                 SELECT 'main', 'k' || k, gen_random_uuid(), '-infinity' FROM generate_series(0, 39) AS k;
+                 DELETE FROM outbox_turns;
+             END LOOP;
+         END $$",
+    )
+    .await
+    .unwrap();
+    db.batch_execute("VACUUM ANALYZE outbox_queue").await.unwrap();
+    db.batch_execute("VACUUM ANALYZE outbox_turns").await.unwrap();
+    tell_plans(&db, database).await;
+    let store = store(&place).await;
+    let free = Order::Key(OnDead::Free);
+    write(&place, Which::Postgres, 0..1000, "'k' || (n % 40)").await;
+    for _ in 0..3 {
+        let claimed = store.claim(&claim(free, 64)).await.unwrap();
+        assert_eq!(claimed.len(), 40);
+        let verdicts: Vec<_> = claimed.iter().map(sent).collect();
+        assert_eq!(store.acknowledge("main", free, &verdicts).await.unwrap().len(), 40);
+    }
+    let log = Cluster::shared().log();
+    // Of each kind of row 20,000 at most; a turn that is taken is looked for twice more.
+    for (statement, most) in [
+        ("claim_in_order", 20_000 + 3 * 20_000 + 256 * 30),
+        ("lock_turns", 20_000),
+        ("end_turns", 20_000),
+        ("wake", 20_000 + 64 * 30),
+    ] {
+        let touched = pages(&log, database, statement);
+        assert!(!touched.is_empty(), "no plan of {statement}");
+        assert!(touched.iter().all(|pages| *pages <= most), "{statement}: {touched:?}");
+    }
+    snapshot.batch_execute("COMMIT").await.unwrap();
+}
+
 /// Behind one event stand very many of its key, beside what was delivered long ago: neither is walked over.
 #[tokio::test(flavor = "multi_thread")]
 async fn f28_f51_neither_a_crowd_behind_one_event_nor_what_was_delivered_makes_anything_longer() {

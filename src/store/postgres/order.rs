@@ -63,20 +63,25 @@ const LOCK_TURNS: &str = "-- lock_turns
 SELECT t.ordering_key FROM outbox_turns t
 WHERE t.sink = $1 AND t.ordering_key = ANY ($2::text[]) FOR UPDATE SKIP LOCKED";
 
-// `first`: nothing of the key stands before it. `chosen`: as many of them as are asked for. A turn is taken where there is
-// none, or where the one that we hold locked is over; its condition is checked on the row as it stands when it is locked.
-// One statement changes the queue twice, never the same row.
+// `heads`, `turns`: once for each key, not for each of its events: what was deleted of a key and somebody's snapshot still
+// keeps is walked over each time. `first`: nothing of the key stands before it. `chosen`: as many of them as are asked for. A
+// turn is taken where there is none, or where the one that we hold locked is over; its condition is checked on the row as it
+// stands when it is locked. One statement changes the queue twice, never the same row.
 const CLAIM_IN_ORDER: &str = concat!(
     "-- claim_in_order
-WITH w AS MATERIALIZED (
+WITH heads AS MATERIALIZED (
+    SELECT f.event_id FROM unnest($10::text[]) AS k(ordering_key) CROSS JOIN LATERAL (
+        SELECT f.event_id FROM outbox_queue f
+        WHERE f.sink = $1 AND f.ordering_key = k.ordering_key
+        ORDER BY f.created_at, f.seq, f.event_id LIMIT 1) AS f),
+turns AS MATERIALIZED (
+    SELECT t.ordering_key FROM outbox_turns t
+    WHERE t.sink = $1 AND t.ordering_key = ANY ($10::text[])),
+w AS MATERIALIZED (
     SELECT q.place, q.event_id, q.ordering_key, q.next_attempt_at,
-           q.ordering_key IS NULL OR q.event_id = (
-               SELECT f.event_id FROM outbox_queue f
-               WHERE f.sink = $1 AND f.ordering_key = q.ordering_key
-               ORDER BY f.created_at, f.seq, f.event_id LIMIT 1) AS first,
+           q.ordering_key IS NULL OR q.event_id IN (SELECT event_id FROM heads) AS first,
            q.ordering_key = ANY ($3::text[]) AS locked,
-           (SELECT true FROM outbox_turns t
-            WHERE t.sink = $1 AND t.ordering_key = q.ordering_key) IS NOT NULL AS turn
+           q.ordering_key IN (SELECT ordering_key FROM turns) AS turn
     FROM unnest($2::uuid[]) AS x(event_id)
     CROSS JOIN ",
     row_of!("x", "$1"),
@@ -206,6 +211,7 @@ impl Task for ClaimingInOrder<'_> {
             (&judges, Type::BOOL),
             (&(self.on_dead == OnDead::Block), Type::BOOL),
             (&seconds(PUT_OFF), Type::FLOAT8),
+            (&keys, Type::TEXT_ARRAY),
         ];
         let found = transaction.run(CLAIM_IN_ORDER, params).await?;
         transaction.commit().await?;
@@ -236,20 +242,21 @@ fn found_of(rows: &[Row], full: bool) -> Result<Found, RunError> {
     Ok(Found { claimed: taken, again: full && put_off > 0 })
 }
 
-// Sorted, as all who wait for turns take them.
+// Sorted, as all who wait for turns take them. A turn that was taken again for the same event while its lock was waited for is
+// at another place, and stands: this verdict's claim was over, and the turn's new claim has a verdict of its own.
 const END_TURNS: &str = "-- end_turns
 WITH held AS MATERIALIZED (
-    SELECT t.ordering_key, t.event_id FROM outbox_turns t
+    SELECT t.ctid AS place, t.event_id FROM outbox_turns t
     WHERE t.sink = $1 AND t.ordering_key = ANY ($3::text[]) AND t.event_id = ANY ($2::uuid[])
     ORDER BY t.ordering_key FOR UPDATE OF t),
 over AS MATERIALIZED (
-    SELECT held.ordering_key, x.blocks
+    SELECT held.place, x.blocks
     FROM held JOIN unnest($2::uuid[], $4::bool[]) AS x(event_id, blocks) USING (event_id)),
 dead AS (
-    UPDATE outbox_turns t SET lease_until = 'infinity', claimed_by = NULL
-    WHERE t.sink = $1 AND t.ordering_key = ANY (ARRAY (SELECT ordering_key FROM over WHERE blocks)))
-DELETE FROM outbox_turns t
-WHERE t.sink = $1 AND t.ordering_key = ANY (ARRAY (SELECT ordering_key FROM over WHERE NOT blocks))";
+    UPDATE outbox_turns t SET lease_until = 'infinity', claimed_by = NULL FROM over o
+    WHERE t.ctid = o.place AND o.blocks)
+DELETE FROM outbox_turns t USING over o
+WHERE t.ctid = o.place AND NOT o.blocks";
 
 // A function of the schema, which says why and how. A statement of its own, hence a newer snapshot than that of the turns' end.
 // `$3`: those that this very verdict frees keep the time that it gave them.
