@@ -49,7 +49,7 @@ async fn dead_events_are_seen_sent_again_and_given_up_by_operators(which: Which)
     })
     .await;
     let patient = fleet::sink(sink.port).replace("\"2s\"", "\"20s\"");
-    let more = format!("{patient}max_attempts = 1\nmax_age = \"1ms\"\n");
+    let more = format!("{patient}max_attempts = 1\nmax_age = \"0s\"\n");
     let rig = Rig::start(which, &more).await;
     for n in 0..3 {
         order(&format!("k-{n}")).to(rig.gateway.addr).await;

@@ -210,7 +210,7 @@ async fn f11_a_relay_that_slept_beyond_its_lease_changes_nothing_of_its_successo
         }
     })
     .await;
-    let config = config(&place, &sink, "max_attempts = 1\nmax_age = \"1ms\"");
+    let config = config(&place, &sink, "max_attempts = 1\nmax_age = \"0s\"");
     migrated(&config);
     owe(&place, 1..=3).await;
     let first = Gateway::relay(&config);
@@ -401,7 +401,7 @@ async fn f44_a_retry_verifies_long_after_its_event_and_a_clock_far_off_is_told()
 async fn f18_rows_that_nobody_should_have_written_end_and_hold_up_nothing() {
     let place = Place::new(Which::Postgres).await;
     let sink = Sink::start(|_, _| OK).await;
-    let config = config(&place, &sink, "max_attempts = 1\nmax_age = \"1ms\"");
+    let config = config(&place, &sink, "max_attempts = 1\nmax_age = \"0s\"");
     migrated(&config);
     place
         .rows(
