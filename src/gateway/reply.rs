@@ -274,10 +274,10 @@ fn name_record(headers: &mut HeaderMap, record: RecordId) {
     }
 }
 
-/// What a date of HTTP cannot say any more, as after years by a clock far off, is named by the last one that it can say.
+/// What a date of HTTP cannot say any more, as after a clock far off, is named by the nearest one that it can say.
 fn name_expiry(headers: &mut HeaderMap, expires_at: SystemTime) {
     const YEAR_9999: Duration = Duration::from_secs(253_402_300_799);
-    let expires_at = expires_at.min(SystemTime::UNIX_EPOCH + YEAR_9999);
+    let expires_at = expires_at.clamp(SystemTime::UNIX_EPOCH, SystemTime::UNIX_EPOCH + YEAR_9999);
     if let Ok(value) = HeaderValue::from_str(&httpdate::fmt_http_date(expires_at)) {
         headers.insert(EXPIRES, value);
     }
@@ -285,4 +285,22 @@ fn name_expiry(headers: &mut HeaderMap, expires_at: SystemTime) {
 
 fn whole(body: Bytes) -> Body {
     Full::new(body).map_err(|never| match never {}).boxed_unsync()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_expiry_that_http_cannot_write_is_named_by_the_nearest_date() {
+        let year = Duration::from_secs(31_557_600);
+        for (expires_at, date) in [
+            (SystemTime::UNIX_EPOCH + 30_000 * year, "Fri, 31 Dec 9999 23:59:59 GMT"),
+            (SystemTime::UNIX_EPOCH - year, "Thu, 01 Jan 1970 00:00:00 GMT"),
+        ] {
+            let mut headers = HeaderMap::new();
+            name_expiry(&mut headers, expires_at);
+            assert_eq!(headers[EXPIRES], date);
+        }
+    }
 }
