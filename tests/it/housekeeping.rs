@@ -105,6 +105,35 @@ fn pages(log: &str, database: &str, statement: &str) -> Vec<u64> {
     mine.filter_map(touched).collect()
 }
 
+/// Checks that each run of these statements touched so many pages at most.
+fn touch_at_most(database: &str, bounds: &[(&str, u64)]) {
+    let log = Cluster::shared().log();
+    for (statement, most) in bounds {
+        let touched = pages(&log, database, statement);
+        assert!(!touched.is_empty(), "no plan of {statement}");
+        assert!(touched.iter().all(|pages| pages <= most), "{statement}: {touched:?}");
+    }
+}
+
+/// A store whose rows of before are all gone, which somebody's snapshot still sees, and whose sessions tell their plans; that
+/// snapshot, and a session of its own.
+async fn beside_a_snapshot(place: &Place, rows: &str) -> (Arc<dyn Store>, Client, Client) {
+    drop(store(place).await);
+    let (db, snapshot) = (client(&place.url).await, client(&place.url).await);
+    let look = "BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT count(*) FROM outbox_queue";
+    snapshot.batch_execute(look).await.unwrap();
+    db.batch_execute(rows).await.unwrap();
+    for vacuum in ["VACUUM ANALYZE outbox_queue", "VACUUM ANALYZE outbox_turns"] {
+        db.batch_execute(vacuum).await.unwrap();
+    }
+    tell_plans(&db, database(place)).await;
+    (store(place).await, snapshot, db)
+}
+
+fn database(place: &Place) -> &str {
+    place.url.rsplit('/').next().unwrap()
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn f14_f47_a_claim_takes_what_it_asks_for_and_reads_little_whatever_statistics_say() {
     let place = Place::new(Which::Postgres).await;
@@ -165,18 +194,15 @@ async fn f14_f47_a_claim_takes_what_it_asks_for_and_reads_little_whatever_statis
     drop(store);
     let log = Cluster::shared().log();
     // A few pages for each event: its row, four indexes, its message. The queue alone has a thousand.
-    for (statement, most) in [
+    let bounds = [
         ("claim", 64 * 30),
         ("place_of_claim", 60),
         ("claim_window", 256 * 12),
         ("claim_in_order", 256 * 30),
         ("wake", 64 * 30),
         ("finish", 64 * 30),
-    ] {
-        let touched = pages(&log, database, statement);
-        assert!(!touched.is_empty(), "no plan of {statement}");
-        assert!(touched.iter().all(|pages| *pages <= most), "{statement}: {touched:?}");
-    }
+    ];
+    touch_at_most(database, &bounds);
     let one = pages(&log, database, "claim");
     assert!(one.iter().any(|pages| *pages < 60), "for one event: {one:?}");
 }
@@ -193,12 +219,8 @@ async fn f46_a_snapshot_that_is_held_for_long_makes_no_look_for_fresh_events_lon
 
 async fn look_beside_a_snapshot(anew: bool) {
     let place = Place::new(Which::Postgres).await;
-    drop(store(&place).await);
-    let (db, snapshot) = (client(&place.url).await, client(&place.url).await);
-    let database = place.url.rsplit('/').next().unwrap();
-    let look = "BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT count(*) FROM outbox_queue";
-    snapshot.batch_execute(look).await.unwrap();
-    db.batch_execute(
+    let (store, snapshot, db) = beside_a_snapshot(
+        &place,
         "INSERT INTO outbox_queue (event_id, sink, lane, next_attempt_at, ordering_key, created_at)
          SELECT gen_random_uuid(), 'main', n % 2, at, CASE WHEN n % 4 = 0 THEN 'k' || n % 500 END, at
          FROM generate_series(1, 40000) AS n, LATERAL (SELECT clock_timestamp() - interval '1 minute' AS at) AS a;
@@ -207,12 +229,8 @@ async fn look_beside_a_snapshot(anew: bool) {
          SELECT 'main', 'k' || n, gen_random_uuid(), '-infinity' FROM generate_series(1, 40000) AS n;
          DELETE FROM outbox_turns",
     )
-    .await
-    .unwrap();
-    db.batch_execute("VACUUM ANALYZE outbox_queue").await.unwrap();
-    db.batch_execute("VACUUM ANALYZE outbox_turns").await.unwrap();
-    tell_plans(&db, database).await;
-    let store = store(&place).await;
+    .await;
+    let database = database(&place);
     let free = Order::Key(OnDead::Free);
     let looks = [(Order::None, 64), (free, 64), (Order::None, 1), (free, 1)];
     for (number, (order, limit)) in (0..).zip(looks) {
@@ -236,8 +254,7 @@ async fn look_beside_a_snapshot(anew: bool) {
         store.acknowledge("main", order, &verdicts).await.unwrap();
         store.acknowledge("main", order, &[last]).await.unwrap();
     }
-    let log = Cluster::shared().log();
-    for (statement, most) in [
+    let bounds = [
         ("claim", 64 * 30),
         ("claim_window", 256 * 12),
         ("claim_in_order", 256 * 30),
@@ -247,11 +264,8 @@ async fn look_beside_a_snapshot(anew: bool) {
         ("wake", 64 * 30),
         ("finish", 64 * 30),
         ("free", 64 * 30),
-    ] {
-        let touched = pages(&log, database, statement);
-        assert!(!touched.is_empty(), "no plan of {statement}");
-        assert!(touched.iter().all(|pages| *pages <= most), "{statement}: {touched:?}");
-    }
+    ];
+    touch_at_most(database, &bounds);
     // The complete look walks over all of it, until the snapshot is given up: no more than once in a while.
     let sweep = async || {
         let before = pages(&Cluster::shared().log(), database, "claim").len();
@@ -268,16 +282,12 @@ async fn look_beside_a_snapshot(anew: bool) {
 }
 
 /// What was delivered of a key stands before its next event as long as anybody may still want to see it. A claim walks over it
-/// once, however many events of the key it looks at.
+/// for each key, however many events of the key it looks at.
 #[tokio::test(flavor = "multi_thread")]
-async fn f46_what_a_snapshot_keeps_of_a_key_is_walked_over_once_for_a_claim() {
+async fn f46_what_a_snapshot_keeps_of_a_key_is_not_walked_over_for_each_of_its_events() {
     let place = Place::new(Which::Postgres).await;
-    drop(store(&place).await);
-    let (db, snapshot) = (client(&place.url).await, client(&place.url).await);
-    let database = place.url.rsplit('/').next().unwrap();
-    let look = "BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT count(*) FROM outbox_queue";
-    snapshot.batch_execute(look).await.unwrap();
-    db.batch_execute(
+    let (store, snapshot, _db) = beside_a_snapshot(
+        &place,
         "INSERT INTO outbox_queue (event_id, sink, next_attempt_at, ordering_key, created_at)
          SELECT gen_random_uuid(), 'main', at, 'k' || n % 40, at
          FROM generate_series(1, 20000) AS n, LATERAL (SELECT clock_timestamp() - interval '1 minute' AS at) AS a;
@@ -290,12 +300,7 @@ async fn f46_what_a_snapshot_keeps_of_a_key_is_walked_over_once_for_a_claim() {
              END LOOP;
          END $$",
     )
-    .await
-    .unwrap();
-    db.batch_execute("VACUUM ANALYZE outbox_queue").await.unwrap();
-    db.batch_execute("VACUUM ANALYZE outbox_turns").await.unwrap();
-    tell_plans(&db, database).await;
-    let store = store(&place).await;
+    .await;
     let free = Order::Key(OnDead::Free);
     write(&place, Which::Postgres, 0..1000, "'k' || (n % 40)").await;
     for _ in 0..3 {
@@ -304,18 +309,14 @@ async fn f46_what_a_snapshot_keeps_of_a_key_is_walked_over_once_for_a_claim() {
         let verdicts: Vec<_> = claimed.iter().map(sent).collect();
         assert_eq!(store.acknowledge("main", free, &verdicts).await.unwrap().len(), 40);
     }
-    let log = Cluster::shared().log();
     // Of each kind of row 20,000 at most; a turn that is taken is looked for twice more.
-    for (statement, most) in [
+    let bounds = [
         ("claim_in_order", 20_000 + 3 * 20_000 + 256 * 30),
         ("lock_turns", 20_000),
         ("end_turns", 20_000),
         ("wake", 20_000 + 64 * 30),
-    ] {
-        let touched = pages(&log, database, statement);
-        assert!(!touched.is_empty(), "no plan of {statement}");
-        assert!(touched.iter().all(|pages| *pages <= most), "{statement}: {touched:?}");
-    }
+    ];
+    touch_at_most(database(&place), &bounds);
     snapshot.batch_execute("COMMIT").await.unwrap();
 }
 
@@ -362,19 +363,15 @@ async fn f28_f51_neither_a_crowd_behind_one_event_nor_what_was_delivered_makes_a
     assert_eq!(store.redeliver(&this, &by).await.unwrap().count, 1, "once more");
     let next = store.claim(&Claim { look: Look::Quick, ..claim(free, 64) }).await.unwrap();
     assert_eq!(next.len(), 64, "the next of the crowd, and others");
-    let log = Cluster::shared().log();
-    for (statement, most) in [
+    let bounds = [
         ("claim_window", 256 * 12),
         ("claim_in_order", 256 * 30),
         ("next_due", 1000),
         ("wake", 64 * 30),
         ("finish", 64 * 30),
         ("redeliver_one", 500),
-    ] {
-        let touched = pages(&log, database, statement);
-        assert!(!touched.is_empty(), "no plan of {statement}");
-        assert!(touched.iter().all(|pages| *pages <= most), "{statement}: {touched:?}");
-    }
+    ];
+    touch_at_most(database, &bounds);
 }
 
 #[tokio::test(flavor = "multi_thread")]
