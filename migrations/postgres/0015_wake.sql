@@ -28,6 +28,7 @@ BEGIN
         WHERE f.event_id <> ALL (spared) ORDER BY f.event_id),
     held AS MATERIALIZED (
         SELECT q.event_id FROM first f JOIN outbox_queue q ON q.ctid = f.place FOR UPDATE OF q)
+    -- What is not asked for is not run, nor are its locks taken: hence the count.
     SELECT array_agg(f.event_id) INTO next FROM first f
     WHERE (SELECT count(*) FROM held) IS NOT NULL;
 
