@@ -150,11 +150,13 @@ impl Builder<'_> {
     }
 
     fn server(&self, raw: &file::Server) -> Server {
-        for time in [&raw.header_timeout, &raw.body_timeout, &raw.write_timeout] {
+        let times = [&raw.header_timeout, &raw.idle_timeout, &raw.body_timeout, &raw.write_timeout];
+        for time in times {
             self.above_zero(time);
         }
         let accept = accept::Settings {
             header_timeout: or(&raw.header_timeout, 30 * SECOND),
+            idle_timeout: or(&raw.idle_timeout, 75 * SECOND),
             body_timeout: or(&raw.body_timeout, 30 * SECOND),
             write_timeout: or(&raw.write_timeout, 60 * SECOND),
             connections_max: count(&raw.connections_max, 10_000),

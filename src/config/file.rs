@@ -53,8 +53,10 @@ pub struct Server {
     pub headers_max: Maybe<u32>,
     /// Bytes of a request's head.
     pub head_bytes_max: Maybe<usize>,
-    /// For a whole head, and between requests.
+    /// For a whole head.
     pub header_timeout: Maybe<Duration>,
+    /// Between two requests on a connection.
+    pub idle_timeout: Maybe<Duration>,
     /// For a silent caller within a body.
     pub body_timeout: Maybe<Duration>,
     /// For a caller that takes nothing of its answer.
@@ -504,6 +506,7 @@ fn server(mut s: Section<'_>) -> Server {
         headers_max: s.number("headers_max", 1..=10_000),
         head_bytes_max: s.size("head_bytes_max"),
         header_timeout: s.duration("header_timeout"),
+        idle_timeout: s.duration("idle_timeout"),
         body_timeout: s.duration("body_timeout"),
         write_timeout: s.duration("write_timeout"),
         half_close: s.flag("half_close"),

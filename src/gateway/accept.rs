@@ -3,13 +3,16 @@
 //! A permit is taken before each accept, so callers beyond the limit wait in the kernel's backlog. Each connection is a task
 //! that serves HTTP/1.1 by hyper over [`Paced`], which ends a connection whose caller takes nothing of its answer, and which
 //! on closing shuts its own side first and reads on for a moment: a caller that is still sending sees the answer rather
-//! than a reset. hyper limits the head in size and time; [`timed`] limits how long the caller may keep a body waiting.
+//! than a reset. hyper limits the head in size and, by [`waiting`], in time; [`timed`] limits how long the caller may keep
+//! a body waiting.
 //!
 //! What must stay true: no caller can hold a connection for ever by being slow; an error of accept never ends the loop;
 //! after `stop` nothing new is accepted, running requests are answered with `Connection: close`, silent and idle
 //! connections end at once, and after `grace` nothing is left.
 //!
 //! When the process dies here, callers see their connections end; what they had reserved is settled by others.
+
+mod waiting;
 
 use std::convert::Infallible;
 use std::io;
@@ -28,7 +31,7 @@ use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
-use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
 use tokio::net::{TcpListener, UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -36,6 +39,7 @@ use tokio::time::{Instant, Sleep, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use self::waiting::{HeadTimer, Heard};
 use crate::fault::{self, Point};
 use crate::gateway::upstream::{Body, BodyError};
 
@@ -54,8 +58,11 @@ const TOO_LATE: &[u8] =
 /// Limits of a listener.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// For a whole head to arrive; also how long a connection may be idle between requests.
+    /// For a whole head to arrive: of the first one from the start of the connection, of each other from its first byte.
     pub header_timeout: Duration,
+    /// How long a connection may rest between an answer and the first byte of the next head. A proxy in front that keeps
+    /// connections must let them go earlier.
+    pub idle_timeout: Duration,
     /// How long a caller may keep us waiting for its body, less what it has gained by sending.
     pub body_timeout: Duration,
     /// How long a caller may take nothing of its answer.
@@ -75,6 +82,7 @@ impl Default for Settings {
     fn default() -> Self {
         Self {
             header_timeout: Duration::from_secs(30),
+            idle_timeout: Duration::from_secs(75),
             body_timeout: Duration::from_secs(30),
             write_timeout: Duration::from_secs(30),
             connections_max: 10_000,
@@ -244,7 +252,8 @@ async fn connection<S>(
 ) where
     S: Service<Request<Incoming>, Response = Response<Body>, Error = Infallible>,
 {
-    let unread = Unread::default();
+    let (unread, heard) = (Unread::default(), Heard::default());
+    let timer = HeadTimer::new(settings.header_timeout, settings.idle_timeout, heard.clone());
     let patience = Patience { limit: settings.body_timeout, unread: unread.clone() };
     let service = service_fn(move |mut request: Request<Incoming>| {
         patience.unread.set(!request.body().is_end_stream());
@@ -252,9 +261,9 @@ async fn connection<S>(
         request.extensions_mut().insert(patience.clone());
         service.call(request)
     });
-    let io = TokioIo::new(Paced::new(stream, settings.write_timeout, unread));
+    let io = TokioIo::new(Paced::new(stream, settings.write_timeout, unread, heard));
     let mut connection = http1::Builder::new()
-        .timer(TokioTimer::new())
+        .timer(timer)
         .header_read_timeout(settings.header_timeout)
         .max_headers(settings.headers_max)
         .max_header_size(settings.head_bytes_max)
@@ -357,6 +366,7 @@ struct Paced {
     /// Whether all that was to be written has been.
     flushed: bool,
     unread: Unread,
+    heard: Heard,
     linger: Option<Linger>,
 }
 
@@ -366,8 +376,8 @@ struct Linger {
 }
 
 impl Paced {
-    fn new(stream: Box<dyn Stream>, write_timeout: Duration, unread: Unread) -> Self {
-        Self { stream, write_timeout, stalled: None, flushed: true, unread, linger: None }
+    fn new(stream: Box<dyn Stream>, write_timeout: Duration, unread: Unread, heard: Heard) -> Self {
+        Self { stream, write_timeout, stalled: None, flushed: true, unread, heard, linger: None }
     }
 
     /// Tells a caller whose head did not come in time, and closes (RFC 9110, 15.5.9). A part of an answer that is still
@@ -416,8 +426,10 @@ impl AsyncRead for Paced {
     ) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
         let result = Pin::new(&mut self.stream).poll_read(cx, buf);
-        if buf.filled().len() > before {
+        let came = buf.filled().get(before..).unwrap_or_default();
+        if !came.is_empty() {
             self.unread.set(true);
+            self.heard.hear(came);
         }
         result
     }

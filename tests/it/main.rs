@@ -40,6 +40,7 @@ mod files;
 mod fingerprint;
 mod functions;
 mod housekeeping;
+mod keep_alive;
 mod late;
 mod lease;
 mod lookup;

@@ -735,6 +735,7 @@ async fn slow_callers_are_let_go_within_their_limits() {
     let upstream = Upstream::always(Reply::keep(OK)).await;
     let mut setup = Setup::of(upstream.addr);
     setup.accept.header_timeout = SHORT;
+    setup.accept.idle_timeout = SHORT;
     setup.accept.body_timeout = SHORT;
     let addr = setup.start().await.addr;
     for (start, told) in
@@ -779,8 +780,13 @@ async fn a_late_head_is_not_answered_into_the_answer_before_it() {
     });
     let listener = Listener::bind("127.0.0.1:0").await.unwrap();
     let addr = listener.local_addr().unwrap();
-    let settings =
-        accept::Settings { header_timeout: SHORT, write_timeout: PATIENCE, ..Default::default() };
+    let settings = accept::Settings {
+        header_timeout: SHORT,
+        // A part of a head that comes with the end of a body is taken for a rest.
+        idle_timeout: SHORT,
+        write_timeout: PATIENCE,
+        ..Default::default()
+    };
     tokio::spawn(accept::serve(listener, settings, service, CancellationToken::new(), SHORT));
     let mut raw = Raw::sending(addr, post("Content-Length: 4\r\n\r\nbo")).await;
     raw.stream.readable().await.unwrap();
