@@ -9,7 +9,7 @@ pub mod serve;
 pub mod sinks;
 
 use std::ffi::OsStr;
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -19,11 +19,10 @@ use std::time::{Duration, SystemTime};
 use clap::{Args, Parser, Subcommand};
 use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tracing_subscriber::EnvFilter;
 
 use self::print::{Exit, Failure};
 use self::serve::StartError;
-use crate::config::{self, Config, LogFormat};
+use crate::config::{self, Config};
 use crate::demo;
 use crate::fault;
 use crate::gateway::explain::Explainer;
@@ -33,7 +32,7 @@ use crate::record::Answer;
 use crate::record::event::{Event, Origin};
 use crate::scope::{DigestKey, Source};
 use crate::store::RecordRow;
-use crate::telemetry::causes;
+use crate::telemetry::{causes, log};
 
 /// Makes retries of writes safe: an idempotency gateway in front of any HTTP API.
 #[derive(Debug, Parser)]
@@ -180,6 +179,7 @@ pub fn main() -> ExitCode {
     let code = runtime.block_on(run(cli.command));
     // What still blocks a thread of the runtime (a name that does not resolve, say) does not keep the process.
     runtime.shutdown_timeout(Duration::from_secs(1));
+    log::flush();
     code
 }
 
@@ -267,46 +267,24 @@ fn load(
 }
 
 fn fail(code: u8, message: &str) -> ExitCode {
-    // Nothing is left to do where even the error cannot be written.
-    drop(writeln!(std::io::stderr(), "oncegate: {message}"));
+    log::say(&format!("oncegate: {message}"));
     ExitCode::from(code)
+}
+
+/// For whoever started the process. A reader that stalls holds nothing up.
+fn tell_ready(ready: &serde_json::Value) {
+    drop(log::aside(std::io::stdout(), format!("ready {ready}\n")));
 }
 
 fn say(line: &str) {
     drop(writeln!(std::io::stdout(), "{line}"));
 }
 
-/// Logs to standard error; `RUST_LOG` overrides the configured level.
-fn start_log(format: LogFormat, level: &str) {
-    let filter = EnvFilter::try_from_default_env()
-        .or_else(|_| EnvFilter::try_new(level))
-        .unwrap_or_else(|_| EnvFilter::new("info"));
-    let filter = quiet(filter);
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    let started = match format {
-        LogFormat::Json => log.json().try_init(),
-        LogFormat::Text => log.with_ansi(std::io::stderr().is_terminal()).try_init(),
-    };
-    // Err: a test has set its own.
-    drop(started);
-}
-
-/// The client of NATS speaks of each of its connections, and of the reconnecting that is not wanted of it, as of errors.
-/// The relay says what matters. Who asks for more by name gets it.
-fn quiet(filter: EnvFilter) -> EnvFilter {
-    if filter.to_string().contains("async_nats") {
-        return filter;
-    }
-    match "async_nats=off".parse() {
-        Ok(directive) => filter.add_directive(directive),
-        Err(_) => filter,
-    }
-}
-
 /// What every process that stays begins with: its configuration, its log, and what ends it.
 fn begin(config: Option<&Path>, upstream: Option<&str>) -> Result<(Config, Signals), ExitCode> {
     let (config, warnings) = load(config, upstream)?;
-    start_log(config.log.format, &config.log.level);
+    log::start(config.log.format, &config.log.level)
+        .map_err(|error| fail(1, &format!("cannot start the log: {error}")))?;
     for warning in warnings {
         tracing::warn!("{warning}");
     }
@@ -330,7 +308,7 @@ async fn serve(args: ServeArgs) -> ExitCode {
     };
     let listen = running.addr.map_or(listen, |addr| addr.to_string());
     let ready = serde_json::json!({ "listen": listen, "admin": running.admin.to_string() });
-    say(&format!("ready {ready}"));
+    tell_ready(&ready);
     signals.next().await;
     tracing::info!("stopping: what is reserved is finished first");
     tokio::select! {
@@ -354,7 +332,7 @@ async fn relay_alone(args: &RelayArgs) -> ExitCode {
         },
         () = signals.next() => return ExitCode::SUCCESS,
     };
-    say(&format!("ready {}", serde_json::json!({ "admin": running.admin.to_string() })));
+    tell_ready(&serde_json::json!({ "admin": running.admin.to_string() }));
     signals.next().await;
     tracing::info!("stopping: what is in flight is finished first");
     tokio::select! {
@@ -421,7 +399,7 @@ async fn explain_request(args: &ExplainCommand) -> ExitCode {
         if digest.is_none() && config.routes.iter().any(|r| r.scope.tenant == Source::Credential) {
             // Made by `serve` at its first start, as the user that it runs as.
             let note = "oncegate: there is no digest key yet: a tenant that is a digest will be another one";
-            drop(writeln!(std::io::stderr(), "{note}"));
+            log::say(note);
         }
         let digest = digest.unwrap_or_else(|| DigestKey::from_bytes(&[]));
         let store = match args.request.record {
@@ -485,7 +463,7 @@ fn announce(config: &Config) -> impl Fn(&RecordRow, &Answer) -> (Vec<Event>, Dur
             let note = format!(
                 "oncegate: {failed} of {all} events say only why their template failed with this answer"
             );
-            drop(writeln!(std::io::stderr(), "{note}"));
+            log::say(&note);
         }
         (rendered.events, route.policy.retention)
     }

@@ -37,6 +37,7 @@ use crate::scope::DigestKey;
 use crate::store::postgres;
 use crate::store::sealed::Keys;
 use crate::sweep;
+use crate::telemetry::log;
 
 /// The name of `[upstream]` in [`Config::upstreams`] and in a route.
 pub const DEFAULT_UPSTREAM: &str = "default";
@@ -160,18 +161,9 @@ pub struct RouteFacts {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Log {
     /// How a line looks.
-    pub format: LogFormat,
+    pub format: log::Format,
     /// A level, or a list of `target=level`.
     pub level: String,
-}
-
-/// How a line of the log looks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LogFormat {
-    /// For people.
-    Text,
-    /// One JSON object a line.
-    Json,
 }
 
 /// Where the key of the digests (callers, tenants by credential) is.

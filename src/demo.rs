@@ -16,6 +16,7 @@ use self::api::{Consumer, Orders};
 use self::cases::{Played, Stage};
 use crate::cli::serve::{self, Running};
 use crate::config::Config;
+use crate::telemetry::log;
 
 /// Why the demo did not run.
 #[derive(Debug, thiserror::Error)]
@@ -42,7 +43,7 @@ pub async fn run(exit: bool) -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(problem) => {
-            drop(writeln!(std::io::stderr(), "oncegate demo: {problem}"));
+            log::say(&format!("oncegate demo: {problem}"));
             ExitCode::FAILURE
         }
     }

@@ -2,6 +2,8 @@
 //!
 //! Labels come from the configuration (operations, sinks) or from enums here, never from callers: cardinality is bounded.
 
+pub mod log;
+
 use std::fmt::Write as _;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
@@ -77,6 +79,16 @@ label_enum!(
         Passed = "passed",
         /// Forwarded unprotected, because the store was away.
         Bypassed = "bypassed",
+    }
+);
+
+label_enum!(
+    /// Why a log line was lost.
+    Loss {
+        /// Too many waited to be written.
+        QueueFull = "queue_full",
+        /// Standard error took no bytes.
+        WriteFailed = "write_failed",
     }
 );
 
@@ -279,6 +291,11 @@ struct BySwept {
     what: Swept,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ByLoss {
+    reason: Loss,
+}
+
 type Seconds = Gauge<f64, AtomicU64>;
 
 /// The process's metrics. One value, shared by reference.
@@ -427,6 +444,22 @@ impl Metrics {
         );
         self.register_sinks();
         self.register_spill();
+        self.register_process();
+    }
+
+    /// What a process counts once, whoever counts it.
+    fn register_process(&mut self) {
+        let r = &mut self.registry;
+        r.register(
+            "log_lines_lost",
+            "Log lines that could not be written, by the reason",
+            log::LOST.clone(),
+        );
+        r.register(
+            "panics",
+            "Panics of this process; each is a mistake of the program",
+            log::PANICS.clone(),
+        );
     }
 
     fn register_sinks(&mut self) {

@@ -5,6 +5,7 @@
 //! independent reader reads the same. Each test runs for a second; `ONCEGATE_FUZZ_SECONDS` says otherwise, and
 //! `ONCEGATE_FUZZ_SEED` gives other random bodies. With `--nocapture` each one says how far it came.
 
+#![expect(clippy::print_stderr, reason = "a test tells how much it has read")]
 #![expect(
     clippy::expect_used,
     clippy::indexing_slicing,

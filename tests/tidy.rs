@@ -181,6 +181,7 @@ fn meaning_knows_no_runtime_and_each_crate_has_its_home() {
         ("toml::", &["config"]),
         ("axum::", &["admin", "cli", "demo"]),
         ("prometheus_client::", &["telemetry"]),
+        ("tracing_subscriber::", &["telemetry/log", "config/build"]),
         ("hyper::", &["gateway", "relay/sink", "relay/address", "admin", "demo", "cli"]),
         ("hyper_util::", &["gateway", "relay/sink", "relay/address", "admin", "demo", "cli"]),
     ];

@@ -26,7 +26,7 @@ use http::{HeaderName, Method, StatusCode, Uri};
 
 use crate::config::file::{self, File, Maybe};
 use crate::config::tree::{Notes, Place, Placed, unknown};
-use crate::config::{Admin, Config, DEFAULT_UPSTREAM, DigestKeyFile, Log, LogFormat};
+use crate::config::{Admin, Config, DEFAULT_UPSTREAM, DigestKeyFile, Log};
 use crate::config::{Relayed, RouteFacts, Server, Store, StoreKind};
 use crate::fingerprint;
 use crate::gateway::headers::{Forwarding, HostPolicy, Network};
@@ -40,6 +40,7 @@ use crate::scope::{self, Derive, Source};
 use crate::store::sealed::Keys;
 use crate::store::{Backlog, postgres};
 use crate::sweep;
+use crate::telemetry::log;
 
 const SECOND: Duration = Duration::from_secs(1);
 const HOUR: Duration = Duration::from_secs(3600);
@@ -457,8 +458,8 @@ impl Builder<'_> {
 
     fn log(&self, raw: &file::Log) -> Log {
         let read = |text: &str| match text {
-            "text" => Ok(LogFormat::Text),
-            "json" => Ok(LogFormat::Json),
+            "text" => Ok(log::Format::Text),
+            "json" => Ok(log::Format::Json),
             _ => Err("must be \"text\" or \"json\"".to_owned()),
         };
         let format = raw.format.as_ref().and_then(|placed| self.checked(placed, read));
@@ -469,7 +470,7 @@ impl Builder<'_> {
             let wrong = "must be error, warn, info, debug or trace, or a list such as \"info,oncegate::relay=debug\"";
             self.notes.mistake(&placed.place, wrong);
         }
-        Log { format: format.unwrap_or(LogFormat::Text), level }
+        Log { format: format.unwrap_or(log::Format::Text), level }
     }
 }
 

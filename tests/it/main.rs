@@ -4,6 +4,8 @@
     clippy::unwrap_used,
     clippy::expect_used,
     clippy::panic,
+    clippy::print_stderr,
+    clippy::print_stdout,
     clippy::indexing_slicing,
     clippy::string_slice,
     clippy::cast_possible_truncation,
@@ -43,6 +45,7 @@ mod housekeeping;
 mod keep_alive;
 mod late;
 mod lease;
+mod logging;
 mod lookup;
 mod losses;
 mod negotiation;

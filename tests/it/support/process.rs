@@ -81,20 +81,32 @@ impl Gateway {
             .unwrap_or_else(|output| panic!("the gateway did not start:\n{output}"))
     }
 
+    /// As [`Gateway::start`], with the test's own standard error and faults: its log is nowhere in this process.
+    pub fn logging_to(stderr: impl Into<Stdio>, config: &Path, fault: &str) -> Self {
+        Self::launch_with(faulty(serve(config), fault), config, stderr.into())
+            .unwrap_or_else(|output| panic!("the gateway did not start:\n{output}"))
+    }
+
     /// As [`Gateway::try_start`], by a command line of the test's own.
-    pub fn launch(mut command: Command, config: &Path) -> Result<Self, String> {
+    pub fn launch(command: Command, config: &Path) -> Result<Self, String> {
+        Self::launch_with(command, config, Stdio::piped())
+    }
+
+    fn launch_with(mut command: Command, config: &Path, stderr: Stdio) -> Result<Self, String> {
         let mut child = command
             // What is kept beside the database by default is kept in the test's own folder.
             .current_dir(config.parent().expect("a folder"))
             .env("RUST_BACKTRACE", "1")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
+            .stderr(stderr)
             .spawn()
             .expect("the program starts");
+        // The test's own end of it, if it is one, is closed here.
+        drop(command);
         let log = Arc::new(Mutex::new(String::new()));
         let stdout = child.stdout.take().expect("its output");
-        let mut stderr = child.stderr.take().expect("its errors");
+        let stderr = child.stderr.take();
         let (ready, line) = mpsc::channel();
         let out = Arc::clone(&log);
         std::thread::spawn(move || {
@@ -105,14 +117,16 @@ impl Gateway {
                 out.lock().expect("the log").push_str(&format!("{text}\n"));
             }
         });
-        let err = Arc::clone(&log);
-        std::thread::spawn(move || {
-            let mut chunk = [0; 4096];
-            while let Ok(read @ 1..) = stderr.read(&mut chunk) {
-                let text = String::from_utf8_lossy(&chunk[..read]).into_owned();
-                err.lock().expect("the log").push_str(&text);
-            }
-        });
+        if let Some(mut stderr) = stderr {
+            let err = Arc::clone(&log);
+            std::thread::spawn(move || {
+                let mut chunk = [0; 4096];
+                while let Ok(read @ 1..) = stderr.read(&mut chunk) {
+                    let text = String::from_utf8_lossy(&chunk[..read]).into_owned();
+                    err.lock().expect("the log").push_str(&text);
+                }
+            });
+        }
         match line.recv_timeout(PATIENCE) {
             Ok(json) => {
                 let ready: serde_json::Value = serde_json::from_str(&json).expect("a ready line");
@@ -168,9 +182,7 @@ impl Gateway {
 
     /// Sends a signal by its name, `TERM` say.
     pub fn signal(&self, name: &str) {
-        let sent =
-            Command::new("kill").arg(format!("-{name}")).arg(self.pid().to_string()).status();
-        assert!(sent.expect("kill runs").success(), "the process takes signals");
+        signal(self.pid(), name);
     }
 
     /// SIGTERM.
@@ -186,15 +198,28 @@ impl Gateway {
 
     /// Waits for the end.
     pub fn exited(&mut self) -> ExitStatus {
-        let begun = Instant::now();
-        loop {
-            if let Some(status) = self.child.try_wait().expect("a process to wait for") {
-                return status;
-            }
-            assert!(begun.elapsed() < PATIENCE, "the gateway did not end:\n{}", self.log());
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        ended(&mut self.child).unwrap_or_else(|| panic!("the gateway did not end:\n{}", self.log()))
     }
+}
+
+/// Sends a signal by its name, `TERM` say.
+pub fn signal(pid: u32, name: &str) {
+    let sent = Command::new("kill").arg(format!("-{name}")).arg(pid.to_string()).status();
+    assert!(sent.expect("kill runs").success(), "the process takes signals");
+}
+
+/// Waits for a process's end; `None`: it does not come.
+pub fn ended(child: &mut Child) -> Option<ExitStatus> {
+    let begun = Instant::now();
+    while begun.elapsed() < PATIENCE {
+        if let Some(status) = child.try_wait().expect("a process to wait for") {
+            return Some(status);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let _ = child.kill();
+    let _ = child.wait();
+    None
 }
 
 /// The same command, with faults at its fault points; none where they are empty.
@@ -220,18 +245,7 @@ pub fn run_to_its_end(args: &[&str], fault: &str) -> (ExitStatus, String) {
         let _ = stderr.read_to_string(&mut text);
         text
     });
-    let begun = Instant::now();
-    let status = loop {
-        if let Some(status) = child.try_wait().expect("a process to wait for") {
-            break Some(status);
-        }
-        if begun.elapsed() > PATIENCE {
-            let _ = child.kill();
-            let _ = child.wait();
-            break None;
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    };
+    let status = ended(&mut child);
     let errors = errors.join().expect("the reader of its errors");
     let status = status.unwrap_or_else(|| panic!("{args:?} with {fault} did not end:\n{errors}"));
     (status, errors)
