@@ -10,22 +10,16 @@
 //!
 //! Everything here is a function of its arguments: no state, no clock, nothing to lose when the process dies.
 
-use std::net::IpAddr;
-use std::str::FromStr;
+mod forwarding;
 
-use http::header::{self, Entry};
+use std::net::IpAddr;
+
+use http::header;
 use http::uri::{PathAndQuery, Scheme};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, StatusCode, Uri, Version};
 
-const FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
-const FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
-const FORWARDED_PORT: HeaderName = HeaderName::from_static("x-forwarded-port");
-const FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
-const REAL_IP: HeaderName = HeaderName::from_static("x-real-ip");
-
-/// The forwarding headers: ours to say, whatever an untrusted caller claims.
-const FORWARDING: [HeaderName; 6] =
-    [FORWARDED_FOR, FORWARDED_HOST, FORWARDED_PORT, FORWARDED_PROTO, REAL_IP, header::FORWARDED];
+use self::forwarding::is_forwarding;
+pub use self::forwarding::{Forwarding, Hop, HostPolicy, Network, forward};
 
 /// Meant for one hop only, named by `Connection` or not (RFC 9110, 7.6.1, and what older senders expect).
 const HOP_BY_HOP: [HeaderName; 9] = [
@@ -217,7 +211,7 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap) {
         let protected = name == header::HOST
             || name == header::CONTENT_LENGTH
             || name == header::VIA
-            || FORWARDING.contains(&name);
+            || is_forwarding(&name);
         if !protected {
             headers.remove(name);
         }
@@ -271,209 +265,9 @@ fn remove_where(headers: &mut HeaderMap, unwanted: impl Fn(&str) -> bool) {
     }
 }
 
-/// Addresses whose word about the caller counts: `10.0.0.0/8`, `::1`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Network {
-    address: IpAddr,
-    prefix: u32,
-}
-
-impl Network {
-    /// Whether an address belongs to it. A mapped IPv4 address counts as IPv4.
-    #[must_use]
-    pub fn contains(&self, address: IpAddr) -> bool {
-        match (self.address, address.to_canonical()) {
-            (IpAddr::V4(ours), IpAddr::V4(theirs)) => {
-                let differing = ours.to_bits() ^ theirs.to_bits();
-                differing.checked_shr(32 - self.prefix).unwrap_or(0) == 0
-            }
-            (IpAddr::V6(ours), IpAddr::V6(theirs)) => {
-                let differing = ours.to_bits() ^ theirs.to_bits();
-                differing.checked_shr(128 - self.prefix).unwrap_or(0) == 0
-            }
-            (IpAddr::V4(_), IpAddr::V6(_)) | (IpAddr::V6(_), IpAddr::V4(_)) => false,
-        }
-    }
-}
-
-impl FromStr for Network {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let (address, prefix) = match text.split_once('/') {
-            Some((address, prefix)) => (address, Some(prefix)),
-            None => (text, None),
-        };
-        let wrong = || format!("{text:?} is not an address or a network such as 10.0.0.0/8");
-        let address: IpAddr = address.parse().map_err(|_| wrong())?;
-        let widest = if address.is_ipv4() { 32 } else { 128 };
-        let prefix = match prefix {
-            Some(digits) => digits.parse().map_err(|_| wrong())?,
-            None => widest,
-        };
-        if prefix > widest {
-            return Err(wrong());
-        }
-        Ok(Self { address, prefix })
-    }
-}
-
-/// What the upstream gets as Host.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum HostPolicy {
-    /// What the caller sent.
-    #[default]
-    Keep,
-    /// The upstream's own authority.
-    Upstream,
-}
-
-/// How the upstream learns who asked.
-#[derive(Clone, Debug, Default)]
-pub struct Forwarding {
-    /// Proxies in front of us: what they say of the caller is kept and extended. A unix socket is trusted always.
-    pub trusted: Vec<Network>,
-    /// What the upstream gets as Host.
-    pub host: HostPolicy,
-}
-
-/// The hop that a request came over.
-#[derive(Clone, Debug)]
-pub struct Hop {
-    /// The other end of the connection; none on a unix socket.
-    pub peer: Option<IpAddr>,
-    /// Host as the caller sent it.
-    pub host: Option<HeaderValue>,
-    /// Whether the caller spoke TLS to us.
-    pub https: bool,
-}
-
-/// Writes `X-Forwarded-For`, `-Proto` and `-Host`, `Forwarded` and `Via` on a request.
-///
-/// From a trusted peer the lists are extended and the rest is kept; a list that does not parse is dropped whole. From
-/// anybody else all of it is replaced.
-pub fn forward(forwarding: &Forwarding, hop: &Hop, headers: &mut HeaderMap) {
-    let trusted = match hop.peer {
-        Some(peer) => forwarding.trusted.iter().any(|network| network.contains(peer)),
-        None => true,
-    };
-    drop_twins(headers, &FORWARDING.each_ref());
-    if trusted {
-        drop_malformed(headers);
-    } else {
-        for name in FORWARDING {
-            headers.remove(name);
-        }
-    }
-    if let Some(peer) = hop.peer {
-        extend_list(headers, FORWARDED_FOR, &peer.to_canonical().to_string());
-    }
-    let proto = if hop.https { "https" } else { "http" };
-    set_if_absent(headers, FORWARDED_PROTO, &HeaderValue::from_static(proto));
-    if let Some(host) = &hop.host {
-        set_if_absent(headers, FORWARDED_HOST, host);
-    }
-    extend_list(headers, header::FORWARDED, &forwarded_element(hop, proto));
-    add_via(headers);
-}
-
 /// Notes on a message that it passed here (RFC 9110, 7.6.3).
 pub fn add_via(headers: &mut HeaderMap) {
     headers.append(header::VIA, VIA_US);
-}
-
-fn drop_malformed(headers: &mut HeaderMap) {
-    remove_unless(headers, &FORWARDED_FOR, is_address_list);
-    remove_unless(headers, &header::FORWARDED, is_forwarded);
-}
-
-fn remove_unless(headers: &mut HeaderMap, name: &HeaderName, is_fine: fn(&str) -> bool) {
-    if !headers.get_all(name).iter().all(|line| line.to_str().is_ok_and(is_fine)) {
-        headers.remove(name);
-    }
-}
-
-fn is_address_list(line: &str) -> bool {
-    line.split(',').all(|item| is_node(item.trim()))
-}
-
-/// An address, with or without port, `unknown`, or an obfuscated name (RFC 7239, 6).
-fn is_node(node: &str) -> bool {
-    let obfuscated = |name: &str| {
-        !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b))
-    };
-    let bracketed = node.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
-    node.eq_ignore_ascii_case("unknown")
-        || node.strip_prefix('_').is_some_and(obfuscated)
-        || node.parse::<IpAddr>().is_ok()
-        || node.parse::<std::net::SocketAddr>().is_ok()
-        || bracketed.is_some_and(|inner| inner.parse::<std::net::Ipv6Addr>().is_ok())
-}
-
-/// Whether a `Forwarded` line parses: elements of `token=value` pairs, where `for` and `by` name nodes.
-fn is_forwarded(line: &str) -> bool {
-    let Some(elements) = split_outside_quotes(line, ',') else { return false };
-    elements.iter().all(|element| {
-        split_outside_quotes(element, ';').is_some_and(|pairs| pairs.iter().all(|p| is_pair(p)))
-    })
-}
-
-fn is_pair(pair: &str) -> bool {
-    let Some((name, value)) = pair.trim().split_once('=') else { return false };
-    let bare = match value.strip_prefix('"') {
-        Some(rest) => match rest.strip_suffix('"') {
-            Some(inner) => inner,
-            None => return false,
-        },
-        None if value.is_empty() || value.contains([':', '[', ' ', '"']) => return false,
-        None => value,
-    };
-    let names_a_node = name.eq_ignore_ascii_case("for") || name.eq_ignore_ascii_case("by");
-    HeaderName::from_bytes(name.as_bytes()).is_ok() && (!names_a_node || is_node(bare))
-}
-
-/// The pieces between separators that stand outside quotes; none if a quote stays open.
-fn split_outside_quotes(text: &str, separator: char) -> Option<Vec<&str>> {
-    let (mut quoted, mut escaped) = (false, false);
-    let pieces = text
-        .split(|c: char| {
-            let splits = c == separator && !quoted;
-            let toggles = c == '"' && !escaped;
-            escaped = quoted && c == '\\' && !escaped;
-            quoted ^= toggles;
-            splits
-        })
-        .collect();
-    (!quoted).then_some(pieces)
-}
-
-fn forwarded_element(hop: &Hop, proto: &str) -> String {
-    let node = match hop.peer.map(|peer| peer.to_canonical()) {
-        Some(IpAddr::V4(peer)) => peer.to_string(),
-        Some(IpAddr::V6(peer)) => format!("\"[{peer}]\""),
-        None => "unknown".to_owned(),
-    };
-    // Host has passed `check_framing`: it cannot hold a quote or a backslash.
-    match hop.host.as_ref().and_then(|host| host.to_str().ok()) {
-        Some(host) => format!("for={node};host=\"{host}\";proto={proto}"),
-        None => format!("for={node};proto={proto}"),
-    }
-}
-
-/// Adds an item at the end of a comma list, and joins the list's lines into one.
-fn extend_list(headers: &mut HeaderMap, name: HeaderName, item: &str) {
-    let lines = headers.get_all(&name);
-    let mut items: Vec<&str> = lines.iter().filter_map(|line| line.to_str().ok()).collect();
-    items.push(item);
-    if let Ok(list) = HeaderValue::from_str(&items.join(", ")) {
-        headers.insert(name, list);
-    }
-}
-
-fn set_if_absent(headers: &mut HeaderMap, name: HeaderName, value: &HeaderValue) {
-    if let Entry::Vacant(entry) = headers.entry(name) {
-        entry.insert(value.clone());
-    }
 }
 
 /// What of an answer's head is stored for replay: end-to-end headers only, in their order and repetition.
