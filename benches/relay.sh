@@ -4,7 +4,7 @@
 # 200 a second. Read the ratio; the figures themselves are the machine's. Sink, gateway and database share its cores.
 #
 # Usage: benches/relay.sh [EVENTS] [ROUNDS]   (default 20000 events in the backlog, 3 rounds)
-# Needs: wrk, nginx, postgresql (server and pgbench), jq; as root it steps down for the database.
+# Needs: wrk, nginx, postgresql (server and pgbench); as root it steps down for the database.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 events=${1:-20000}

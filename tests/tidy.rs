@@ -268,6 +268,37 @@ fn a_test_that_cannot_fail_and_an_unfinished_place_are_refused() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// Programs that each minimal system has, or that whoever runs `cargo test` has: the others stand in `tests/all.sh`, and are
+/// looked for by the tests themselves.
+const PROGRAMS: [&str; 3] = ["sh", "mkfifo", "git"];
+
+#[test]
+fn tests_start_no_program_that_a_minimal_system_lacks_and_a_drop_fails_nothing() {
+    let start = concat!("Command::", "new(\"");
+    let drop_begins = concat!("fn drop(", "&mut self)");
+    let fails = [".unwrap()", ".expect(", "assert", "panic!("];
+    let mut wrong = Vec::new();
+    for (path, text) in rust_files() {
+        if path.starts_with(root().join("src")) {
+            continue;
+        }
+        for (at, _) in text.match_indices(start) {
+            let program = text[at + start.len()..].split('"').next().unwrap_or_default();
+            if !PROGRAMS.contains(&program) {
+                wrong.push(format!("{}: starts {program:?}", path.display()));
+            }
+        }
+        // A failed test unwinds through it: a second panic there would end the whole run.
+        for (at, _) in text.match_indices(drop_begins) {
+            let body = text[at..].split("\n    }").next().unwrap_or_default();
+            if fails.iter().any(|word| body.contains(word)) {
+                wrong.push(format!("{}: a drop that can fail: {body}", path.display()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
 #[test]
 fn each_test_that_the_guarantees_name_exists() {
     let text = std::fs::read_to_string(root().join("docs/guarantees.md")).unwrap();

@@ -1,10 +1,13 @@
 //! The SQLite store's files on a bad day, under the real program: read-only, full, deleted, cut short, with two names.
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
+use rustix::process::Resource;
 use tempfile::TempDir;
 
 use crate::support::client::get;
@@ -13,6 +16,7 @@ use crate::support::orders::Orders;
 use crate::support::postgres::{as_somebody, server_user};
 use crate::support::process::{self, Gateway, eventually};
 use crate::support::rig::{self, Place, Which};
+use crate::support::signals;
 
 /// A place with a database in which something stands, at rest.
 async fn used(orders: &Orders) -> (Place, PathBuf) {
@@ -73,44 +77,38 @@ async fn a_file_or_folder_that_cannot_be_written_is_refused_at_the_start_by_name
         command.args(["serve", "--config"]).arg(&path).current_dir(folder.path());
         Gateway::launch(command, &path)
     };
-    let mode = |of: &Path, mode: &str| {
-        let changed = Command::new("chmod").arg(mode).arg(of).status().unwrap();
-        assert!(changed.success());
+    let mode = |of: &Path, mode: u32| {
+        std::fs::set_permissions(of, Permissions::from_mode(mode)).unwrap();
     };
     let mut first = start().unwrap_or_else(|output| panic!("not started:\n{output}"));
     first.terminate();
     first.exited();
 
-    mode(&file, "0444");
+    mode(&file, 0o444);
     let output = start().map(drop).unwrap_err();
     assert!(
         output.contains("cannot open the store at") && output.contains("oncegate.db"),
         "{output}"
     );
     assert!(output.to_lowercase().contains("permission denied"), "{output}");
-    mode(&file, "0644");
+    mode(&file, 0o644);
 
     for name in ["oncegate.db-wal", "oncegate.db-shm", "oncegate.db.lock"] {
         drop(std::fs::remove_file(folder.path().join(name)));
     }
-    mode(folder.path(), "0555");
+    mode(folder.path(), 0o555);
     let output = start().map(drop).unwrap_err();
     assert!(
         output.contains("cannot open the store at") && output.contains("oncegate.db"),
         "{output}"
     );
-    mode(folder.path(), "0755");
+    mode(folder.path(), 0o755);
     start().unwrap_or_else(|output| panic!("not started:\n{output}"));
 }
 
 /// No file may grow beyond this: what a full disk does, for one process.
-fn limit(gateway: &Gateway, bytes: &str) {
-    let pid = gateway.pid().to_string();
-    let set = Command::new("prlimit")
-        .args(["--pid", &pid, &format!("--fsize={bytes}:")])
-        .status()
-        .expect("prlimit (util-linux)");
-    assert!(set.success());
+fn limit(gateway: &Gateway, bytes: Option<u64>) {
+    signals::limit(gateway.pid(), Resource::Fsize, bytes);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -128,7 +126,7 @@ async fn without_room_for_its_file_nothing_is_executed_until_there_is_room() {
     let running = sending(order("running"), gateway.addr);
     orders.asked(2).await;
 
-    limit(&gateway, "1");
+    limit(&gateway, Some(1));
     let begun = Instant::now();
     let full = order("k").to(gateway.addr).await;
     assert!(begun.elapsed() < Duration::from_secs(3), "it is told at once: {:?}", begun.elapsed());
@@ -142,7 +140,7 @@ async fn without_room_for_its_file_nothing_is_executed_until_there_is_room() {
     assert!(order("before").to(gateway.addr).await.replayed());
     assert!(gateway.log().contains("the database file cannot be written"), "{}", gateway.log());
 
-    limit(&gateway, "unlimited");
+    limit(&gateway, None);
     eventually("it is ready again", async || ready(&gateway).await).await;
     eventually("it serves again", async || {
         order("k").to(gateway.addr).await.status == StatusCode::CREATED

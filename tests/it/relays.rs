@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
+use rustix::process::Resource;
 use tokio::sync::watch;
 
 use crate::clocks::clock;
@@ -17,6 +18,7 @@ use crate::support::orders::Orders;
 use crate::support::postgres::Cluster;
 use crate::support::process::{self, Gateway, eventually};
 use crate::support::rig::{self, Place, Which};
+use crate::support::signals;
 use crate::support::sink::{Act, OK, Seen, Sink};
 
 /// `serve` writes, and `relay` delivers.
@@ -328,15 +330,9 @@ async fn f58_a_relay_without_file_descriptors_says_so_seldom_and_goes_on_by_itse
     let relay = Gateway::relay(&config);
     owe(&place, 1..=1).await;
     eventually("it delivers", async || count(&place, "sent").await == 1).await;
-    let limit = |files: &str| {
-        let pid = relay.pid().to_string();
-        let set = std::process::Command::new("prlimit")
-            .args(["--pid", &pid, &format!("--nofile={files}:")])
-            .status();
-        assert!(set.expect("prlimit runs").success());
-    };
+    let limit = |files: u64| signals::limit(relay.pid(), Resource::Nofile, Some(files));
     // What is open stays open, but for the connection to the sink, which comes back.
-    limit("1");
+    limit(1);
     let port = sink.port;
     drop(sink);
     eventually("the port is free", async || TcpListener::bind(("127.0.0.1", port)).is_ok()).await;
@@ -351,7 +347,7 @@ async fn f58_a_relay_without_file_descriptors_says_so_seldom_and_goes_on_by_itse
     pass(1000).await;
     assert!(lines() - before < 20, "{}", relay.log());
     assert!(sink.seen().is_empty());
-    limit("1024");
+    limit(1024);
     eventually("the others are delivered", async || count(&place, "sent").await == 9).await;
     assert_eq!(deliveries(&sink).len(), 8);
 }

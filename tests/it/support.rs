@@ -14,6 +14,7 @@ pub(crate) mod raw;
 pub(crate) mod rig;
 pub(crate) mod secure;
 pub(crate) mod shelf;
+pub(crate) mod signals;
 pub(crate) mod sink;
 pub(crate) mod upstream;
 pub(crate) mod wire;

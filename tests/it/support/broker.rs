@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::process::{PATIENCE, eventually, free_port};
+use super::signals;
 
 /// A server process on one port. Killed when dropped.
 pub(crate) struct Server {
@@ -45,14 +46,19 @@ impl Server {
         let log = std::fs::OpenOptions::new().create(true).append(true).open(path).unwrap();
         let mut command = self.command.lock().unwrap();
         command.stdout(log.try_clone().unwrap()).stderr(log);
-        *self.child.lock().unwrap() = Some(command.spawn().unwrap());
+        let child = command.spawn().unwrap();
+        *signals::locked(&self.child) = Some(child);
+    }
+
+    /// The process of the running server.
+    pub(crate) fn pid(&self) -> u32 {
+        signals::locked(&self.child).as_ref().expect("a running server").id()
     }
 
     /// SIGKILL, and waits for the end.
     pub(crate) fn kill9(&self) {
-        if let Some(mut child) = self.child.lock().unwrap().take() {
-            child.kill().unwrap();
-            child.wait().unwrap();
+        if let Some(mut child) = signals::locked(&self.child).take() {
+            signals::end(&mut child);
         }
     }
 }

@@ -12,6 +12,7 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use super::raw::find;
+use super::signals;
 
 /// The proxy. It takes no more connections once it is dropped.
 pub struct Fault {
@@ -39,7 +40,7 @@ struct Switches {
 
 impl Drop for Fault {
     fn drop(&mut self) {
-        if let Some(accepting) = self.accepting.get_mut().expect("the task").take() {
+        if let Some(accepting) = signals::locked(&self.accepting).take() {
             accepting.abort();
         }
     }

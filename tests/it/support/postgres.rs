@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 
 use tokio_postgres::SimpleQueryMessage;
 
+use super::signals;
+
 /// How long the server may take to start or stop.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -178,14 +180,14 @@ impl Cluster {
             server.args(["-c", setting]);
         }
         server.stdout(Stdio::null()).stderr(log).stdin(Stdio::null()).process_group(0);
-        *self.server.lock().unwrap() = Some(server.spawn().unwrap());
+        let server = server.spawn().unwrap();
+        *signals::locked(&self.server) = Some(server);
         let end = Instant::now() + PATIENCE;
         while let Err(error) = self.try_ask("postgres", "SELECT 1") {
             assert!(Instant::now() < end, "no server: {error}\n{}", self.log());
             // After a kill the old shared memory may still be in use, and the server gives up: once more.
-            let mut server = self.server.lock().unwrap();
-            let gone = server.as_mut().is_none_or(|child| child.try_wait().unwrap().is_some());
-            drop(server);
+            let ended = |child: &mut Child| child.try_wait().ok().flatten().is_some();
+            let gone = signals::locked(&self.server).as_mut().is_none_or(ended);
             std::thread::sleep(Duration::from_millis(50));
             if gone {
                 return self.start();
@@ -195,17 +197,17 @@ impl Cluster {
 
     /// Stops the server as a crash does (`-m immediate`): the next start recovers.
     pub(crate) fn stop_at_once(&self) {
-        self.signal("-QUIT");
+        self.signal("QUIT");
     }
 
     /// Stops the server (`-m fast`): connections are closed, nothing is lost.
     pub(crate) fn stop(&self) {
-        self.signal("-INT");
+        self.signal("INT");
     }
 
     /// Stops the server at once, without a shutdown: the next start recovers.
     pub(crate) fn crash(&self) {
-        self.signal("-QUIT");
+        self.signal("QUIT");
     }
 
     /// Kills the server and all its processes.
@@ -213,22 +215,29 @@ impl Cluster {
         let pid = self.pid();
         let children =
             std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
-        self.signal("-KILL");
+        self.signal("KILL");
         for child in children.split_whitespace() {
             // Most have ended with their parent.
-            let _gone = Command::new("kill").args(["-KILL", child]).stderr(Stdio::null()).status();
+            let _gone = child.parse().is_ok_and(|child| signals::send(child, "KILL"));
         }
     }
 
-    fn pid(&self) -> u32 {
-        self.server.lock().unwrap().as_ref().unwrap().id()
+    /// The process of the running server.
+    pub(crate) fn pid(&self) -> u32 {
+        signals::locked(&self.server).as_ref().expect("a running server").id()
+    }
+
+    /// Fails as a test does that has the server in its hands.
+    pub(crate) fn fail_inside(&self) {
+        let _held = self.server.lock();
+        panic!("as it is meant to");
     }
 
     fn signal(&self, signal: &str) {
-        let mut server = self.server.lock().unwrap();
-        let Some(mut child) = server.take() else { return };
-        Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap();
-        child.wait().unwrap();
+        // Also at the end of a test that failed: nothing here may fail it again.
+        let Some(mut child) = signals::locked(&self.server).take() else { return };
+        signals::send(child.id(), signal);
+        let _ = child.wait();
     }
 
     /// What the server has logged. Each line begins with its database's name.
@@ -239,10 +248,10 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        self.signal("-QUIT");
+        self.signal("QUIT");
         if let Some(mut guard) = self.guard.take() {
             drop(guard.stdin.take());
-            guard.wait().unwrap();
+            let _ = guard.wait();
         }
     }
 }

@@ -9,6 +9,8 @@ use std::sync::mpsc;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use super::signals;
+
 /// Longest wait for anything that must happen.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -158,7 +160,7 @@ impl Gateway {
 
     /// All output so far.
     pub fn log(&self) -> String {
-        self.log.lock().expect("the log").clone()
+        signals::locked(&self.log).clone()
     }
 
     /// The most memory that the process ever had, in bytes.
@@ -176,8 +178,7 @@ impl Gateway {
 
     /// SIGKILL, and waits for the end.
     pub fn kill9(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        signals::end(&mut self.child);
     }
 
     /// Sends a signal by its name, `TERM` say.
@@ -204,8 +205,7 @@ impl Gateway {
 
 /// Sends a signal by its name, `TERM` say.
 pub fn signal(pid: u32, name: &str) {
-    let sent = Command::new("kill").arg(format!("-{name}")).arg(pid.to_string()).status();
-    assert!(sent.expect("kill runs").success(), "the process takes signals");
+    assert!(signals::send(pid, name), "the process takes signals");
 }
 
 /// Waits for a process's end; `None`: it does not come.
