@@ -48,7 +48,7 @@ pub struct Settings {
     pub only: Vec<String>,
     /// What of the body does not count: a JSONPath (`$...`), an XML path (`/...`), else the name of a form field.
     pub ignore: Vec<String>,
-    /// What of an XML body does not count, as XML paths.
+    /// What of an XML body does not count, as XML paths, or `ws-security` for what a signer of messages adds.
     pub ignore_xml: Vec<String>,
     /// The namespaces of prefixes in XML paths.
     pub xml_namespaces: xml::Given,
@@ -83,7 +83,10 @@ impl Recipe {
         let only = Entries::parse("only", &settings.only, given, &mut errors);
         let mut ignore = Entries::parse("ignore", &settings.ignore, given, &mut errors);
         for entry in &settings.ignore_xml {
-            ignore.read_xml("ignore_xml", entry, given, &mut errors);
+            match xml::named(entry) {
+                Some(paths) => ignore.xml.extend(paths),
+                None => ignore.read_xml("ignore_xml", entry, given, &mut errors),
+            }
         }
         let xml = xml::Selection { only: only.xml, ignore: ignore.xml };
         let mut headers = Vec::new();
@@ -156,7 +159,10 @@ impl Entries {
     fn read_xml(&mut self, name: &str, entry: &str, given: &xml::Given, errors: &mut Vec<String>) {
         match xml::Path::parse(entry, given) {
             Ok(path) => self.xml.push(path),
-            Err(error) => errors.push(format!("{name}: {error}")),
+            Err(error) if entry.starts_with('/') => errors.push(format!("{name}: {error}")),
+            Err(error) => {
+                errors.push(format!("{name}: {error}; or write the name {:?}", xml::WS_SECURITY));
+            }
         }
     }
 }

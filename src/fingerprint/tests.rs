@@ -323,3 +323,92 @@ fn every_bad_setting_is_named() {
     };
     assert_eq!(Recipe::compile(&settings).unwrap_err().len(), 7);
 }
+
+/// Two messages of one request, as a signer makes them.
+const SIGNED: [&str; 2] = [
+    include_str!("../../tests/cases/soap/signed-first.xml"),
+    include_str!("../../tests/cases/soap/signed-retry.xml"),
+];
+
+/// Compares two messages under an entry of `ignore_xml`.
+fn same_under(entry: &str, kind: &str, one: &str, other: &str) -> bool {
+    let settings = Settings { ignore_xml: vec![entry.to_owned()], ..Settings::default() };
+    let canonical = |body: &str| of(&settings, "/", kind, body.as_bytes()).canonical;
+    canonical(one) == canonical(other)
+}
+
+#[test]
+fn a_soap_message_that_is_signed_anew_is_the_same_request_in_both_versions_of_soap() {
+    let [first, retry] = SIGNED;
+    assert!(!same_under("//wsse:Security", "text/xml", first, retry), "the body's id is new, too");
+    assert!(same_under("ws-security", "text/xml", first, retry));
+    let to_soap12 = |text: &str| {
+        text.replace(
+            "http://schemas.xmlsoap.org/soap/envelope/",
+            "http://www.w3.org/2003/05/soap-envelope",
+        )
+    };
+    let (first12, retry12) = (to_soap12(first), to_soap12(retry));
+    assert!(same_under("ws-security", "application/soap+xml", &first12, &retry12));
+    // Other headers are signed as well, and get ids of their own.
+    let addressed = |id: &str, to: &str| {
+        let header = format!(
+            "<wsa:To xmlns:wsa=\"http://www.w3.org/2005/08/addressing\" xmlns:u=\"{WSU}\" u:Id=\"{id}\">{to}</wsa:To>"
+        );
+        first.replace("</wsse:Security>", &format!("</wsse:Security>{header}"))
+    };
+    let here = addressed("id-1", "urn:a");
+    assert!(same_under("ws-security", "text/xml", &here, &addressed("id-2", "urn:a")));
+    assert!(!same_under("ws-security", "text/xml", &here, &addressed("id-1", "urn:b")));
+    // A prefix that the configuration gives another meaning changes nothing of it.
+    let settings = Settings {
+        ignore_xml: vec!["ws-security".to_owned()],
+        xml_namespaces: [("wsse".to_owned(), "urn:other".to_owned())].into(),
+        ..Settings::default()
+    };
+    let canonical = |body: &str| of(&settings, "/", "text/xml", body.as_bytes()).canonical;
+    assert_eq!(canonical(first), canonical(retry));
+}
+
+const WSU: &str =
+    "http://docs.oasis-open.org/wss/2004/01/oasis-200401-wss-wssecurity-utility-1.0.xsd";
+
+#[test]
+fn what_a_signer_does_not_add_counts_beside_ws_security() {
+    let [first, retry] = SIGNED;
+    let pay = "<pay xmlns=\"urn:x\"><amount>5</amount></pay>";
+    let change = |from: &str, to: &str| {
+        let changed = retry.replace(from, to);
+        assert_ne!(retry, changed, "{from}");
+        changed
+    };
+    let other = [
+        change("<amount>5</amount>", "<amount>6</amount>"),
+        // An id of no namespace, or of another one, is the API's.
+        change("wsu:Id=\"id-2222\"", "Id=\"id-2222\""),
+        change("wsu:Id=\"id-2222\"", "xmlns:b=\"urn:b\" b:Id=\"id-2222\""),
+        change("wsu:Id=\"id-2222\"", "wsu:Other=\"id-2222\""),
+        // One within the content may be referred to by what counts.
+        change("<amount>5", "<amount wsu:Id=\"id-3\">5"),
+        // A header of the name in another namespace, and the name in another place.
+        change("oasis-200401-wss-wssecurity-secext-1.0.xsd", "other.xsd"),
+        change(pay, &format!("<Security xmlns=\"{WSSE}\"/>{pay}")),
+        change("soapenv:Header", "soapenv:Headers"),
+    ];
+    for (n, other) in other.iter().enumerate() {
+        assert!(!same_under("ws-security", "text/xml", first, other), "{n}: {other}");
+    }
+    assert!(!same_under("ws-security", "text/xml", &other[3], &other[4]));
+}
+
+const WSSE: &str =
+    "http://docs.oasis-open.org/wss/2004/01/oasis-200401-wss-wssecurity-secext-1.0.xsd";
+
+#[test]
+fn the_name_stands_for_all_its_paths_and_a_slip_is_told_of_it() {
+    assert_eq!(xml::named("ws-security").map(|paths| paths.len()), Some(6));
+    assert_eq!(xml::named("//wsse:Security"), None);
+    let slip = Settings { ignore_xml: vec!["ws-securty".to_owned()], ..Settings::default() };
+    let told = Recipe::compile(&slip).unwrap_err();
+    assert!(told[0].ends_with("or write the name \"ws-security\""), "{told:?}");
+}

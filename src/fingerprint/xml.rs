@@ -20,7 +20,7 @@ mod path;
 mod read;
 
 pub use namespaces::{Given, check};
-pub(crate) use path::Path;
+pub(crate) use path::{Path, WS_SECURITY, named};
 
 use self::path::Matcher;
 use self::read::{Attribute, Document, Layout, Letters, Name, Node};

@@ -80,6 +80,25 @@ fn the_small_examples_load() {
 }
 
 #[test]
+fn the_legacy_example_takes_a_message_that_is_signed_anew_for_the_same_request() {
+    let config = good(&repository("config/legacy.toml"), &[]);
+    let route = config.routes.by_operation("orders.soap").unwrap();
+    let mut headers = http::HeaderMap::new();
+    headers.insert("content-type", "text/xml; charset=utf-8".parse().unwrap());
+    let canonical = |file: &str| {
+        let body = repository(&format!("tests/cases/soap/{file}.xml"));
+        let parts = crate::fingerprint::Parts {
+            method: &http::Method::POST,
+            target: "/Orders.asmx",
+            headers: &headers,
+            body: body.as_bytes(),
+        };
+        crate::fingerprint::fingerprint(&route.fingerprint, &parts).canonical
+    };
+    assert_eq!(canonical("signed-first"), canonical("signed-retry"));
+}
+
+#[test]
 fn the_contract_s_example_loads() {
     let (config, warnings) = load(EXAMPLE, &[]).unwrap();
     assert_eq!(

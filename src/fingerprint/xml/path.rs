@@ -6,6 +6,27 @@
 
 use super::namespaces::{Given, namespace};
 
+/// The name of what WS-Security adds to a message when it is signed; see [`named`].
+pub(crate) const WS_SECURITY: &str = "ws-security";
+
+/// Whatever is in the header `wsse:Security` (tokens, time stamps, signatures), and the ids by which a signature refers to
+/// the body and to other headers: a signer draws new ones for each message. An id within the body's content is not among
+/// them: there something that counts may refer to it.
+const WS_SECURITY_PATHS: [&str; 6] = [
+    "/soap:Envelope/soap:Header/wsse:Security",
+    "/soap:Envelope/soap:Header/*/@wsu:Id",
+    "/soap:Envelope/soap:Body/@wsu:Id",
+    "/soap12:Envelope/soap12:Header/wsse:Security",
+    "/soap12:Envelope/soap12:Header/*/@wsu:Id",
+    "/soap12:Envelope/soap12:Body/@wsu:Id",
+];
+
+/// The paths that a name stands for, whatever prefixes the configuration gives; `None`: it is no such name.
+pub(crate) fn named(text: &str) -> Option<Vec<Path>> {
+    let paths = WS_SECURITY_PATHS.iter().filter_map(|path| Path::parse(path, &Given::new()).ok());
+    (text == WS_SECURITY).then(|| paths.collect())
+}
+
 /// Steps to elements in one path: their places fit the bits of a word.
 const STEPS_MAX: usize = 32;
 
