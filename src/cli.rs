@@ -31,7 +31,7 @@ use crate::gateway::tokens::Tokens;
 use crate::record::Answer;
 use crate::record::event::{Event, Origin};
 use crate::scope::{DigestKey, Source};
-use crate::store::RecordRow;
+use crate::store::{RecordRow, sqlite};
 use crate::telemetry::{causes, log};
 
 /// Makes retries of writes safe: an idempotency gateway in front of any HTTP API.
@@ -136,6 +136,9 @@ struct SinksArgs {
 /// For how long a completion by hand is kept where the configuration no longer has the record's route.
 const RETENTION: Duration = Duration::from_secs(24 * 3600);
 
+/// How long the end of the process waits for the store's threads: for what is queued, and for the last checkpoint.
+const CLOSE_MAX: Duration = Duration::from_secs(10);
+
 /// Exit status for wrong usage and wrong configuration.
 const USAGE: u8 = 2;
 
@@ -179,6 +182,12 @@ pub fn main() -> ExitCode {
     let code = runtime.block_on(run(cli.command));
     // What still blocks a thread of the runtime (a name that does not resolve, say) does not keep the process.
     runtime.shutdown_timeout(Duration::from_secs(1));
+    // Nobody has a store any more: what is in SQLite's log goes into the file, so that the file is all there is.
+    if !sqlite::all_closed(CLOSE_MAX) {
+        tracing::warn!(
+            "the database was not closed in time: a copy of it needs the log beside it, too"
+        );
+    }
     log::flush();
     code
 }

@@ -34,8 +34,8 @@ use crate::record::Operation;
 use crate::relay;
 use crate::route::Routes;
 use crate::scope::DigestKey;
-use crate::store::postgres;
 use crate::store::sealed::Keys;
+use crate::store::{postgres, sqlite};
 use crate::sweep;
 use crate::telemetry::log;
 
@@ -109,7 +109,7 @@ impl fmt::Debug for Admin {
 }
 
 /// Where records are kept.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Store {
     /// Which database.
     pub kind: StoreKind,
@@ -126,8 +126,8 @@ pub struct Store {
 /// Which database.
 #[derive(Clone)]
 pub enum StoreKind {
-    /// A file, relative to the working folder.
-    Sqlite(PathBuf),
+    /// A file.
+    Sqlite(sqlite::Location),
     /// A server; the URL may hold a password.
     Postgres(postgres::Settings),
 }
@@ -135,7 +135,7 @@ pub enum StoreKind {
 impl fmt::Debug for StoreKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Sqlite(path) => write!(f, "sqlite:{}", path.display()),
+            Self::Sqlite(location) => write!(f, "sqlite:{}", location.path.display()),
             Self::Postgres(settings) => f
                 .debug_struct("Postgres")
                 .field("connections", &settings.connections)

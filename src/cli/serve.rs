@@ -27,7 +27,7 @@ use crate::record::event::wanted::Subscriber;
 use crate::relay::{Claimant, sink};
 use crate::route::{ReplayAuth, Server};
 use crate::store::postgres::Postgres;
-use crate::store::sqlite::{self, FileLock, Sqlite};
+use crate::store::sqlite::{self, Sqlite};
 use crate::store::{self, OpenError, Store};
 use crate::telemetry::Metrics;
 use crate::{relay, sweep};
@@ -78,8 +78,6 @@ pub struct Opened {
     pub alone: bool,
     /// Where outcomes are kept that it does not take; drained of what dead processes left.
     pub spill: Spill,
-    /// Held for the life of `serve`.
-    _lock: Option<FileLock>,
 }
 
 /// Opens the store for a command, beside whatever runs.
@@ -88,8 +86,8 @@ pub struct Opened {
 /// See [`OpenError`]: also where the schema is not this program's.
 pub async fn open(settings: &config::Store, migrate: bool) -> Result<Arc<dyn Store>, OpenError> {
     let store: Arc<dyn Store> = match &settings.kind {
-        StoreKind::Sqlite(path) => {
-            let store = Sqlite::open(path).await?;
+        StoreKind::Sqlite(location) => {
+            let store = Sqlite::open(location).await?;
             store.migrate(migrate).await?;
             Arc::new(store)
         }
@@ -117,10 +115,11 @@ async fn open_to_serve(
 ) -> Result<Opened, StartError> {
     let migrate = settings.migrate;
     match &settings.kind {
-        StoreKind::Sqlite(path) => {
-            let lock = sqlite::lock(path)?;
-            let sqlite = Arc::new(Sqlite::open(path).await?);
-            if lock.found_it_cut() {
+        StoreKind::Sqlite(location) => {
+            let lock = sqlite::lock(location)?;
+            let cut = lock.found_it_cut();
+            let sqlite = Arc::new(Sqlite::open_locked(location, lock).await?);
+            if cut {
                 sqlite.check_whole().await?;
             }
             sqlite.migrate(migrate).await?;
@@ -129,7 +128,7 @@ async fn open_to_serve(
             // The lock says that no other process lives: every lease in the file is a dead one's.
             sqlite.end_all_leases().await?;
             while store.mark_dead(None, MARK_BATCH).await? > 0 {}
-            Ok(Opened { store, alone: true, spill, _lock: Some(lock) })
+            Ok(Opened { store, alone: true, spill })
         }
         StoreKind::Postgres(postgres) => {
             let store = Postgres::open(postgres.clone()).await?;
@@ -137,7 +136,7 @@ async fn open_to_serve(
             store.name_sinks(sinks).await?;
             let store = sealed(Arc::new(store), settings);
             let spill = own_spill(settings, &store, metrics).await?;
-            Ok(Opened { store, alone: false, spill, _lock: None })
+            Ok(Opened { store, alone: false, spill })
         }
     }
 }

@@ -13,6 +13,7 @@ mod lookup;
 mod replay_auth;
 mod routes;
 mod sinks;
+mod store_url;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -38,9 +39,11 @@ use crate::relay::{self, sink};
 use crate::route::{Mode, OnUnknown, Pattern, Policy, ReplayAuth, Route, Routes};
 use crate::scope::{self, Derive, Source};
 use crate::store::sealed::Keys;
-use crate::store::{Backlog, postgres};
+use crate::store::{Backlog, sqlite};
 use crate::sweep;
 use crate::telemetry::log;
+
+use self::store_url::read_store_url;
 
 const SECOND: Duration = Duration::from_secs(1);
 const HOUR: Duration = Duration::from_secs(3600);
@@ -336,7 +339,7 @@ impl Builder<'_> {
         }
         let kind =
             raw.url.as_ref().and_then(|url| self.checked(url, |text| read_store_url(text, raw)));
-        let kind = kind.unwrap_or_else(|| StoreKind::Sqlite(PathBuf::from("oncegate.db")));
+        let kind = kind.unwrap_or_else(|| StoreKind::Sqlite(sqlite::Location::new("oncegate.db")));
         Store {
             spill: self.spill(&raw.spill, &kind),
             keys: Arc::new(self.keys(raw)),
@@ -378,8 +381,8 @@ impl Builder<'_> {
             self.notes.mistake(&placed.place, "must be at least \"64KiB\"");
         }
         let default = || match kind {
-            StoreKind::Sqlite(path) => {
-                let mut beside = path.clone().into_os_string();
+            StoreKind::Sqlite(location) => {
+                let mut beside = location.path.clone().into_os_string();
                 beside.push(".spill");
                 PathBuf::from(beside)
             }
@@ -409,7 +412,9 @@ impl Builder<'_> {
             return DigestKeyFile::Given(path);
         }
         let folder = match &store.kind {
-            StoreKind::Sqlite(path) => path.parent().unwrap_or(Path::new("")).to_owned(),
+            StoreKind::Sqlite(location) => {
+                location.path.parent().unwrap_or(Path::new("")).to_owned()
+            }
             StoreKind::Postgres(_) => {
                 if routes.iter().any(keeps_digests) {
                     let wrong = "is missing; a tenant by credential, and the credential that replay_auth compares, is a \
@@ -523,22 +528,6 @@ fn read_base(text: &str, how: &str) -> Result<Uri, String> {
         return Err(format!("a user before the host (`...@`) has no meaning here; {how}"));
     }
     Ok(url)
-}
-
-fn read_store_url(text: &str, raw: &file::Store) -> Result<StoreKind, String> {
-    if let Some(path) = text.strip_prefix("sqlite:").filter(|path| !path.is_empty()) {
-        return Ok(StoreKind::Sqlite(PathBuf::from(path)));
-    }
-    if text.starts_with("postgres://") || text.starts_with("postgresql://") {
-        return Ok(StoreKind::Postgres(postgres::Settings {
-            url: text.to_owned(),
-            connections: or(&raw.connections, 10),
-            statement_timeout: or(&raw.timeout, STATEMENT_TIMEOUT),
-            connect_timeout: or(&raw.connect_timeout, 3 * SECOND),
-        }));
-    }
-    // The text may hold a password: it is not repeated.
-    Err("must begin with \"sqlite:\" and a path, or with \"postgres://\"".to_owned())
 }
 
 fn read_header(text: &str) -> Result<HeaderName, String> {

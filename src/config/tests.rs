@@ -168,7 +168,7 @@ fn a_wrong_variable_is_named_and_a_strange_one_only_warned_of() {
 fn without_a_file_every_post_and_patch_with_a_key_is_protected() {
     let (config, _) = Config::load(None, [], Some("http://127.0.0.1:3000")).unwrap();
     assert!(
-        matches!(&config.store.kind, StoreKind::Sqlite(path) if path == Path::new("oncegate.db"))
+        matches!(&config.store.kind, StoreKind::Sqlite(location) if location.path == Path::new("oncegate.db"))
     );
     let facts: Vec<_> = config.facts.iter().map(|facts| facts.operation.as_str()).collect();
     assert_eq!(facts, ["POST /{*path}", "PATCH /{*path}", "POST /", "PATCH /"]);

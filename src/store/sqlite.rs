@@ -25,7 +25,6 @@ mod show;
 mod sinks;
 mod thread;
 
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -34,9 +33,10 @@ use async_trait::async_trait;
 use uuid::Uuid;
 
 use self::file::Stand;
-pub use self::file::{FileLock, lock};
+pub use self::file::{FileLock, Location, lock};
 use self::records::Completer;
-use self::thread::{Busy, Role, Tx, Worker, checkpoints, connect};
+pub use self::thread::all_closed;
+use self::thread::{Busy, Nudge, Role, Tx, Worker, checkpoints, connect};
 use super::batch::{Batcher, RunError, Turns, Work};
 use super::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Cause, Changed, Chosen, Claim,
@@ -80,17 +80,30 @@ pub struct Sqlite {
 }
 
 impl Sqlite {
-    /// Opens the file, and makes it where there is none. It neither migrates nor locks.
+    /// Opens the file, and makes it where there is none and that is allowed. It neither migrates nor locks.
     ///
     /// # Errors
     /// [`OpenError::Connect`] where the file cannot be read and written, or is no database;
     /// [`OpenError::NewerSchema`] where a newer program has migrated it.
-    pub async fn open(path: &Path) -> Result<Self, OpenError> {
-        let place = path.display().to_string();
-        let path = path.to_owned();
+    pub async fn open(location: &Location) -> Result<Self, OpenError> {
+        Self::open_as(location, None).await
+    }
+
+    /// As [`Sqlite::open`], for who has locked the file: the lock is kept until the last connection is closed.
+    ///
+    /// # Errors
+    /// As [`Sqlite::open`].
+    pub async fn open_locked(location: &Location, lock: FileLock) -> Result<Self, OpenError> {
+        Self::open_as(location, Some(lock)).await
+    }
+
+    async fn open_as(location: &Location, lock: Option<FileLock>) -> Result<Self, OpenError> {
+        location.look()?;
+        let place = location.path.display().to_string();
+        let location = location.clone();
         let opened = tokio::task::spawn_blocking(move || {
-            let workers = start(&path)?;
-            Ok::<_, Cause>((workers, Stand::of(&path)?))
+            let workers = start(&location, lock)?;
+            Ok::<_, Cause>((workers, Stand::of(&location.path)?))
         })
         .await;
         let ((writer, reader, lists), stand) = match opened {
@@ -222,15 +235,20 @@ impl Sqlite {
 }
 
 /// Opens the connections and starts their threads: the writer, the reader of the request path, and the one for lists.
-fn start(path: &Path) -> Result<(Worker, Worker, Worker), Cause> {
+fn start(location: &Location, lock: Option<FileLock>) -> Result<(Worker, Worker, Worker), Cause> {
     // The writer first: it makes the file and sets its journal mode.
-    let writer = connect(path, Role::Writer)?;
-    let reader = connect(path, Role::Reader)?;
-    let lists = connect(path, Role::Reader)?;
-    let nudge = checkpoints(path, connect(path, Role::Checkpoint)?)?;
-    let writer = Worker::start("sqlite-writer", writer, nudge)?;
-    let reader = Worker::start("sqlite-reader", reader, || ())?;
-    let lists = Worker::start("sqlite-lists", lists, || ())?;
+    let writer = connect(location, Role::Writer)?;
+    let reader = connect(location, Role::Reader)?;
+    let lists = connect(location, Role::Reader)?;
+    let nudge = checkpoints(location, connect(location, Role::Checkpoint)?, lock)?;
+    let keeps = |nudge: Nudge| {
+        move || {
+            let _kept = &nudge;
+        }
+    };
+    let reader = Worker::start("sqlite-reader", reader, keeps(nudge.clone()))?;
+    let lists = Worker::start("sqlite-lists", lists, keeps(nudge.clone()))?;
+    let writer = Worker::start("sqlite-writer", writer, move || nudge.committed())?;
     Ok((writer, reader, lists))
 }
 

@@ -50,6 +50,7 @@ mod lookup;
 mod losses;
 mod negotiation;
 mod observe;
+mod one_file;
 mod order;
 mod outage;
 mod outcomes;

@@ -6,14 +6,22 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use oncegate::record::{Fingerprint, Key, Operation, OwnerId, RecordId, Scope, Tenant};
-use oncegate::store::sqlite::{Sqlite, lock};
+use oncegate::store::sqlite::{FileLock, Location, Sqlite};
 use oncegate::store::{Error, OpenError, Proposal, RecordFilter, Reserved, Store};
 
 /// A store on this file, migrated.
 pub(crate) async fn open(path: &Path) -> Arc<dyn Store> {
-    let store = Sqlite::open(path).await.unwrap();
+    let store = unmigrated(path).await.unwrap();
     store.migrate(true).await.unwrap();
     Arc::new(store)
+}
+
+async fn unmigrated(path: &Path) -> Result<Sqlite, OpenError> {
+    Sqlite::open(&Location::new(path)).await
+}
+
+fn lock(path: &Path) -> Result<FileLock, OpenError> {
+    oncegate::store::sqlite::lock(&Location::new(path))
 }
 
 fn database() -> (tempfile::TempDir, std::path::PathBuf) {
@@ -77,14 +85,14 @@ async fn a_newer_schema_is_refused() {
     let (_dir, path) = database();
     open(&path).await;
     rusqlite::Connection::open(&path).unwrap().execute_batch("PRAGMA user_version = 99").unwrap();
-    let Err(error) = Sqlite::open(&path).await else { panic!("opened") };
+    let Err(error) = unmigrated(&path).await else { panic!("opened") };
     assert!(matches!(error, OpenError::NewerSchema { found: 99, known: 8 }), "{error}");
 }
 
 #[tokio::test]
 async fn an_older_schema_is_migrated_only_where_that_is_allowed() {
     let (_dir, path) = database();
-    let store = Sqlite::open(&path).await.unwrap();
+    let store = unmigrated(&path).await.unwrap();
     let error = store.migrate(false).await.unwrap_err();
     assert!(matches!(error, OpenError::OlderSchema { found: 0, known: 8 }), "{error}");
     assert!(store.ping().await.is_err());
@@ -97,7 +105,7 @@ async fn an_older_schema_is_migrated_only_where_that_is_allowed() {
 #[tokio::test]
 async fn records_that_were_unknown_before_the_migration_are_noted() {
     let (_dir, path) = database();
-    drop(Sqlite::open(&path).await.unwrap());
+    drop(unmigrated(&path).await.unwrap());
     let db = rusqlite::Connection::open(&path).unwrap();
     db.execute_batch(include_str!("../../migrations/sqlite/0001_records.sql")).unwrap();
     db.execute_batch("PRAGMA user_version = 1").unwrap();
@@ -135,7 +143,7 @@ async fn a_place_that_cannot_be_written_is_a_clear_error() {
         .unwrap();
     let missing = dir.path().join("missing/oncegate.db");
     for place in [Path::new("/proc/oncegate.db"), &missing, dir.path(), &path] {
-        let Err(error) = Sqlite::open(place).await else { panic!("opened {place:?}") };
+        let Err(error) = unmigrated(place).await else { panic!("opened {place:?}") };
         let OpenError::Connect { place: named, cause } = &error else { panic!("{error}") };
         assert_eq!(named, &place.display().to_string());
         let cause = cause.to_string();

@@ -20,6 +20,33 @@ use super::super::{Error, OpenError};
 /// The files that SQLite keeps beside the database: its log, and the locks and index of that log.
 const BESIDE: [&str; 2] = ["-wal", "-shm"];
 
+/// Which file, and whether it is made where there is none.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Location {
+    /// Relative to the working folder.
+    pub path: PathBuf,
+    /// Whether it is made where there is none.
+    pub create: bool,
+}
+
+impl Location {
+    /// A file that is made where there is none.
+    #[must_use]
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self { path: path.into(), create: true }
+    }
+
+    /// Whether it may be opened: it is there, or it may be made.
+    pub(super) fn look(&self) -> Result<(), OpenError> {
+        if self.create || self.path.try_exists().unwrap_or(true) {
+            return Ok(());
+        }
+        let why = "there is no such file, and store.url says that it must be there (mode=rw): mount it or put it back, or \
+                   leave mode=rw out for an empty one";
+        Err(connect(&self.path, std::io::Error::other(why)))
+    }
+}
+
 /// Holds a database file for one `serve`, until it is dropped or the process dies.
 #[derive(Debug)]
 pub struct FileLock {
@@ -43,14 +70,15 @@ impl Drop for FileLock {
     }
 }
 
-/// Takes the lock of a database file (and of `PATH.lock`), and makes the file where there is none. Commands do not
-/// take it.
+/// Takes the lock of a database file (and of `PATH.lock`), and makes the file where there is none and that is allowed.
+/// Commands do not take it.
 ///
 /// # Errors
 /// [`OpenError::Locked`] where another process has it, [`OpenError::Connect`] where one of the two files cannot be
-/// written, or the database has a second name.
-pub fn lock(path: &Path) -> Result<FileLock, OpenError> {
-    let path = &resolved(path);
+/// written, the database has a second name, or is not there and must be.
+pub fn lock(location: &Location) -> Result<FileLock, OpenError> {
+    location.look()?;
+    let path = &resolved(&location.path);
     let beside = open(&beside(path, ".lock"))?;
     hold(&beside, path)?;
     let database = ManuallyDrop::new(open(path)?);

@@ -10,12 +10,15 @@
 //! - The writer never runs a checkpoint: a thread of its own does, so that no commit waits for one. Only a log that
 //!   has grown beyond [`WAL_MAX`] is restarted while the writer waits, right after a checkpoint that left little to do.
 //!
-//! When the last handle is dropped the threads finish what is queued and end. When the process dies here, SQLite's
-//! own recovery replays the log: what was answered was in it and synced.
+//! - The thread for checkpoints ends last, so that nobody of this process is in the way of the last one: it moves what is
+//!   left of the log into the database, and SQLite deletes the log where no other process has the file open.
+//!
+//! When the last handle is dropped the threads finish what is queued and end; [`all_closed`] waits for that. When the
+//! process dies here, SQLite's own recovery replays the log: what was answered was in it and synced.
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -23,11 +26,10 @@ use rusqlite::{Connection, ErrorCode, OpenFlags, Params, ffi};
 use tokio::sync::oneshot;
 
 use super::super::{Cause, Error};
+use super::file::{FileLock, Location};
 
-/// Read and write; the file is made where there is none.
-const FLAGS: OpenFlags = OpenFlags::SQLITE_OPEN_READ_WRITE
-    .union(OpenFlags::SQLITE_OPEN_CREATE)
-    .union(OpenFlags::SQLITE_OPEN_NO_MUTEX);
+/// Read and write, a connection for each thread.
+const FLAGS: OpenFlags = OpenFlags::SQLITE_OPEN_READ_WRITE.union(OpenFlags::SQLITE_OPEN_NO_MUTEX);
 /// How long a statement waits for the write lock of another process before the database counts as unavailable.
 const BUSY: Duration = Duration::from_secs(5);
 /// The same for the checkpoint, which may hold the write lock while it waits for readers.
@@ -115,7 +117,7 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// Starts a thread that works with `conn`; `after` is called after each job.
+    /// Starts a thread that works with `conn`; `after` is called after each job, and dropped when `conn` is closed.
     pub(super) fn start(
         name: &str,
         conn: Connection,
@@ -127,6 +129,8 @@ impl Worker {
                 job(&conn);
                 after();
             }
+            drop(conn);
+            drop(after);
         })?;
         Ok(Self { jobs })
     }
@@ -251,8 +255,12 @@ pub(super) enum Role {
 }
 
 /// Opens a connection with the settings that durability rests on.
-pub(super) fn connect(path: &Path, role: Role) -> Result<Connection, Cause> {
-    let conn = Connection::open_with_flags(path, FLAGS)?;
+pub(super) fn connect(location: &Location, role: Role) -> Result<Connection, Cause> {
+    let flags = match location.create {
+        true => FLAGS | OpenFlags::SQLITE_OPEN_CREATE,
+        false => FLAGS,
+    };
+    let conn = Connection::open_with_flags(&location.path, flags)?;
     match set_up(&conn, role) {
         Ok(None) => Ok(conn),
         Ok(Some(mode)) => {
@@ -296,20 +304,40 @@ fn try_to_write(conn: &Connection) -> rusqlite::Result<()> {
     }
 }
 
-/// Starts the thread that moves the log into the database. The writer calls the returned function between two jobs: it
-/// nudges the thread, and waits while the log is being restarted. The thread ends when the function is dropped.
+/// Tells the thread for checkpoints of commits, and keeps it: it ends when all clones are dropped.
+#[derive(Clone)]
+pub(super) struct Nudge {
+    nudge: SyncSender<()>,
+    gate: Arc<Mutex<()>>,
+}
+
+impl Nudge {
+    /// There may be more in the log. For the writer, between two jobs: it waits while the log is being restarted.
+    pub(super) fn committed(&self) {
+        // Full: a nudge is waiting already.
+        self.nudge.try_send(()).unwrap_or(());
+        drop(self.gate.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+/// Starts the thread that moves the log into the database. It keeps the lock of the file, where this process has it,
+/// until it ends: until every connection is closed.
 pub(super) fn checkpoints(
-    path: &Path,
+    location: &Location,
     conn: Connection,
-) -> std::io::Result<impl Fn() + Send + 'static> {
-    let mut log = path.as_os_str().to_owned();
+    lock: Option<FileLock>,
+) -> std::io::Result<Nudge> {
+    let mut log = location.path.as_os_str().to_owned();
     log.push("-wal");
     let log = PathBuf::from(log);
     let (nudge, nudges) = sync_channel::<()>(1);
     let gate = Arc::new(Mutex::new(()));
     let closing = Arc::clone(&gate);
+    let open = Open::counted();
     thread::Builder::new().name("sqlite-checkpoint".into()).spawn(move || {
+        let mut wrote = false;
         while let Ok(()) = nudges.recv() {
+            wrote = true;
             let size = std::fs::metadata(&log).map_or(0, |file| file.len());
             if size >= WAL_SMALL
                 && let Err(error) = checkpoint(&conn, size, &closing)
@@ -317,18 +345,74 @@ pub(super) fn checkpoints(
                 tracing::debug!(%error, "a checkpoint failed and is repeated");
             }
             if !paused(&nudges) {
-                return;
+                break;
             }
         }
+        if wrote {
+            last_checkpoint(&conn, &log, lock.is_some());
+        }
+        drop(conn);
+        drop(lock);
+        drop(open);
     })?;
-    Ok(move || {
-        // Full: a nudge is waiting already.
-        nudge.try_send(()).unwrap_or(());
-        drop(gate.lock().unwrap_or_else(PoisonError::into_inner));
-    })
+    Ok(Nudge { nudge, gate })
 }
 
-/// Waits for the shortest time between two checkpoints; `false` where the writer ended meanwhile.
+/// Moves what is left of the log into the database, when every other connection of this process is closed.
+///
+/// Who owns the file empties the log as well, whoever else has it open. A command does not: it would be in the way of the
+/// `serve` beside it, which owns the log. Where others read or write, something may be left: that is no failure.
+fn last_checkpoint(conn: &Connection, log: &Path, owned: bool) {
+    let mode = if owned { "TRUNCATE" } else { "PASSIVE" };
+    let sql = format!("PRAGMA wal_checkpoint({mode})");
+    let done = conn.query_row(&sql, [], |row| row.get::<_, i64>(0));
+    if !owned {
+        return;
+    }
+    let log = log.display().to_string();
+    match done {
+        Ok(0) => {}
+        Ok(_busy) => tracing::warn!(
+            log,
+            "another program has the database open: the log beside it still holds what a copy of the database needs"
+        ),
+        Err(error) => tracing::warn!(
+            %error,
+            log,
+            "the log was not moved into the database: a copy of the database needs it, too"
+        ),
+    }
+}
+
+/// How many threads of this process are not done with their file; notified of each that is.
+static OPEN: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
+
+/// Counts a store of this process as open, until it is dropped.
+struct Open(());
+
+impl Open {
+    fn counted() -> Self {
+        *OPEN.0.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        Self(())
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        *OPEN.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        OPEN.1.notify_all();
+    }
+}
+
+/// Waits until every store of this process is closed, for at most `limit`; whether they are. For the end of the process,
+/// when all handles are dropped.
+pub fn all_closed(limit: Duration) -> bool {
+    let open = OPEN.0.lock().unwrap_or_else(PoisonError::into_inner);
+    let waited = OPEN.1.wait_timeout_while(open, limit, |open| *open > 0);
+    *waited.unwrap_or_else(PoisonError::into_inner).0 == 0
+}
+
+/// Waits for the shortest time between two checkpoints; `false` where the other threads ended meanwhile.
 /// A nudge that comes meanwhile is taken, and stands for the next commit's: the log is looked at again then.
 fn paused(nudges: &Receiver<()>) -> bool {
     thread::sleep(CHECKPOINT_PAUSE);
@@ -366,6 +450,7 @@ mod tests {
     fn a_constraint_is_refused_and_a_lock_is_unavailable() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("t.db");
+        let path = Location::new(path);
         let conn = connect(&path, Role::Writer).unwrap();
         conn.execute_batch("CREATE TABLE t (a INTEGER PRIMARY KEY)").unwrap();
         let insert =
@@ -384,6 +469,7 @@ mod tests {
     fn a_log_beyond_its_limit_is_cut() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("t.db");
+        let path = Location::new(path);
         let conn = connect(&path, Role::Writer).unwrap();
         conn.execute_batch("CREATE TABLE t (a BLOB)").unwrap();
         conn.execute(

@@ -1,0 +1,169 @@
+//! `store.url`: a SQLite file or a Postgres server.
+//!
+//! A URL of a file is read once, here, and nowhere handed on as text: what means nothing is refused, since a parameter that
+//! became part of a name would be another, empty database, which executes every key again.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt as _;
+
+use percent_encoding::percent_decode_str;
+
+use crate::config::StoreKind;
+use crate::config::file;
+use crate::store::postgres;
+use crate::store::sqlite::Location;
+
+use super::{SECOND, STATEMENT_TIMEOUT, or};
+
+/// How the URL of a file is written.
+const HOW: &str = "write \"sqlite:PATH\", \"sqlite://PATH\" or \"sqlite:///absolute/path\"";
+
+pub(super) fn read_store_url(text: &str, raw: &file::Store) -> Result<StoreKind, String> {
+    if let Some(rest) = text.strip_prefix("sqlite:") {
+        return read_location(rest).map(StoreKind::Sqlite);
+    }
+    if text.starts_with("postgres://") || text.starts_with("postgresql://") {
+        return Ok(StoreKind::Postgres(postgres::Settings {
+            url: text.to_owned(),
+            connections: or(&raw.connections, 10),
+            statement_timeout: or(&raw.timeout, STATEMENT_TIMEOUT),
+            connect_timeout: or(&raw.connect_timeout, 3 * SECOND),
+        }));
+    }
+    // The text may hold a password: it is not repeated.
+    Err("must begin with \"sqlite:\" and a path, or with \"postgres://\"".to_owned())
+}
+
+/// What stands behind `sqlite:`.
+fn read_location(text: &str) -> Result<Location, String> {
+    if text.contains('#') {
+        return Err(format!(
+            "a fragment (#...) has no meaning here; {HOW}, with %23 for a # in a name"
+        ));
+    }
+    let (path, query) =
+        text.split_once('?').map_or((text, None), |(path, query)| (path, Some(query)));
+    // An authority there is none: with two slashes or without, what follows is the path.
+    let path = path.strip_prefix("//").unwrap_or(path);
+    match path {
+        "" => return Err(format!("names no file; {HOW}")),
+        ":memory:" => {
+            let wrong = "a database in memory is forgotten with the process, and its keys are executed again";
+            return Err(format!("{wrong}; {HOW}"));
+        }
+        _ if path.starts_with("file:") => {
+            return Err(format!("holds another URL (file:...); {HOW}"));
+        }
+        _ if path.ends_with('/') => return Err(format!("names a folder; {HOW}")),
+        _ => {}
+    }
+    let bytes = decoded(path)?;
+    let create = query.map_or(Ok(true), read_mode)?;
+    Ok(Location { path: OsString::from_vec(bytes).into(), create })
+}
+
+/// The bytes of a name in which `%20` is a blank.
+fn decoded(path: &str) -> Result<Vec<u8>, String> {
+    let hex = |text: &str| text.len() == 2 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let whole = |rest: &str| rest.get(..2).is_some_and(hex);
+    if !path.split('%').skip(1).all(whole) {
+        return Err(
+            "has a % without two hexadecimal digits; write %25 for a % in a name".to_owned()
+        );
+    }
+    let bytes: Vec<u8> = percent_decode_str(path).collect();
+    if bytes.contains(&0) {
+        return Err("has a zero byte (%00), which no name can have".to_owned());
+    }
+    Ok(bytes)
+}
+
+/// Whether the file may be made, as the parameters say.
+fn read_mode(query: &str) -> Result<bool, String> {
+    let allowed = "allowed is mode=rwc (the default: a file that is not there is made) or mode=rw (it must be there)";
+    match query.split_once('=') {
+        Some(("mode", "rwc")) => Ok(true),
+        Some(("mode", "rw")) => Ok(false),
+        Some(("mode", "ro")) => Err(format!(
+            "mode=ro cannot be: the store is written, and the commands that only look open it as `serve` does; {allowed}"
+        )),
+        Some(("mode", "memory")) => Err(format!(
+            "mode=memory cannot be: the records would be forgotten with the process; {allowed}"
+        )),
+        Some(_) | None => Err(format!("the parameter {query:?} means nothing here; {allowed}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn a_file_is_found_where_its_url_says() {
+        for (text, path, create) in [
+            ("x.db", "x.db", true),
+            ("//x.db", "x.db", true),
+            ("//data/x.db", "data/x.db", true),
+            ("data/x.db", "data/x.db", true),
+            ("./x.db", "./x.db", true),
+            ("../x.db", "../x.db", true),
+            ("/var/x.db", "/var/x.db", true),
+            ("///var/x.db", "/var/x.db", true),
+            ("////var/x.db", "//var/x.db", true),
+            ("my%20own.db", "my own.db", true),
+            ("my own.db", "my own.db", true),
+            ("a%2Fb%3f%23%25.db", "a/b?#%.db", true),
+            ("%C3%A9t%C3%A9.db", "été.db", true),
+            ("été.db", "été.db", true),
+            ("a+b&c=d.db", "a+b&c=d.db", true),
+            ("localhost/x.db", "localhost/x.db", true),
+            (":memory:.db", ":memory:.db", true),
+            ("x.db?mode=rwc", "x.db", true),
+            ("//x.db?mode=rwc", "x.db", true),
+            ("///var/x.db?mode=rw", "/var/x.db", false),
+        ] {
+            let location = read_location(text).unwrap_or_else(|wrong| panic!("{text}: {wrong}"));
+            assert_eq!((&*location.path, location.create), (Path::new(path), create), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_means_nothing_in_a_url_is_refused_with_what_is_allowed() {
+        let allowed = "allowed is mode=rwc (the default: a file that is not there is made) or mode=rw (it must be there)";
+        for (text, wrong) in [
+            ("", "names no file"),
+            ("//", "names no file"),
+            ("?mode=rwc", "names no file"),
+            ("//?mode=rw", "names no file"),
+            ("/", "names a folder"),
+            ("data/", "names a folder"),
+            (":memory:", "a database in memory is forgotten with the process"),
+            ("//:memory:", "a database in memory is forgotten with the process"),
+            (":memory:?cache=shared", "a database in memory is forgotten with the process"),
+            ("file:x.db?mode=ro", "holds another URL (file:...)"),
+            ("x.db#a", "a fragment (#...) has no meaning here"),
+            ("x.db?mode=rw#a", "a fragment (#...) has no meaning here"),
+            ("100%.db", "has a % without two hexadecimal digits; write %25"),
+            ("a%2.db", "has a % without two hexadecimal digits"),
+            ("a%zz.db", "has a % without two hexadecimal digits"),
+            ("a%é.db", "has a % without two hexadecimal digits"),
+            ("a%00.db", "has a zero byte (%00)"),
+            ("x.db?mode=ro", "mode=ro cannot be: the store is written"),
+            ("x.db?mode=memory", "mode=memory cannot be"),
+            ("x.db?mode=RW", "the parameter \"mode=RW\" means nothing here; allowed is mode=rwc"),
+            ("x.db?mode", "the parameter \"mode\" means nothing here"),
+            ("x.db?", "the parameter \"\" means nothing here"),
+            ("x.db?cache=shared", "the parameter \"cache=shared\" means nothing here"),
+            ("x.db?immutable=1", "the parameter \"immutable=1\" means nothing here"),
+            ("x.db?mode=rw&mode=rwc", "the parameter \"mode=rw&mode=rwc\" means nothing here"),
+            ("x.db?mode=rwc&cache=shared", "the parameter \"mode=rwc&cache=shared\" means nothing"),
+        ] {
+            let told = read_location(text).expect_err(text);
+            assert!(told.starts_with(wrong), "{text}: {told}");
+            let how = told.contains(allowed) || told.contains(HOW) || told.contains('%');
+            assert!(how, "{text}: {told}");
+        }
+    }
+}
