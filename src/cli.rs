@@ -1,5 +1,6 @@
 //! The commands: what a person types, and what is wired from it.
 
+mod check;
 pub mod events;
 pub mod explain;
 pub mod print;
@@ -26,7 +27,6 @@ use crate::config::{self, Config};
 use crate::demo;
 use crate::fault;
 use crate::gateway::explain::Explainer;
-use crate::gateway::spill;
 use crate::gateway::tokens::Tokens;
 use crate::record::Answer;
 use crate::record::event::{Event, Origin};
@@ -197,7 +197,7 @@ async fn run(command: Command) -> ExitCode {
         Command::Serve(args) => serve(args).await,
         Command::Relay(args) => relay_alone(&args).await,
         Command::Demo(args) => demo::run(args.exit).await,
-        Command::Check(args) => check(&args),
+        Command::Check(args) => check::check(&args).await,
         Command::Explain(args) => explain_request(&args).await,
         Command::Migrate(args) => migrate(&args).await,
         Command::Records(args) => {
@@ -369,38 +369,6 @@ impl Signals {
     }
 }
 
-fn check(args: &ConfigArgs) -> ExitCode {
-    let (config, warnings) = match load(args.config.as_deref(), None) {
-        Ok(loaded) => loaded,
-        Err(code) => return code,
-    };
-    if let Err(unwritable) = spill::probe(&config.store.spill.dir) {
-        return fail(USAGE, &format!("store.spill.dir: {}", causes(&unwritable)));
-    }
-    let routes = config.routes.iter().count();
-    let keys: Vec<_> = config.store.keys.ids().collect();
-    if args.json {
-        let warnings: Vec<_> = warnings.iter().map(ToString::to_string).collect();
-        let found = serde_json::json!({
-            "ok": true, "routes": routes, "warnings": warnings, "encryption_keys": keys,
-        });
-        say(&found.to_string());
-    } else {
-        for warning in &warnings {
-            say(&format!("warning: {warning}"));
-        }
-        let counted = |count: usize, what: &str| {
-            format!("{count} {what}{}", if count == 1 { "" } else { "s" })
-        };
-        let (routes, warned) = (counted(routes, "route"), counted(warnings.len(), "warning"));
-        for line in protected(&keys) {
-            say(&line);
-        }
-        say(&format!("ok: {routes}, {warned}"));
-    }
-    ExitCode::SUCCESS
-}
-
 async fn explain_request(args: &ExplainCommand) -> ExitCode {
     with_config(&args.config, async |config| {
         let unreadable = |error: std::io::Error| (1, format!("the digest key: {error}"));
@@ -423,24 +391,6 @@ async fn explain_request(args: &ExplainCommand) -> ExitCode {
         result.map_err(failed)
     })
     .await
-}
-
-/// What is sealed at rest, and what is not.
-fn protected(keys: &[&str]) -> Vec<String> {
-    let Some((first, older)) = keys.split_first() else { return Vec::new() };
-    let mut lines = vec![
-        format!(
-            "encryption: stored headers, bodies, request contexts and event payloads are sealed with the key {first:?}, in the \
-             database and in the spill"
-        ),
-        "encryption: tenants, operations, keys, hashes, statuses and times are in the clear; so is what an application \
-         writes with oncegate_complete and oncegate_emit, and what was stored before"
-            .to_owned(),
-    ];
-    if !older.is_empty() {
-        lines.push(format!("encryption: older keys that still open: {}", older.join(", ")));
-    }
-    lines
 }
 
 async fn migrate(args: &ConfigArgs) -> ExitCode {

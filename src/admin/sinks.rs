@@ -26,7 +26,8 @@ pub struct SinkView {
     pub note: Option<String>,
     /// Since when it is paused, or open again. None: it was never paused.
     pub since: Option<String>,
-    /// In how many seconds it may be probed next; 0 while it is being probed. None: it is not probed.
+    /// In how many seconds it may be probed next; 0 while it is being probed. None: it is not probed, as one is not that
+    /// is not configured.
     pub next_probe_seconds: Option<u64>,
     /// Whether it is being probed.
     pub probing: bool,
@@ -47,6 +48,21 @@ pub struct SinkView {
 pub struct SinkPage {
     /// By their names.
     pub sinks: Vec<SinkView>,
+}
+
+/// To which sinks that are not `configured` events are owed, and how many.
+///
+/// # Errors
+/// The store's.
+pub async fn owed_to_others(
+    store: &dyn Store,
+    configured: &[String],
+) -> Result<Vec<(String, u64)>, store::Error> {
+    let mut owed: Vec<_> =
+        store.gauges().await?.pending.into_iter().map(|(name, n, _)| (name, n)).collect();
+    owed.retain(|(name, pending)| *pending > 0 && !configured.contains(name));
+    owed.sort();
+    Ok(owed)
 }
 
 /// Why nothing was done to a sink.
@@ -85,6 +101,10 @@ pub async fn list(store: &dyn Store, configured: &[String]) -> Result<SinkPage, 
         let operator = view.reason == Some(PauseReason::Operator.as_str());
         if view.pending + view.dead > 0 && (operator || !view.paused) {
             view.last_error = store.last_failure(&name).await?.or(view.last_error);
+        }
+        if !view.configured {
+            // Nobody probes it: what the store notes of that is from when somebody did.
+            (view.next_probe_seconds, view.probing) = (None, false);
         }
         view.name = name;
         sinks.push(view);

@@ -94,13 +94,27 @@ async fn list(
         ]);
     }
     table.print(out, "")?;
+    for sink in page.sinks.iter().filter(|sink| !sink.configured && sink.pending > 0) {
+        let (name, events) = (escape(&sink.name), events(sink.pending));
+        writeln!(
+            out,
+            "{name} is not configured: {events} owed to it until it is, or until they are discarded."
+        )?;
+    }
     Ok(Exit::Done)
+}
+
+/// A number of events, in words.
+pub fn events(count: u64) -> String {
+    format!("{count} event{}", if count == 1 { "" } else { "s" })
 }
 
 fn state(sink: &SinkView) -> String {
     match (sink.reason, sink.configured) {
-        (Some(reason), _) => format!("paused: {reason}"),
+        (Some(reason), true) => format!("paused: {reason}"),
         (None, true) => "open".to_owned(),
+        // Nobody delivers to it or probes it, whatever the store says of it.
+        (Some(reason), false) => format!("not configured (paused: {reason})"),
         (None, false) => "not configured".to_owned(),
     }
 }
@@ -155,6 +169,12 @@ async fn operate(
                     writeln!(
                         out,
                         "The sink {name} is paused: its events wait until `oncegate sinks resume {name}`."
+                    )?;
+                }
+                SinkOrder::Resume if !configured.contains(&args.name) => {
+                    writeln!(
+                        out,
+                        "The sink {name} is resumed. It is not configured: its events wait until it is."
                     )?;
                 }
                 SinkOrder::Resume => {

@@ -35,6 +35,7 @@ use crate::gateway::{self, OnUnavailable, accept, spill, upstream};
 use crate::record::event::{Spec, Templates};
 use crate::record::outcome::{Code, Lists};
 use crate::record::{Operation, Tenant};
+use crate::relay::address::{NO_PORT, names_no_port};
 use crate::relay::{self, sink};
 use crate::route::{Mode, OnUnknown, Pattern, Policy, ReplayAuth, Route, Routes};
 use crate::scope::{self, Derive, Source};
@@ -514,11 +515,8 @@ fn read_base(text: &str, how: &str) -> Result<Uri, String> {
     let url: Uri = text.parse().map_err(|_| format!("{text:?} is not a URL; {how}"))?;
     let scheme = url.scheme_str().unwrap_or_default();
     let authority = url.authority().map(http::uri::Authority::as_str).unwrap_or_default();
-    let port = authority.rsplit_once(':').map(|(_, port)| port).filter(|port| !port.ends_with(']'));
-    if port.is_some_and(|port| port.parse::<u16>().is_err() || port == "0") {
-        return Err(format!(
-            "{text:?} has a port that is none; a port is a number from 1 to 65535"
-        ));
+    if names_no_port(text) {
+        return Err(format!("{text:?} {NO_PORT}"));
     }
     if !matches!(scheme, "http" | "https") || authority.is_empty() {
         return Err(format!("{text:?} names no http or https server; {how}"));

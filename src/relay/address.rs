@@ -11,6 +11,23 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use async_trait::async_trait;
 
+/// What to say of a URL in which [`names_no_port`].
+pub const NO_PORT: &str = "has a port that is none; a port is a number from 1 to 65535";
+
+/// Whether a URL names a port, for one of its hosts, that no server can have.
+#[must_use]
+pub fn names_no_port(url: &str) -> bool {
+    let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
+    let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
+    let hosts = authority.rsplit_once('@').map_or(authority, |(_, hosts)| hosts);
+    hosts.split(',').filter_map(|host| host.rsplit_once(':')).any(|(_, port)| {
+        let is_one = port.bytes().all(|byte| byte.is_ascii_digit())
+            && port.parse::<u16>().is_ok_and(|port| port > 0);
+        // Of an address in brackets: it has none.
+        !is_one && !port.ends_with(']')
+    })
+}
+
 /// Which addresses may be dialled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rule {

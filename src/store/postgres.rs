@@ -160,6 +160,18 @@ fn on_a_thread_of_their_own(
     Ok(())
 }
 
+/// What is wrong with the URL of a server, as far as it can be told without asking it.
+///
+/// # Errors
+/// A text that repeats nothing of the URL, which may hold a password.
+pub fn check_url(url: &str) -> Result<(), String> {
+    let config = Config::from_str(url).map_err(|error| telemetry::causes(&error))?;
+    match config.get_ports().contains(&0) {
+        true => Err("has a port that is none; a port is a number from 1 to 65535".to_owned()),
+        false => Ok(()),
+    }
+}
+
 /// How to reach the database, and where it is, without secrets.
 fn dial(settings: &Settings) -> Result<(Dial, String), OpenError> {
     // The error's own text never repeats the URL, which may hold a password.

@@ -483,11 +483,14 @@ async fn the_list_of_sinks_says_when_each_is_probed_and_hides_no_error_behind_a_
         paused("b", PauseReason::Busy, soon, None),
         paused("c", PauseReason::Failing, NextProbe::In(Duration::ZERO), None),
         paused("d", PauseReason::Operator, NextProbe::Never, Some("a move")),
+        paused("e", PauseReason::Failing, NextProbe::In(Duration::ZERO), None),
     ];
     shelf.gauges.lock().unwrap().dead = vec![("main".into(), 3)];
+    shelf.gauges.lock().unwrap().pending =
+        vec![("e".into(), 2, Duration::from_secs(60)), ("f".into(), 1, Duration::from_secs(1))];
     let list = async |json| {
         let mut out = Vec::new();
-        let configured = ["main".to_owned()];
+        let configured = ["main", "a", "b", "c", "d"].map(str::to_owned);
         let exit = sinks::run(&Sinks::List, &shelf, &configured, &mut out, json).await.unwrap();
         assert_eq!(exit, Exit::Done);
         String::from_utf8(out).unwrap()
@@ -495,12 +498,16 @@ async fn the_list_of_sinks_says_when_each_is_probed_and_hides_no_error_behind_a_
     let since = "1970-01-01T00:00:00.000000Z";
     let wanted = format!(
         "\
-SINK  STATE             SINCE                        NEXT PROBE  PENDING  OLDEST  DEAD  NOTE    LAST ERROR
-a     paused: failing   {since}  under way   0        -       0     -       met by a
-b     paused: busy      {since}  in 3s       0        -       0     -       met by b
-c     paused: failing   {since}  now         0        -       0     -       met by c
-d     paused: operator  {since}  -           0        -       0     a move  met by d
-main  open              -                            -           0        -       3     -       the sink answered 500: why?
+SINK  STATE                             SINCE                        NEXT PROBE  PENDING  OLDEST  DEAD  NOTE    LAST ERROR
+a     paused: failing                   {since}  under way   0        -       0     -       met by a
+b     paused: busy                      {since}  in 3s       0        -       0     -       met by b
+c     paused: failing                   {since}  now         0        -       0     -       met by c
+d     paused: operator                  {since}  -           0        -       0     a move  met by d
+e     not configured (paused: failing)  {since}  -           2        1m      0     -       met by e
+f     not configured                    -                            -           1        1s      0     -       the sink answered 500: why?
+main  open                              -                            -           0        -       3     -       the sink answered 500: why?
+e is not configured: 2 events owed to it until it is, or until they are discarded.
+f is not configured: 1 event owed to it until it is, or until they are discarded.
 "
     );
     assert_eq!(list(false).await, wanted);
@@ -509,7 +516,8 @@ main  open              -                            -           0        -     
         let sink = &page["sinks"][n];
         (sink["next_probe_seconds"].as_u64(), sink["probing"].as_bool().unwrap())
     };
-    assert_eq!([0, 1, 3].map(probe), [(Some(0), true), (Some(3), false), (None, false)]);
+    let nobody = (None, false);
+    assert_eq!([0, 1, 3, 4].map(probe), [(Some(0), true), (Some(3), false), nobody, nobody]);
 }
 
 #[test]

@@ -41,6 +41,7 @@ mod explain;
 mod files;
 mod fingerprint;
 mod functions;
+mod gone_sinks;
 mod housekeeping;
 mod keep_alive;
 mod late;

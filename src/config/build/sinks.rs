@@ -9,6 +9,7 @@ use ::http::{HeaderMap, HeaderValue, Uri};
 
 use super::{BTreeSet, Builder, DAY, HOUR, Maybe, Placed, SECOND, count, file, or, read_header};
 use crate::record::event::wanted::{Pattern, Wanted};
+use crate::relay::address::{NO_PORT, names_no_port};
 use crate::relay::sink::http::Format;
 use crate::relay::sink::{self, Target, http};
 use crate::store::{OnDead, Order};
@@ -252,6 +253,9 @@ fn read_sink_url(text: &str, allow_private: bool, allow_http: bool) -> Result<Ur
     let wrong = || "not a URL; write \"https://host/path\"".to_owned();
     if text.contains('#') {
         return Err("a fragment (`#...`) is never sent: leave it out, or write %23".to_owned());
+    }
+    if names_no_port(text) {
+        return Err(NO_PORT.to_owned());
     }
     let url: Uri = text.parse().map_err(|_| wrong())?;
     let host = url.host().filter(|host| !host.is_empty()).ok_or_else(wrong)?;

@@ -1,6 +1,6 @@
 //! Every mistake has its place, its cause and its remedy.
 
-use super::{mistakes, with};
+use super::{SECRET, good, mistakes, with};
 
 /// What a file says, and the one mistake in it.
 const CASES: &[(&str, &str)] = &[
@@ -391,6 +391,39 @@ fn every_mistake_has_its_place_its_cause_and_its_remedy() {
     for (text, expected) in CASES {
         assert_eq!(mistakes(&with(text)), [*expected], "{text}");
     }
+}
+
+/// Each kind of URL that a file can have, with `PORT` for its port.
+const URLS: [&str; 9] = [
+    "store.url = \"postgres://u:geheim@db:PORT/x\"",
+    "store.url = \"postgres://u:geheim@a:5432,b:PORT/x\"",
+    "upstreams.a.url = \"http://api:PORT\"",
+    "upstreams.a.url = \"https://[::1]:PORT\"",
+    "[[route]]\nmethod = \"POST\"\npath = \"/a\"\nreplay_auth = { subrequest = \"http://auth:PORT/may\" }",
+    "[jwt]\nalgorithms = [\"RS256\"]\nissuer = \"i\"\naudience = \"a\"\njwks_url = \"https://keys:PORT/set\"\n\
+     [policy]\ntenant = { jwt_claim = \"t\" }\n[[route]]\nmethod = \"POST\"\npath = \"/a\"",
+    "[[sink]]\nname = \"a\"\nsecret = \"SECRET\"\nurl = \"https://hooks.example:PORT/h\"",
+    "[[sink]]\nname = \"a\"\nsubject = \"s\"\nurl = \"nats://a:4222,nats://b:PORT\"",
+    "[[sink]]\nname = \"a\"\nstream = \"s\"\nurl = \"redis://a:PORT/0\"",
+];
+
+#[test]
+fn a_port_that_is_none_is_a_mistake_in_every_url() {
+    for url in URLS {
+        let text = |port: &str| with(&url.replace("PORT", port).replace("SECRET", SECRET));
+        good(&text("7777"), &[]);
+        for port in ["0", "65536", "99999", "-1", "x"] {
+            let found = mistakes(&text(port));
+            assert!(
+                found.len() == 1 && found[0].contains("url") || found[0].contains("subrequest")
+            );
+            let told =
+                found[0].contains("has a port that is none; a port is a number from 1 to 65535");
+            assert!(told && !found[0].contains("geheim"), "{port}: {found:?}");
+        }
+    }
+    let hidden = mistakes(&with("store.url = \"postgres:///x?host=db&port=0\""));
+    assert!(hidden[0].contains("has a port that is none"), "{hidden:?}");
 }
 
 #[test]

@@ -26,6 +26,7 @@ use serde::Deserialize;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 
+use super::super::address::{NO_PORT, names_no_port};
 use super::Delivered;
 use super::broker::{CONNECT_MAX, CONTENT_TYPE, Line, Login, Shared, Tls, header};
 use crate::store::Claimed;
@@ -86,6 +87,9 @@ pub fn servers(url: &str) -> Result<Vec<ServerAddr>, String> {
 fn server(url: &str) -> Result<ServerAddr, String> {
     let wrong = "is no URL of a NATS server; write \"nats://host:4222\" or \"tls://host:4222\", \
                  several with commas between them";
+    if names_no_port(url) {
+        return Err(NO_PORT.to_owned());
+    }
     let server: ServerAddr = url.parse().map_err(|_| wrong.to_owned())?;
     if server.has_user_pass() || server.password().is_some() {
         return Err("holds a log-in; name it by `user` and `secret_file`".to_owned());

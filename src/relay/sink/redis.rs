@@ -19,6 +19,7 @@ use redis::{
 };
 use tokio::time::{Instant, timeout_at};
 
+use super::super::address::{NO_PORT, names_no_port};
 use super::Delivered;
 use super::broker::{CONNECT_MAX, Login, Shared, Tls};
 use crate::store::Claimed;
@@ -72,6 +73,9 @@ impl Server {
         let known = url.starts_with("redis://") || url.starts_with("rediss://");
         if !known || url.contains(['?', '#']) {
             return Err(wrong.to_owned());
+        }
+        if names_no_port(url) {
+            return Err(NO_PORT.to_owned());
         }
         let server = url.into_connection_info().map_err(|_| wrong.to_owned())?;
         let redis = server.redis_settings();
