@@ -101,6 +101,8 @@ pub struct Settings {
     pub on_unavailable: OnUnavailable,
     /// Sum of the bodies of keyed requests and of their answers in memory, in bytes; see [`Settings::fits`].
     pub buffered_bytes_max: usize,
+    /// Whether pages of other origins may read the gateway's own headers where they may read the answer.
+    pub expose_headers: bool,
     /// Under which name unnamed routes find their upstream.
     pub default_upstream: String,
 }
@@ -249,7 +251,14 @@ impl Gateway {
                 self.pass(&self.upstream(&split), request).await
             }
             Found::Keyed { route, params } => match route.policy.mode {
-                Mode::Protect => self.keyed(route, &params, request).await,
+                Mode::Protect => {
+                    let exposed = self.settings.expose_headers;
+                    let mut response = self.keyed(route, &params, request).await;
+                    if exposed {
+                        reply::expose_own(response.headers_mut());
+                    }
+                    response
+                }
                 Mode::Observe => self.observe(route, params, request).await,
             },
         }

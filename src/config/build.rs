@@ -198,6 +198,7 @@ impl Builder<'_> {
             late_answers_max: count(&raw.late_answers_max, 100),
             on_unavailable: self.on_unavailable(&store.on_unavailable),
             buffered_bytes_max: or(&raw.buffered_bytes_max, 1024 * MIB),
+            expose_headers: or(&raw.expose_headers, false),
             default_upstream: DEFAULT_UPSTREAM.to_owned(),
         }
     }

@@ -63,6 +63,8 @@ pub struct Server {
     pub write_timeout: Maybe<Duration>,
     /// Whether a caller that shut its write side is answered.
     pub half_close: Maybe<bool>,
+    /// Whether pages of other origins may read the gateway's own headers.
+    pub expose_headers: Maybe<bool>,
     /// Whether routes match in any letter case.
     pub ignore_path_case: Maybe<bool>,
     /// Addresses and networks of proxies in front.
@@ -510,6 +512,7 @@ fn server(mut s: Section<'_>) -> Server {
         body_timeout: s.duration("body_timeout"),
         write_timeout: s.duration("write_timeout"),
         half_close: s.flag("half_close"),
+        expose_headers: s.flag("expose_headers"),
         ignore_path_case: s.flag("ignore_path_case"),
         trusted_proxies: s.texts("trusted_proxies"),
         shutdown_grace: s.duration("shutdown_grace"),

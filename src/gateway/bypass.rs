@@ -8,16 +8,14 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http::{HeaderName, HeaderValue, Request, Response};
+use http::{HeaderValue, Request, Response};
 use http_body_util::{BodyExt, Full};
 
 use super::pass;
+use super::reply::BYPASSED;
 use super::upstream::{Body, SendError, Upstream};
 use crate::record::outcome::Failure;
 use crate::telemetry::causes;
-
-/// Marks an answer to a request that was forwarded unprotected.
-const BYPASSED: HeaderName = HeaderName::from_static("oncegate-bypassed");
 
 /// How often the log says that requests are forwarded unprotected.
 const WARN_EVERY: Duration = Duration::from_secs(10);

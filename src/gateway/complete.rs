@@ -20,7 +20,7 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderName, StatusCode, response};
 use tokio::sync::Notify;
 
-use super::forward::{Evidence, GivenUp, Unasked};
+use super::forward::{Evidence, ForOrigin, GivenUp, Unasked};
 use super::headers;
 use super::notes;
 use super::reserve::{
@@ -545,6 +545,9 @@ fn note(headers: &mut HeaderMap, first: &First, trailers: &HeaderMap) {
     notes::keep_trailers(headers, trailers);
     if first.head.extensions.get::<Unasked>().is_some() {
         notes::keep_unasked(headers);
+    }
+    if let Some(ForOrigin(origin)) = first.head.extensions.get() {
+        notes::keep_origin(headers, origin.as_ref());
     }
 }
 

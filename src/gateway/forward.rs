@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
 use http::header::{ACCEPT_ENCODING, CONTENT_TYPE};
-use http::{HeaderMap, Request, Response, StatusCode, response};
+use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, response};
 use http_body::Body as _;
 use http_body_util::{BodyExt, Full};
 
 use super::headers;
+use super::reply;
 use super::reserve::{Reservation, Underway};
 use super::upstream::{self, SendError, Upstream};
 use crate::fault::{self, Point};
@@ -42,6 +43,10 @@ impl Evidence {
 /// An extension of an answer: its caller named no content coding that it takes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Unasked;
+
+/// An extension of an answer whose headers depend on what its caller sent as `Origin`: that.
+#[derive(Clone, Debug)]
+pub(super) struct ForOrigin(pub(super) Option<HeaderValue>);
 
 /// How an exchange is bounded.
 #[derive(Clone, Copy, Debug)]
@@ -97,10 +102,14 @@ async fn exchange(
     };
     fault::point(Point::Connected).await;
     let unasked = !request.headers().contains_key(ACCEPT_ENCODING);
+    let origin = reply::origin_of(request.headers());
     match connection.send(request, may_write).await {
         Ok(mut answer) => {
             if unasked {
                 answer.extensions_mut().insert(Unasked);
+            }
+            if reply::depends_on_origin(answer.headers()) {
+                answer.extensions_mut().insert(ForOrigin(origin));
             }
             fault::point(Point::AnswerHead).await;
             let evidence = receive(answer, body_max).await;
@@ -156,7 +165,7 @@ pub(super) async fn receive(answer: Response<upstream::Answer>, body_max: usize)
 
 /// A stream of events has no end that could be waited for.
 fn is_stream(headers: &HeaderMap) -> bool {
-    let Some(Ok(value)) = headers.get(CONTENT_TYPE).map(http::HeaderValue::to_str) else {
+    let Some(Ok(value)) = headers.get(CONTENT_TYPE).map(HeaderValue::to_str) else {
         return false;
     };
     let essence = value.split(';').next().unwrap_or_default().trim();

@@ -12,6 +12,9 @@ const TRAILER: HeaderName = HeaderName::from_static("oncegate-trailer");
 /// The answer's coding was the upstream's own choice: its caller had not said what it takes.
 const UNASKED: HeaderName = HeaderName::from_static("oncegate-coding-unasked");
 
+/// What the first caller sent as `Origin`, where the answer depends on it; empty: nothing.
+const FOR_ORIGIN: HeaderName = HeaderName::from_static("oncegate-for-origin");
+
 /// What was noted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Notes {
@@ -19,6 +22,9 @@ pub(super) struct Notes {
     pub(super) trailers: HeaderMap,
     /// Whether the first caller got a content coding without having named any.
     pub(super) unasked: bool,
+    /// What the first caller sent as `Origin`; `None`: it was not noted, because the answer does not depend on it, or was
+    /// kept before this was noted.
+    pub(super) origin: Option<Option<HeaderValue>>,
 }
 
 /// Keeps trailers.
@@ -43,6 +49,12 @@ pub(super) fn is_unasked(kept: &HeaderMap) -> bool {
     kept.contains_key(UNASKED)
 }
 
+/// Keeps for which page an answer was made.
+pub(super) fn keep_origin(kept: &mut HeaderMap, origin: Option<&HeaderValue>) {
+    let origin = origin.cloned().unwrap_or_else(|| HeaderValue::from_static(""));
+    kept.insert(FOR_ORIGIN, origin);
+}
+
 /// Takes the notes out of stored headers.
 pub(super) fn take(kept: &mut HeaderMap) -> Notes {
     let unasked = kept.remove(UNASKED).is_some();
@@ -53,7 +65,8 @@ pub(super) fn take(kept: &mut HeaderMap) -> Notes {
         }
     }
     kept.remove(TRAILER);
-    Notes { trailers, unasked }
+    let origin = kept.remove(FOR_ORIGIN).map(|noted| Some(noted).filter(|noted| !noted.is_empty()));
+    Notes { trailers, unasked, origin }
 }
 
 fn trailer(line: &HeaderValue) -> Option<(HeaderName, HeaderValue)> {
@@ -80,7 +93,19 @@ mod tests {
         let mut kept = HeaderMap::new();
         keep_trailers(&mut kept, &trailers);
         keep_unasked(&mut kept);
-        assert_eq!(take(&mut kept), Notes { trailers, unasked: false });
+        assert_eq!(take(&mut kept), Notes { trailers, unasked: false, origin: None });
         assert!(kept.is_empty());
+    }
+
+    #[test]
+    fn an_origin_comes_back_and_so_does_that_there_was_none() {
+        let origin = HeaderValue::from_static("https://a.example");
+        for noted in [None, Some(origin)] {
+            let mut kept = HeaderMap::new();
+            keep_origin(&mut kept, noted.as_ref());
+            assert_eq!(take(&mut kept).origin, Some(noted));
+            assert!(kept.is_empty());
+        }
+        assert_eq!(take(&mut HeaderMap::new()).origin, None);
     }
 }

@@ -2,6 +2,7 @@
 
 mod negotiate;
 mod problem;
+mod vary;
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -15,6 +16,7 @@ use http_body_util::{BodyExt, Full};
 
 pub(super) use self::negotiate::{Decoded, Takes, fit};
 pub(super) use self::problem::{Name, Problem};
+pub(super) use self::vary::{depends_on_origin, origin_of};
 
 use super::complete::{First, FirstBody, has_body, without_hops};
 use super::headers;
@@ -37,8 +39,15 @@ pub(super) const RECORD: HeaderName = HeaderName::from_static("oncegate-record")
 pub(super) const ATTEMPT: HeaderName = HeaderName::from_static("oncegate-attempt");
 /// When a kept answer expires.
 const EXPIRES: HeaderName = HeaderName::from_static("oncegate-expires");
+/// Marks an answer to a request that was forwarded unprotected.
+pub(super) const BYPASSED: HeaderName = HeaderName::from_static("oncegate-bypassed");
 /// `false`: the upstream answered, and neither store nor spill has taken the answer yet, or not as the record's answer.
 const STORED: HeaderName = HeaderName::from_static("oncegate-stored");
+
+/// Lets pages of other origins read what the gateway itself says with an answer, where the answer is for them.
+pub(super) fn expose_own(headers: &mut HeaderMap) {
+    vary::expose(headers, &[REPLAYED, RECORD, EXPIRES, STORED, BYPASSED]);
+}
 
 /// When a caller comes again where too many events are owed: no sooner than that is counted anew.
 const DRAINED_AFTER: Duration = Duration::from_secs(5);
@@ -216,7 +225,8 @@ fn kept_answer(answer: &Answer, takes: &Takes) -> Option<Response<Body>> {
     let KeptBody::Whole(body) = &answer.body else { return None };
     let body = if has_body(answer.status) { body.clone() } else { Bytes::new() };
     let mut headers = answer.headers.clone();
-    let Notes { trailers, .. } = notes::take(&mut headers);
+    let Notes { trailers, origin, .. } = notes::take(&mut headers);
+    vary::without_others(&mut headers, origin, takes.origin.as_ref());
     // Of a body that may be decoded since: the one that is sent is counted.
     headers.remove(CONTENT_LENGTH);
     let body = if has_body(answer.status) {

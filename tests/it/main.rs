@@ -33,6 +33,8 @@ mod cli;
 mod clocks;
 mod codings;
 mod commands;
+
+mod cors;
 mod crash;
 mod crash_points;
 mod dead;

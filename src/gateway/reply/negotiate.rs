@@ -14,7 +14,7 @@ use http::header::{
 };
 use http::{HeaderMap, HeaderName, HeaderValue, Request, Version};
 
-use super::{Name, Problem};
+use super::{Name, Problem, vary};
 use crate::fingerprint::coding::{self, Coding};
 use crate::gateway::complete::has_body;
 use crate::gateway::notes;
@@ -56,6 +56,8 @@ pub(in crate::gateway) struct Takes {
     codings: Option<Vec<(String, bool)>>,
     /// Whether it reads trailers, and can be sent any.
     pub(in crate::gateway) trailers: bool,
+    /// The page that asks, where a browser says so.
+    pub(in crate::gateway) origin: Option<HeaderValue>,
 }
 
 impl Takes {
@@ -64,7 +66,8 @@ impl Takes {
         let chunked = request.version() >= Version::HTTP_11;
         let headers = request.headers();
         let reads = members(headers, &TE).any(|member| member.eq_ignore_ascii_case("trailers"));
-        Self { codings: codings(headers), trailers: reads && chunked }
+        let origin = vary::origin_of(headers);
+        Self { codings: codings(headers), trailers: reads && chunked, origin }
     }
 
     fn takes(&self, coding: &str) -> bool {
@@ -101,7 +104,10 @@ fn plain(name: &str) -> String {
 }
 
 /// The members of a list header, of all its lines.
-fn members<'h>(headers: &'h HeaderMap, name: &HeaderName) -> impl Iterator<Item = &'h str> {
+pub(super) fn members<'h>(
+    headers: &'h HeaderMap,
+    name: &HeaderName,
+) -> impl Iterator<Item = &'h str> {
     let lines = headers.get_all(name).into_iter().filter_map(|line| line.to_str().ok());
     lines.flat_map(|line| line.split(',')).map(str::trim).filter(|member| !member.is_empty())
 }
