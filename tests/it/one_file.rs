@@ -164,7 +164,7 @@ async fn every_command_leaves_one_file_too() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_start_that_fails_or_is_called_off_leaves_one_file() {
+async fn a_start_that_fails_leaves_one_file() {
     let used = Used::start().await;
     let folder = TempDir::new().unwrap();
     // Its address is taken: it ends after it has made and migrated its file.
@@ -181,6 +181,29 @@ async fn a_start_that_fails_or_is_called_off_leaves_one_file() {
     assert!(!status.success() && errors.contains("cannot listen on"), "{errors}");
     assert!(file.exists());
     assert_eq!(left_beside(&file), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_start_that_is_called_off_leaves_one_file() {
+    let folder = TempDir::new().unwrap();
+    let go = folder.path().join("go");
+    let mut child = Command::new(env!("CARGO_BIN_EXE_oncegate"))
+        .args(["serve", "--upstream", "http://127.0.0.1:9"])
+        .current_dir(folder.path())
+        .env("ONCEGATE_FAULT", format!("migrating@3=pause:{}", go.display()))
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let reached = folder.path().join("go.reached");
+    eventually("it is in the middle of its start", async || reached.exists()).await;
+    process::signal(child.id(), "TERM");
+    std::fs::write(&go, "").unwrap();
+    let status = tokio::task::block_in_place(|| process::ended(&mut child)).expect("it ends");
+    assert!(status.success(), "{status}");
+    assert!(folder.path().join("oncegate.db").exists());
+    assert_eq!(left_beside(&folder.path().join("oncegate.db")), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -201,15 +224,21 @@ async fn commands_beside_a_serve_take_nothing_away_from_it() {
     assert!(!used.gateway.log().contains("the database file"), "{}", used.gateway.log());
 }
 
-/// Runs the program in a folder, with this store.
+/// Runs the program in a folder, with this store, to its end; one that stays is ended.
 fn in_folder(folder: &Path, args: &[&str], store: &str) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_oncegate"))
+    let mut child = Command::new(env!("CARGO_BIN_EXE_oncegate"))
         .args(args)
         .current_dir(folder)
         .env("ONCEGATE_STORE_URL", store)
         .stdin(Stdio::null())
-        .output()
-        .unwrap()
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let ended = process::ended(&mut child);
+    let output = child.wait_with_output().unwrap();
+    assert!(ended.is_some(), "{args:?} stays: {output:?}");
+    output
 }
 
 fn names(folder: &Path) -> Vec<String> {
