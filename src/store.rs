@@ -15,6 +15,7 @@ pub mod batch;
 pub mod faulty;
 mod late;
 mod outbox;
+mod own;
 pub mod postgres;
 pub mod sealed;
 mod sinks;
@@ -33,6 +34,7 @@ pub use self::outbox::{
     Acknowledgement, AttemptRow, Chosen, Claim, Claimed, DeadFilter, EventAction, EventFilter,
     EventRow, EventStatus, Lane, LetGo, Look, OnDead, Order, Over, Touched, Verdict,
 };
+pub use self::own::{Life, OpenPiece, Reinstated, Whence};
 pub use self::sinks::{NextProbe, Pause, PauseReason, SinkOrder, SinkState, SinkTurn, Trouble};
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
@@ -432,6 +434,22 @@ pub trait Store: Send + Sync + 'static {
 
     /// Marks records in progress `unknown` whose owner's lease has run out, up to `limit`; with a fence only that record.
     async fn mark_dead(&self, only: Option<(&Scope, Fence)>, limit: u32) -> Result<u64, Error>;
+
+    /// Which run of which server answers; see [`Life`]. Asked of whoever takes writes.
+    async fn life(&self) -> Result<Life, Error>;
+
+    /// At which attempt and in which status these records are. Those that do not exist are left out.
+    async fn stands(&self, ids: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error>;
+
+    /// Brings back a record that the database had confirmed and has forgotten: under the proposal's id it is in progress
+    /// for this attempt again. Also one that it has put back to an earlier attempt. Never in the place of another record,
+    /// nor where this one is completed or an operator has acted on it.
+    ///
+    /// Running it again is safe: an own row that is found is `No`, and goes on by its fence.
+    async fn reinstate(&self, proposal: Proposal, attempt: Attempt) -> Result<Reinstated, Error>;
+
+    /// The records that this owner has in progress, among the next `limit` of all from a place on.
+    async fn open_of(&self, owner: OwnerId, from: Whence, limit: u32) -> Result<OpenPiece, Error>;
 
     /// Unknown records of these operations about which the upstream may be asked now, up to `limit`: those first that wait
     /// longest.

@@ -2,7 +2,7 @@
 //!
 //! Before the verb a fault means "nothing was changed", after it "done, and nobody was told": what the two errors of a
 //! store say. A new verb of [`Store`] is one line here: with its [`Verb`] where it changes something (but for
-//! [`Store::let_go`], which is asked again and again).
+//! [`Store::let_go`] and [`Store::reinstate`], which are asked again and again).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,14 +12,14 @@ use uuid::Uuid;
 
 use super::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
-    Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateOutcome, LetGo,
-    Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reserved, Settled, SinkOrder,
-    SinkState, SinkTurn, Store, Takeover, Touched, Unresolved, Untold,
+    Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateOutcome, LetGo, Life,
+    OpenPiece, Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reinstated, Reserved,
+    Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched, Unresolved, Untold, Whence,
 };
 use crate::fault::{self, Injected, Point, Verb};
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
-use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
+use crate::record::{Attempt, Fence, OwnerId, Record, RecordId, Scope, Status};
 
 /// The same store, with fault points.
 #[must_use]
@@ -71,6 +71,10 @@ verbs! {
     let_go(sink: &str, order: Order, from: Option<&str>) -> LetGo;
     sinks(over: Over) -> Vec<SinkState>;
     turn_sink(sink: &str, no: i64, turn: &SinkTurn) -> Changed, TurnSink;
+    life() -> Life;
+    stands(ids: &[RecordId]) -> Vec<(Fence, Status)>;
+    reinstate(proposal: Proposal, attempt: Attempt) -> Reinstated;
+    open_of(owner: OwnerId, from: Whence, limit: u32) -> OpenPiece;
     questions(asking: &[Asking], limit: u32) -> Vec<Due>;
     unresolved(id: RecordId) -> Option<Unresolved>;
     sweep_records(limit: u32) -> u64, SweepRecords;

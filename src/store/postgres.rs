@@ -23,6 +23,7 @@ mod migrate;
 mod operate;
 mod order;
 mod outbox;
+mod own;
 mod questions;
 mod records;
 mod rows;
@@ -43,14 +44,14 @@ use super::batch::{Batcher, RunError, Turns};
 use super::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Cause, Changed, Chosen, Claim,
     Claimed, Completion, DeadFilter, Due, Error, EventAction, EventFilter, EventRow, Gauges,
-    LateOutcome, LetGo, OpenError, Operator, Order, Over, Proposal, RecordFilter, RecordRow,
-    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched, Unresolved,
-    Untold,
+    LateOutcome, LetGo, Life, OpenError, OpenPiece, Operator, Order, Over, Proposal, RecordFilter,
+    RecordRow, Reinstated, Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover,
+    Touched, Unresolved, Untold, Whence,
 };
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
 use crate::record::event::wanted::Subscriber;
-use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
+use crate::record::{Attempt, Fence, OwnerId, Record, RecordId, Scope, Status};
 use crate::telemetry;
 use door::{Connection, Dial, Door, Effect, Lane, Task, place};
 
@@ -271,6 +272,22 @@ impl Store for Postgres {
             Some((scope, fence)) => records::mark_one_dead(&self.door, scope, fence).await,
             None => records::mark_dead(&self.door, limit).await,
         }
+    }
+
+    async fn life(&self) -> Result<Life, Error> {
+        own::life(&self.door).await
+    }
+
+    async fn stands(&self, ids: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error> {
+        own::stands(&self.door, ids).await
+    }
+
+    async fn reinstate(&self, proposal: Proposal, attempt: Attempt) -> Result<Reinstated, Error> {
+        own::reinstate(&self.door, &proposal, attempt).await
+    }
+
+    async fn open_of(&self, owner: OwnerId, from: Whence, limit: u32) -> Result<OpenPiece, Error> {
+        own::open_of(&self.door, owner, from, limit).await
     }
 
     async fn questions(&self, asking: &[Asking], limit: u32) -> Result<Vec<Due>, Error> {

@@ -26,14 +26,15 @@ use self::keys::{MARK, NoRandom, Part};
 use super::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
     Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateEnd, LateOutcome, LetGo,
-    Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reserved, Settled, SinkOrder,
-    SinkState, SinkTurn, Store, Takeover, Touched, Unresolved, Untold, Verdict,
+    Life, OpenPiece, Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reinstated,
+    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched, Unresolved,
+    Untold, Verdict, Whence,
 };
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
 use crate::record::{
-    Answer, Fence, KeptBody, OwnerId, Record, RecordId, Scope, Spelling, State, decode_headers,
-    encode_headers,
+    Answer, Attempt, Fence, KeptBody, OwnerId, Record, RecordId, Scope, Spelling, State, Status,
+    decode_headers, encode_headers,
 };
 
 /// In place of an answer's headers: these, sealed.
@@ -303,6 +304,9 @@ verbs! {
         retire(owner: OwnerId) -> ();
         release(scope: &Scope, fence: Fence) -> Changed;
         mark_unknown(scope: &Scope, fence: Fence) -> Changed;
+        life() -> Life;
+        stands(ids: &[RecordId]) -> Vec<(Fence, Status)>;
+        open_of(owner: OwnerId, from: Whence, limit: u32) -> OpenPiece;
         mark_dead(only: Option<(&Scope, Fence)>, limit: u32) -> u64;
         untold(which: Untold, limit: u32) -> Vec<Doubt>;
         acknowledge(sink: &str, order: Order, verdicts: &[Acknowledgement]) -> Vec<Uuid>;
@@ -346,6 +350,11 @@ verbs! {
 
     async fn raise(&self, proposal: Proposal, fence: Fence) -> Result<Changed, Error> {
         self.store.raise(self.proposal(proposal, fence.id)?, fence).await
+    }
+
+    async fn reinstate(&self, proposal: Proposal, attempt: Attempt) -> Result<Reinstated, Error> {
+        let id = proposal.id;
+        self.store.reinstate(self.proposal(proposal, id)?, attempt).await
     }
 
     async fn find(&self, scope: &Scope) -> Result<Option<Record>, Error> {

@@ -18,6 +18,7 @@ mod file;
 mod operator;
 mod order;
 mod outbox;
+mod own;
 mod questions;
 mod records;
 mod row;
@@ -41,14 +42,14 @@ use super::batch::{Batcher, RunError, Turns, Work};
 use super::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Cause, Changed, Chosen, Claim,
     Claimed, Completion, DeadFilter, Due, Error, EventAction, EventFilter, EventRow, Gauges,
-    LateOutcome, LetGo, OpenError, Operator, Order, Over, Proposal, RecordFilter, RecordRow,
-    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched, Unresolved,
-    Untold,
+    LateOutcome, LetGo, Life, OpenError, OpenPiece, Operator, Order, Over, Proposal, RecordFilter,
+    RecordRow, Reinstated, Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover,
+    Touched, Unresolved, Untold, Whence,
 };
 use crate::fault::{self, Point};
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
-use crate::record::{Fence, OwnerId, Record, RecordId, Scope};
+use crate::record::{Attempt, Fence, OwnerId, Record, RecordId, Scope, Status};
 use crate::telemetry;
 
 /// Each migration brings the schema from the version before it to its own.
@@ -406,6 +407,23 @@ impl Store for Sqlite {
     async fn mark_dead(&self, only: Option<(&Scope, Fence)>, limit: u32) -> Result<u64, Error> {
         let only = only.map(|(scope, fence)| (scope.clone(), fence));
         self.pen.write(move |tx| records::mark_dead(tx, only.as_ref(), limit)).await
+    }
+
+    async fn life(&self) -> Result<Life, Error> {
+        self.reader.read(own::life).await
+    }
+
+    async fn stands(&self, ids: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error> {
+        let ids = ids.to_vec();
+        self.lists.read(move |tx| own::stands(tx, &ids)).await
+    }
+
+    async fn reinstate(&self, proposal: Proposal, attempt: Attempt) -> Result<Reinstated, Error> {
+        self.pen.write(move |tx| own::reinstate(tx, &proposal, attempt)).await
+    }
+
+    async fn open_of(&self, owner: OwnerId, from: Whence, limit: u32) -> Result<OpenPiece, Error> {
+        self.lists.read(move |tx| own::open_of(tx, owner, from, limit)).await
     }
 
     async fn questions(&self, asking: &[Asking], limit: u32) -> Result<Vec<Due>, Error> {

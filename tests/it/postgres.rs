@@ -16,7 +16,7 @@ use oncegate::store::postgres::{Postgres, Settings};
 use oncegate::store::{
     Acknowledgement, Beat, Changed, Chosen, Claim, Completion, DeadFilter, Error, EventFilter,
     EventStatus, Lane, Look, Objection, OpenError, Operator, Order, Over, Proposal, RecordFilter,
-    Reserved, Settled, Store, Takeover, Verdict,
+    Reinstated, Reserved, Settled, Store, Takeover, Verdict, Whence,
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
@@ -580,9 +580,21 @@ async fn plans_use_the_indexes_of_a_table_that_was_never_analysed() {
     };
     let verdicts: Vec<_> = taken.iter().map(sent).collect();
     assert_eq!(store.acknowledge("main", Order::None, &verdicts).await.unwrap().len(), 16);
+    let forgotten = proposal(owner, "forgotten");
+    let ids: Vec<_> = (0..499).map(|_| RecordId::fresh()).chain([forgotten.id]).collect();
+    let back = store.reinstate(forgotten, Attempt::FIRST).await.unwrap();
+    assert_eq!(back, Reinstated::Yes);
+    assert_eq!(store.stands(&ids).await.unwrap().len(), 1);
+    for whence in [Whence::Oldest, Whence::Ago(Duration::from_secs(1))] {
+        store.open_of(owner, whence, 1000).await.unwrap();
+    }
     let log = Cluster::shared().log();
     let plans = plans(&log, database);
-    for name in ["reserve", "read_losers", "complete", "place_of_claim", "claim", "finish"] {
+    let own = ["reinstate", "stands", "open_of"];
+    for name in ["reserve", "read_losers", "complete", "place_of_claim", "claim", "finish"]
+        .into_iter()
+        .chain(own)
+    {
         let mine: Vec<_> =
             plans.iter().filter(|plan| plan.contains(&format!("-- {name}\n"))).collect();
         assert!(!mine.is_empty(), "no plan of {name} in the log");
@@ -590,6 +602,8 @@ async fn plans_use_the_indexes_of_a_table_that_was_never_analysed() {
             for table in ["idempotency_records", "outbox_queue", "outbox_messages"] {
                 assert!(!plan.contains(&format!("Seq Scan on {table}")), "{plan}");
             }
+            let begins = plan.contains("Index Cond: (ROW(created_at, id) >");
+            assert!(name != "open_of" || begins, "{plan}");
             let claims = name.ends_with("claim");
             assert!(!claims || !plan.contains("Seq Scan on oncegate_owners"), "{plan}");
         }

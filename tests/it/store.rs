@@ -20,8 +20,8 @@ use oncegate::store::{
     ATTEMPTS_KEPT, Acknowledgement, Asker, Asking, AttemptRow, Beat, Changed, Chosen, Claim,
     Claimed, Completion, DeadFilter, EventFilter, EventStatus, Lane, LateEnd, LateOutcome, LetGo,
     Look, NextProbe, Objection, OnDead, Operator, Order, Over, PauseReason, Proposal, RecordFilter,
-    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched, Trouble, Untold,
-    Verdict,
+    Reinstated, Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched,
+    Trouble, Untold, Verdict, Whence,
 };
 use uuid::Uuid;
 
@@ -72,6 +72,10 @@ on_every_store![
     a_retry_asks_without_waiting_for_the_next_question,
     what_is_asked_about_is_raised_by_whoever_asks_and_nobody_else,
     what_ended_while_it_was_asked_about_is_not_raised,
+    what_was_forgotten_is_brought_back_and_takes_nobodys_place,
+    what_was_put_back_to_an_earlier_attempt_goes_on_from_a_later_one,
+    what_an_operator_has_acted_on_is_not_brought_back,
+    an_owner_finds_what_it_has_in_progress,
     a_doubt_begins_when_the_outcome_is_lost_and_goes_on_through_questions,
     the_upstream_is_left_alone_until_it_has_settled,
     an_ended_lease_is_never_renewed,
@@ -198,6 +202,104 @@ async fn expired(store: &Tested, scope: &Scope) -> Fence {
     let settled = Completion { retention: Duration::ZERO, ..completion(scope, fence, vec![]) };
     assert!(is_done(complete(store, settled).await));
     fence
+}
+
+/// A proposal of a record that no database knows, and its fence.
+fn forgotten(scope: &Scope, owner: OwnerId) -> (Proposal, Fence) {
+    let proposal = proposal(scope, owner);
+    let fence = Fence { id: proposal.id, attempt: Attempt::FIRST };
+    (proposal, fence)
+}
+
+async fn bring(store: &Tested, proposal: &Proposal) -> Reinstated {
+    store.reinstate(proposal.clone(), Attempt::FIRST).await.unwrap()
+}
+
+async fn what_was_forgotten_is_brought_back_and_takes_nobodys_place(store: Tested) {
+    let (scope, dead) = (&scope(), OwnerId::fresh());
+    let (lost, fence) = forgotten(scope, dead);
+    assert_eq!(bring(&store, &lost).await, Reinstated::LeaseEnded);
+    let living = owner(&store).await;
+    let lost = Proposal { owner: living, ..lost };
+    assert_eq!(bring(&store, &lost).await, Reinstated::Yes);
+    assert_eq!(bring(&store, &lost).await, Reinstated::No, "it is there");
+    let found = store.find(scope).await.unwrap().unwrap();
+    assert_eq!((found.fence, found.fingerprint), (fence, lost.fingerprint));
+    assert_eq!(found.state, State::InProgress { owner: living, owner_lives: true });
+    let ids = [fence.id, RecordId::fresh()];
+    assert_eq!(store.stands(&ids).await.unwrap(), [(fence, Status::InProgress)]);
+
+    let events = vec![event(fence, "again", &["s"])];
+    assert!(is_done(complete(&store, completion(scope, fence, events)).await));
+    assert_eq!(bring(&store, &lost).await, Reinstated::No, "it is completed");
+    assert_eq!(store.stands(&ids).await.unwrap(), [(fence, Status::Completed)]);
+    assert_eq!(claim(&store, "s", Lane::Fresh, 10, MINUTE).await.len(), 1);
+
+    for by in [living, dead] {
+        let (other, _) = forgotten(scope, by);
+        assert_eq!(bring(&store, &other).await, Reinstated::No, "another record stands there");
+    }
+    let found = store.find(scope).await.unwrap().unwrap();
+    assert_eq!(found.fence, fence);
+    assert!(matches!(found.state, State::Completed(_)));
+}
+
+async fn what_was_put_back_to_an_earlier_attempt_goes_on_from_a_later_one(store: Tested) {
+    let scope = &scope();
+    let (first, owner) = held(&store, scope).await;
+    assert_eq!(store.mark_unknown(scope, first).await.unwrap(), Changed::Yes);
+    let second = Fence { attempt: first.attempt.next(), ..first };
+    let later = Proposal { id: first.id, caller: Some("bob".into()), ..proposal(scope, owner) };
+    let bring = async |attempt| store.reinstate(later.clone(), attempt).await.unwrap();
+    assert_eq!(bring(first.attempt).await, Reinstated::No, "it is there, and unknown");
+    assert_eq!(status(&store, scope).await, Some((Status::Unknown, 1)));
+    assert_eq!(bring(second.attempt).await, Reinstated::Yes);
+    assert_eq!(status(&store, scope).await, Some((Status::InProgress, 2)));
+    assert_eq!(complete(&store, completion(scope, first, vec![])).await, Settled::Fenced);
+    assert_eq!(bring(first.attempt).await, Reinstated::No, "an earlier one takes nothing back");
+    assert!(is_done(complete(&store, completion(scope, second, vec![])).await));
+    assert_eq!(bring(second.attempt.next()).await, Reinstated::No, "what is completed stays so");
+    assert_eq!(status(&store, scope).await, Some((Status::Completed, 2)));
+}
+
+async fn what_an_operator_has_acted_on_is_not_brought_back(store: Tested) {
+    let scope = &scope();
+    let (fence, owner) = held(&store, scope).await;
+    assert_eq!(store.mark_unknown(scope, fence).await.unwrap(), Changed::Yes);
+    assert_eq!(store.operator_release(fence, false, &somebody()).await.unwrap(), Ok(()));
+    let gone = Proposal { id: fence.id, ..proposal(scope, owner) };
+    assert_eq!(bring(&store, &gone).await, Reinstated::ActedOn);
+    assert_eq!(status(&store, scope).await, None);
+    let next = proposal(scope, owner);
+    assert_eq!(store.reserve(next, deadline()).await.unwrap(), Reserved::Held);
+    assert_eq!(bring(&store, &gone).await, Reinstated::ActedOn, "its key is rightly another's");
+}
+
+async fn an_owner_finds_what_it_has_in_progress(store: Tested) {
+    let (mine, other) = (owner(&store).await, owner(&store).await);
+    let mut open = Vec::new();
+    for n in 0..9 {
+        let (scope, by) = (scope(), if n % 3 == 0 { other } else { mine });
+        let (proposal, fence) = forgotten(&scope, by);
+        assert_eq!(store.reserve(proposal, deadline()).await.unwrap(), Reserved::Held);
+        if n % 3 == 1 {
+            open.push((scope, fence));
+        } else {
+            assert!(is_done(complete(&store, completion(&scope, fence, vec![])).await));
+        }
+    }
+    for (begin, limit) in [(Whence::Oldest, 3), (Whence::Oldest, 100), (Whence::Ago(MINUTE), 4)] {
+        let (mut found, mut from) = (Vec::new(), Some(begin));
+        while let Some(at) = from {
+            let piece = store.open_of(mine, at, limit).await.unwrap();
+            from = piece.last.map(|(at, id)| Whence::After(at, id));
+            found.extend(piece.open);
+        }
+        found.sort_by_key(|(_, fence)| fence.id);
+        assert_eq!(found, open);
+    }
+    let late = store.open_of(mine, Whence::Ago(Duration::ZERO), 100).await.unwrap();
+    assert_eq!(late.last, None, "nothing is younger than now");
 }
 
 /// The status of the record under a scope, and its attempt.

@@ -10,7 +10,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use oncegate::record::event::Event;
 use oncegate::record::event::doubt::Doubt;
-use oncegate::record::{Fence, OwnerId, Record, RecordId, Scope};
+use oncegate::record::{Attempt, Fence, OwnerId, Record, RecordId, Scope, Status};
 use oncegate::store::*;
 use tokio::time::Instant;
 use uuid::Uuid;
@@ -290,6 +290,18 @@ impl Store for Fake {
     async fn mark_dead(&self, _: Option<(&Scope, Fence)>, _: u32) -> Result<u64, Error> {
         self.judged.fetch_add(1, Ordering::SeqCst);
         Ok(0)
+    }
+    async fn life(&self) -> Result<Life, Error> {
+        no()
+    }
+    async fn stands(&self, _: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error> {
+        no()
+    }
+    async fn reinstate(&self, _: Proposal, _: Attempt) -> Result<Reinstated, Error> {
+        no()
+    }
+    async fn open_of(&self, _: OwnerId, _: Whence, _: u32) -> Result<OpenPiece, Error> {
+        no()
     }
     async fn questions(&self, _: &[Asking], _: u32) -> Result<Vec<Due>, Error> {
         no()

@@ -18,9 +18,9 @@ use oncegate::record::{
 use oncegate::store::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
     Completion, DeadFilter, Due, Error, EventFilter, EventRow, EventStatus, Gauges, LateOutcome,
-    LetGo, NextProbe, Objection, Operator, Order, Over, Pause, PauseReason, Proposal, RecordFilter,
-    RecordRow, Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched,
-    Unresolved, Untold,
+    LetGo, Life, NextProbe, Objection, OpenPiece, Operator, Order, Over, Pause, PauseReason,
+    Proposal, RecordFilter, RecordRow, Reinstated, Reserved, Settled, SinkOrder, SinkState,
+    SinkTurn, Store, Takeover, Touched, Unresolved, Untold, Whence,
 };
 use uuid::Uuid;
 
@@ -372,6 +372,18 @@ impl Store for Shelf {
         Err(unavailable())
     }
     async fn mark_dead(&self, _: Option<(&Scope, Fence)>, _: u32) -> Result<u64, Error> {
+        Err(unavailable())
+    }
+    async fn life(&self) -> Result<Life, Error> {
+        Err(unavailable())
+    }
+    async fn stands(&self, _: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error> {
+        Err(unavailable())
+    }
+    async fn reinstate(&self, _: Proposal, _: Attempt) -> Result<Reinstated, Error> {
+        Err(unavailable())
+    }
+    async fn open_of(&self, _: OwnerId, _: Whence, _: u32) -> Result<OpenPiece, Error> {
         Err(unavailable())
     }
     async fn questions(&self, _: &[Asking], _: u32) -> Result<Vec<Due>, Error> {

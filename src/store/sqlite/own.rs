@@ -1,0 +1,90 @@
+//! What a process asks in order to look after its own records, after a copy of the file was put in its place, say.
+
+use rusqlite::params;
+
+use super::row::{self, micros};
+use super::thread::Tx;
+use crate::record::{Attempt, Fence, OwnerId, RecordId, Scope, Status};
+use crate::store::{Life, OpenPiece, Proposal, Reinstated, Whence};
+
+/// Whoever restores a copy into the file that is open (`.restore`, the backup API) makes every connection read the schema
+/// anew, by this number. A file that was replaced as a whole is noticed by the file itself.
+pub(super) fn life(tx: &Tx<'_>) -> rusqlite::Result<Life> {
+    tx.first("PRAGMA schema_version", [], |row| row.get(0).map(Life))
+        .map(|life| life.unwrap_or(Life(0)))
+}
+
+pub(super) fn stands(tx: &Tx<'_>, ids: &[RecordId]) -> rusqlite::Result<Vec<(Fence, Status)>> {
+    const SQL: &str = "SELECT id, attempt, status FROM idempotency_records WHERE id = ?1";
+    let one = |id: &RecordId| {
+        tx.first(SQL, [id.to_string()], |row| Ok((row::fence(row, 0)?, row::status(row, 2)?)))
+    };
+    ids.iter().filter_map(|id| one(id).transpose()).collect()
+}
+
+pub(super) fn reinstate(
+    tx: &Tx<'_>,
+    proposal: &Proposal,
+    at: Attempt,
+) -> rusqlite::Result<Reinstated> {
+    // What an operator did to the record is known by the audit table, which outlives the row.
+    const ACTED: &str = "SELECT 1 FROM audit_log
+        WHERE record_id = ?1 AND action IN ('record.release', 'record.complete') LIMIT 1";
+    const LIVES: &str = "SELECT 1 FROM oncegate_owners WHERE owner = ?1 AND lease_until > ?2";
+    const SQL: &str = "INSERT INTO idempotency_records AS r (id, tenant_id, operation, key,
+          request_hash, raw_hash, recipe, status, attempt, owner, caller, request_context,
+          created_at, retention)
+        VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, 'in_progress', ?8, ?9, ?10, ?11, ?12, ?13)
+        ON CONFLICT (tenant_id, operation, key) DO UPDATE
+        SET status = 'in_progress', attempt = excluded.attempt, owner = excluded.owner,
+            caller = excluded.caller, request_context = excluded.request_context,
+            retention = excluded.retention
+        WHERE r.id = excluded.id AND r.attempt < excluded.attempt AND r.status <> 'completed'";
+    let there = |_: &rusqlite::Row<'_>| Ok(());
+    if tx.first(ACTED, [proposal.id.to_string()], there)?.is_some() {
+        return Ok(Reinstated::ActedOn);
+    }
+    let Scope { tenant, operation, key } = &proposal.scope;
+    if tx.first(LIVES, params![proposal.owner.to_string(), tx.now], there)?.is_none() {
+        let stands = super::records::find(tx, &proposal.scope)?.is_some();
+        return Ok(if stands { Reinstated::No } else { Reinstated::LeaseEnded });
+    }
+    let back = tx.execute(
+        SQL,
+        params![
+            proposal.id.to_string(),
+            tenant.as_str(),
+            operation.as_str(),
+            key.as_str(),
+            proposal.fingerprint.canonical.as_slice(),
+            proposal.fingerprint.raw.as_slice(),
+            proposal.fingerprint.recipe.as_slice(),
+            at.number(),
+            proposal.owner.to_string(),
+            proposal.caller,
+            proposal.context.as_deref(),
+            tx.now,
+            micros(proposal.retention),
+        ],
+    )?;
+    Ok(if back == 1 { Reinstated::Yes } else { Reinstated::No })
+}
+
+/// All at once: the index of what is not completed is small.
+pub(super) fn open_of(
+    tx: &Tx<'_>,
+    owner: OwnerId,
+    from: Whence,
+    limit: u32,
+) -> rusqlite::Result<OpenPiece> {
+    const SQL: &str = "SELECT tenant_id, operation, key, id, attempt FROM idempotency_records
+        WHERE status <> 'completed' AND status = 'in_progress' AND owner = ?1 LIMIT ?2";
+    let read = |row: &rusqlite::Row<'_>| Ok((row::scope(row, 0)?, row::fence(row, 3)?));
+    Ok(match from {
+        Whence::Oldest | Whence::Ago(_) => {
+            let open = tx.rows(SQL, params![owner.to_string(), limit], read)?;
+            OpenPiece { open, last: None }
+        }
+        Whence::After(..) => OpenPiece::default(),
+    })
+}
