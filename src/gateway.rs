@@ -23,6 +23,7 @@ mod observe;
 mod operators;
 pub mod pass;
 mod prefixed;
+mod recover;
 pub mod reply;
 pub mod reserve;
 mod rights;
@@ -566,6 +567,11 @@ impl Gateway {
     pub async fn watch_operators(self: Arc<Self>, stop: CancellationToken) {
         let acted_on = |window| self.store.acted_on(window);
         operators::watch(acted_on, |records| self.desk.forget(records), &stop).await;
+    }
+
+    /// Looks after this process's records, where the database went back or shows more of them than there are, until `stop`.
+    pub async fn look_after_own(self: Arc<Self>, stop: CancellationToken) {
+        recover::watch(&self, &stop).await;
     }
 
     /// Waits until all reserved work has ended and the store has taken it. For what is left when the caller stops waiting

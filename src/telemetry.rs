@@ -235,6 +235,37 @@ struct ByDrained {
     result: Drained,
 }
 
+label_enum!(
+    /// What became of something that the database had confirmed and did not know any more.
+    WentBack {
+        /// A reservation of an attempt that was under way: written back.
+        Reservation = "reservation",
+        /// A completion whose record was still there: completed again.
+        CompletedAgain = "completed_again",
+        /// A completion without its record: both written back.
+        WrittenBack = "written_back",
+        /// An attempt whose answer is not at hand: its record is unknown.
+        Unknown = "unknown",
+        /// Another record stands under its scope by now: what it came to is in the audit table.
+        Overtaken = "overtaken",
+    }
+);
+
+impl WentBack {
+    const ALL: [Self; 5] = [
+        Self::Reservation,
+        Self::CompletedAgain,
+        Self::WrittenBack,
+        Self::Unknown,
+        Self::Overtaken,
+    ];
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ByWentBack {
+    result: WentBack,
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ByOperation {
     operation: String,
@@ -311,6 +342,7 @@ pub struct Metrics {
     late_reads: Gauge,
     late_answers: Family<ByLateAnswer, Counter>,
     late_outcomes: Counter,
+    store_went_back: Family<ByWentBack, Counter>,
     event_errors: Counter,
     deliveries: Family<ByDelivery, Counter>,
     sink_paused: Family<ByPause, Gauge>,
@@ -349,6 +381,7 @@ impl Default for Metrics {
             late_reads: Gauge::default(),
             late_answers: Family::default(),
             late_outcomes: Counter::default(),
+            store_went_back: Family::default(),
             event_errors: Counter::default(),
             deliveries: Family::default(),
             sink_paused: Family::default(),
@@ -425,6 +458,15 @@ impl Metrics {
             "Outcomes whose record had gone on, kept in the audit table",
             self.late_outcomes.clone(),
         );
+        r.register(
+            "store_went_back",
+            "What the database had confirmed and did not know any more, by what became of it",
+            self.store_went_back.clone(),
+        );
+        // Shown from the start: an alert on a series that is absent never fires.
+        for result in WentBack::ALL {
+            drop(self.store_went_back.get_or_create(&ByWentBack { result }));
+        }
         r.register("event_errors", "Events whose template failed", self.event_errors.clone());
         r.register(
             "unknown_records",
@@ -593,6 +635,11 @@ impl Metrics {
     /// An outcome found its record gone on.
     pub fn late_outcome(&self) {
         self.late_outcomes.inc();
+    }
+
+    /// The database had forgotten something that it had confirmed.
+    pub fn store_went_back(&self, result: WentBack) {
+        self.store_went_back.get_or_create(&ByWentBack { result }).inc();
     }
 
     /// Templates of events failed.

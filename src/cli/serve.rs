@@ -284,6 +284,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
 /// What the gateway does beside the requests.
 fn spawn_beside(gateway: &Arc<Gateway>, tasks: &TaskTracker, stop: &Stop) {
     tasks.spawn(Arc::clone(gateway).watch_operators(stop.rest.clone()));
+    tasks.spawn(Arc::clone(gateway).look_after_own(stop.rest.clone()));
     tasks.spawn(Arc::clone(gateway).keep_keys(stop.rest.clone()));
     tasks.spawn(Arc::clone(gateway).resolve_unknown(stop.accept.clone()));
 }

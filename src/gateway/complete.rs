@@ -238,7 +238,8 @@ impl Closing<'_> {
     }
 
     /// Frees the attempt; those who waited for it get this ending.
-    async fn release(&self, underway: Box<Underway>, ending: Ending, end: LateEnd) -> Freed {
+    async fn release(&self, mut underway: Box<Underway>, ending: Ending, end: LateEnd) -> Freed {
+        underway.frees();
         let (scope, fence) = (underway.scope.clone(), underway.fence);
         let late = LateOutcome { scope: scope.clone(), fence, end };
         let error = match self.store.release(&scope, fence).await {
@@ -272,6 +273,7 @@ impl Closing<'_> {
         let error = match completing.await {
             Ok(Settled::Done { expires_at }) => {
                 let ends = begun + completion.retention;
+                self.desk.completed(&underway, &completion, ends);
                 let answer = Arc::unwrap_or_clone(completion).answer;
                 let replay = replay_of_completion(&underway, answer, expires_at, ends);
                 return self.learnt(underway, Arc::new(replay));
@@ -326,7 +328,8 @@ impl Closing<'_> {
             Err(error) => error,
         };
         owed(&error);
-        Lost::Parted(underway.part_owing(Debt::Unknown { scope, fence }))
+        let open = underway.open().cloned();
+        Lost::Parted(underway.part_owing(Debt::Unknown { scope, fence, open }))
     }
 
     /// Marks the record once no transaction of the application holds it any more, for as long as the caller waits.
@@ -334,7 +337,8 @@ impl Closing<'_> {
         let begun = Instant::now();
         let mut pause = LOOK_FIRST;
         loop {
-            match self.store.mark_unknown(&underway.scope, underway.fence).await? {
+            match self.desk.settler().lose(&underway.scope, underway.fence, underway.open()).await?
+            {
                 Changed::Locked if begun.elapsed() + pause < self.timeout => {}
                 changed @ (Changed::Yes | Changed::No | Changed::Locked) => return Ok(changed),
             }
@@ -355,12 +359,13 @@ impl Closing<'_> {
         let settler = self.desk.settler();
         let _known = settler.known();
         let completion = Arc::new(self.completion_of(&underway, self.answer(&first)));
-        let completing = complete_or_plain(self.store, &completion, begun + self.timeout);
+        let completing = settler.write(&completion, underway.open(), begun + self.timeout);
         let settled = settler.before_the_end(completing).await;
         self.metrics.took(Step::Complete, begun.elapsed());
         let error = match settled {
             Ok(Settled::Done { expires_at }) => {
                 let ends = begun + completion.retention;
+                self.desk.completed(&underway, &completion, ends);
                 let Completion { scope, answer, .. } = Arc::unwrap_or_clone(completion);
                 let replay = replay_of_completion(&underway, answer, expires_at, ends);
                 let replay = Arc::new(replay);
@@ -409,7 +414,8 @@ impl Closing<'_> {
         let (fingerprint, caller) = (underway.fingerprint, underway.caller.clone());
         let keeping = self.desk.settler().spill().keep(&completion, fingerprint).await;
         let spilled = matches!(keeping, Keeping::Spilled(_));
-        underway.owe(Debt::Complete { completion, fingerprint, caller, keeping });
+        let open = underway.open().cloned();
+        underway.owe(Debt::Complete { completion, fingerprint, caller, open, keeping });
         spilled
     }
 

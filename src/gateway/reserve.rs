@@ -16,6 +16,7 @@
 
 mod attempt;
 mod cache;
+mod ends;
 mod inquiry;
 mod question;
 mod settler;
@@ -23,7 +24,7 @@ mod settler;
 use std::collections::HashMap;
 use std::collections::hash_map;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
@@ -32,16 +33,17 @@ use tokio::sync::watch;
 pub(super) use self::attempt::{Parted, Reservation, Underway};
 use self::cache::Cache;
 pub(super) use self::cache::Replay;
+pub(super) use self::ends::{Completed as CompletedEnd, End, Ends, Numbered};
 use self::inquiry::{Held, Inquiry, Step};
 pub(super) use self::question::{Question, Raised};
 pub(super) use self::settler::{Debt, Settler, Standing};
 use super::room::AnswerRoom;
 use super::spill::Spill;
 use crate::record::{
-    Caller, Completed, Fence, Fingerprint, LeaseView, Record, RecordId, Scope, State,
+    Caller, Completed, Fence, Fingerprint, LeaseView, OwnerId, Record, RecordId, Scope, State,
 };
 use crate::route::OnUnknown;
-use crate::store::{self, Backlog, Store};
+use crate::store::{self, Backlog, Completion, Proposal, Store};
 use crate::telemetry::Metrics;
 
 /// First pause between two looks at a record that another replica works on; it doubles up to [`POLL_MAX`].
@@ -195,6 +197,7 @@ pub struct Desk {
     entries: Arc<Entries>,
     open: Open,
     cache: Cache,
+    ends: Ends,
     settler: Settler,
     backlog: Backlog,
     metrics: Arc<Metrics>,
@@ -207,11 +210,17 @@ struct Entry {
     news: watch::Sender<News>,
     /// When the store was asked last; at first, when the entry was made.
     asked: Mutex<Instant>,
+    /// The attempt that is executed, and all that its row says.
+    open: Mutex<Option<(Fence, Arc<Proposal>)>>,
     /// A late answer of an earlier attempt has come meanwhile, and may still be owed to the store.
     answered: AtomicBool,
 }
 
 impl Entry {
+    fn open(&self) -> MutexGuard<'_, Option<(Fence, Arc<Proposal>)>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Whether it is time to ask the store; then it counts as asked.
     fn look_is_due(&self) -> bool {
         let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
@@ -296,6 +305,11 @@ impl Lead {
         self.ending = ending;
     }
 
+    /// It executes this attempt, whose row says this; none: it does not.
+    fn executes(&self, fence: Fence, open: Option<&Arc<Proposal>>) {
+        *self.entry.open() = open.map(|open| (fence, Arc::clone(open)));
+    }
+
     fn running(&self, record: RecordId, fingerprint: Fingerprint, caller: Option<Caller>) {
         self.entry.news.send_replace(News::Running { record, fingerprint, caller });
     }
@@ -351,9 +365,25 @@ impl Desk {
         metrics: Arc<Metrics>,
     ) -> Self {
         let cache = Cache::new(settings.cache_bytes);
-        let settler = Settler::new(Arc::clone(&store), cache.clone(), spill, Arc::clone(&metrics));
+        // A share of its own beside the answers that are kept for replay.
+        let ends = Ends::new(settings.cache_bytes / 2);
+        let kept = (cache.clone(), ends.clone());
+        let (asked, counted) = (Arc::clone(&store), Arc::clone(&metrics));
+        let settler = Settler::new(asked, lease.clone(), kept, spill, counted);
         let (entries, open) = (Arc::default(), Open::default());
-        Self { settings, store, lease, may_judge, entries, open, cache, settler, backlog, metrics }
+        Self {
+            settings,
+            store,
+            lease,
+            may_judge,
+            entries,
+            open,
+            cache,
+            ends,
+            settler,
+            backlog,
+            metrics,
+        }
     }
 
     /// The settler, for shutdown.
@@ -375,6 +405,40 @@ impl Desk {
     pub(super) fn remember(&self, scope: &Scope, replay: &Arc<Replay>) {
         self.cache.put(scope, replay);
         self.metrics.cached_bytes(self.cache.bytes());
+    }
+
+    /// What was confirmed of ended attempts.
+    pub(super) fn ends(&self) -> &Ends {
+        &self.ends
+    }
+
+    /// Who holds the records of this process now.
+    pub(super) fn owner(&self) -> OwnerId {
+        self.lease.current().owner
+    }
+
+    /// Whether somebody in this process works on the scope, or owes its record's end.
+    pub(super) fn works_on(&self, scope: &Scope) -> bool {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner).contains_key(scope)
+    }
+
+    /// The attempts that are executed in this process, or whose ends are owed.
+    pub(super) fn running(&self) -> Vec<(Fence, Arc<Proposal>)> {
+        let entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        entries.values().filter_map(|entry| entry.open().clone()).collect()
+    }
+
+    /// Whether this attempt is executed in this process, or its end is owed, and it is not about to be freed.
+    pub(super) fn executes(&self, scope: &Scope, fence: Fence) -> bool {
+        let entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let open = entries.get(scope).and_then(|entry| entry.open().clone());
+        open.is_some_and(|(at, _)| at == fence)
+    }
+
+    /// Notes a completion that the database has confirmed, in case it forgets it.
+    pub(super) fn completed(&self, underway: &Underway, completion: &Completion, until: Instant) {
+        let whose = (underway.fingerprint, underway.caller.as_ref());
+        self.ends.completed(completion, whose, until, underway.open());
     }
 
     /// Forgets the answers of records that an operator acted on.
@@ -417,7 +481,8 @@ impl Desk {
     ) -> Lead {
         let scope = place.key().clone();
         let (news, asked) = (watch::Sender::new(news), Instant::now().into());
-        let entry = Arc::new(Entry { news, asked, answered: AtomicBool::new(false) });
+        let (open, answered) = (Mutex::default(), AtomicBool::new(false));
+        let entry = Arc::new(Entry { news, asked, open, answered });
         place.insert(Arc::clone(&entry));
         Lead {
             scope,

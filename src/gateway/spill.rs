@@ -36,6 +36,7 @@ pub use self::disk::Disk;
 use self::disk::Held;
 pub use self::drain::{DrainError, drain};
 use self::format::{FileHead, Kind, NotExecuted, Place};
+pub(super) use self::format::{decode, encode};
 use self::writer::{Order, Writer};
 use crate::fault::{self, Point};
 use crate::record::{Fingerprint, RecordId};

@@ -88,3 +88,4 @@ mod tokens;
 mod unknown_events;
 mod upstream;
 mod webhooks;
+mod went_back;

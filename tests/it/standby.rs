@@ -45,6 +45,7 @@ async fn a_failover_under_load_loses_nothing_that_was_answered_and_runs_nothing_
     let learned = clients.end().await;
     for gateway in &gateways {
         assert_eq!(get("/readyz").to(gateway.admin).await.status, StatusCode::OK);
+        assert!(!gateway.log().contains("went back"), "nothing was lost");
     }
     settle_and_judge(&orders, &place, &sink, &gateways[1], &learned).await;
 }

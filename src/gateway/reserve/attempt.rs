@@ -10,6 +10,7 @@ use super::settler::{Debt, Settler};
 use super::{Ask, Ending, Lead};
 use crate::gateway::room::AnswerRoom;
 use crate::record::{Caller, Fence, Fingerprint, LeaseView, OwnerId, Scope};
+use crate::store::Proposal;
 
 /// A committed reservation: the right to send one request. Made by the desk only, used up by sending.
 pub(in crate::gateway) struct Reservation(Box<Underway>);
@@ -27,7 +28,18 @@ impl Reservation {
         settler: Settler,
     ) -> Self {
         lead.running(held.fence.id, held.fingerprint, ask.caller.clone());
+        let open = Arc::new(Proposal {
+            id: held.fence.id,
+            scope: ask.scope.clone(),
+            fingerprint: held.fingerprint,
+            owner: held.owner,
+            caller: ask.caller.as_ref().map(ToString::to_string),
+            context: ask.context.clone(),
+            retention: ask.retention,
+        });
+        lead.executes(held.fence, Some(&open));
         Self(Box::new(Underway {
+            open: Some(open),
             scope: ask.scope.clone(),
             fence: held.fence,
             fingerprint: held.fingerprint,
@@ -44,8 +56,10 @@ impl Reservation {
 
     /// What holds the record for a question: as good as sent, since an earlier process may have done so under this attempt.
     pub(super) fn in_doubt(self) -> Box<Underway> {
-        self.0.sending.store(true, Ordering::SeqCst);
-        self.0
+        let mut underway = self.0;
+        underway.sending.store(true, Ordering::SeqCst);
+        underway.opens(None);
+        underway
     }
 
     pub(in crate::gateway) fn fence(&self) -> Fence {
@@ -90,6 +104,8 @@ pub(in crate::gateway) struct Underway {
     /// The next attempt is being written in its place; for how long a lost session may still commit that.
     raising: Option<Duration>,
     timing: Timing,
+    /// What its row says, for the case that the database forgets it. None: it is asked about, and others made its row.
+    open: Option<Arc<Proposal>>,
     /// None: it has parted, and somebody else works on its scope.
     lead: Option<Lead>,
     settler: Settler,
@@ -121,6 +137,23 @@ impl Underway {
         self.timing == Timing::InTime && self.lease.holds(self.owner, Instant::now())
     }
 
+    /// What its row says, while it is in progress for this attempt as far as this process knows.
+    pub(in crate::gateway) fn open(&self) -> Option<&Arc<Proposal>> {
+        self.open.as_ref().filter(|_| self.timing == Timing::InTime)
+    }
+
+    /// It is about to be freed: from here on its row may be gone, and is not brought back.
+    pub(in crate::gateway) fn frees(&mut self) {
+        self.opens(None);
+    }
+
+    fn opens(&mut self, open: Option<Arc<Proposal>>) {
+        if let Some(lead) = &self.lead {
+            lead.executes(self.fence, open.as_ref());
+        }
+        self.open = open;
+    }
+
     /// It leads its scope again.
     pub(super) fn leads(&mut self, lead: Lead) {
         self.lead = Some(lead);
@@ -142,10 +175,11 @@ impl Underway {
         self.raising = None;
     }
 
-    /// The record is at the next attempt, of which nothing has been sent.
-    pub(super) fn raised(mut self: Box<Self>) -> Reservation {
+    /// The record is at the next attempt, of which nothing has been sent, and says this now.
+    pub(super) fn raised(mut self: Box<Self>, open: Arc<Proposal>) -> Reservation {
         self.fence.attempt = self.fence.attempt.next();
         self.raising = None;
+        self.opens(Some(open));
         self.sending = Arc::default();
         Reservation(self)
     }
@@ -188,12 +222,15 @@ impl Underway {
 
 impl Drop for Underway {
     fn drop(&mut self) {
+        if !self.sent() {
+            self.frees();
+        }
         if let Some(lead) = self.lead.take() {
             let (scope, fence) = (self.scope.clone(), self.fence);
             let debt = if let Some(window) = self.raising {
                 Debt::Unraise { scope, fence, owner: self.owner, window }
             } else if self.sending.load(Ordering::SeqCst) {
-                Debt::Unknown { scope, fence }
+                Debt::Unknown { scope, fence, open: self.open().cloned() }
             } else {
                 Debt::Release { scope, fence, ending: Ending::LookAgain, late: None }
             };

@@ -59,7 +59,7 @@ pub(crate) struct Replay {
 
 impl Replay {
     /// `ends`: when the retention ends, by the process's monotonic clock.
-    pub(super) fn new(
+    pub(in crate::gateway) fn new(
         fence: Fence,
         fingerprint: Fingerprint,
         caller: Option<Caller>,
@@ -253,13 +253,13 @@ impl Cache {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use http::StatusCode;
 
     use super::*;
     use crate::record::{Attempt, Key, Operation, Spelling, Tenant};
 
-    pub(super) fn scope(key: &str) -> Scope {
+    pub(in super::super) fn scope(key: &str) -> Scope {
         Scope {
             tenant: Tenant::stored("t"),
             operation: Operation::stored("o"),

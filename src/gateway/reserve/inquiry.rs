@@ -270,7 +270,12 @@ impl<'a> Inquiry<'a> {
     async fn meet_running(&mut self, met: Met, owner: OwnerId, owner_lives: bool) -> Step {
         let Met { fence, fingerprint, caller, stranger } = met;
         let scope = &self.ask.scope;
-        let marked = if owner == self.desk.lease.current().owner {
+        let own = owner == self.desk.lease.current().owner;
+        if own && self.desk.ends.completed_it(fence) {
+            // The database went back behind it, and it is about to be completed again.
+            return Step::Wait(fence.id);
+        }
+        let marked = if own {
             // A row of this process without an entry: nobody here knows how far it came.
             self.desk.store.mark_unknown(scope, fence).await
         } else if !owner_lives && (self.desk.may_judge)() {

@@ -140,8 +140,8 @@ impl Desk {
             retention: ask.retention,
         };
         underway.raise(self.settings.doubt_window);
-        match self.write_raise(proposal, fence).await {
-            Some(true) => Raised::Held(question.underway.raised()),
+        match self.write_raise(&proposal, fence).await {
+            Some(true) => Raised::Held(question.underway.raised(Arc::new(proposal))),
             Some(false) => {
                 underway.not_raised();
                 Raised::Not(question)
@@ -151,7 +151,7 @@ impl Desk {
     }
 
     /// Whether it is written; `None`: nobody knows.
-    async fn write_raise(&self, proposal: Proposal, fence: Fence) -> Option<bool> {
+    async fn write_raise(&self, proposal: &Proposal, fence: Fence) -> Option<bool> {
         let deadline = Instant::now() + self.settings.reserve_timeout;
         let mut doubt = false;
         loop {

@@ -17,12 +17,17 @@ use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use super::cache::Cache;
+use super::ends::Ends;
 use super::{Ending, Lead, Replay};
 use crate::fault::{self, Point};
 use crate::gateway::spill::{Keeping, Spill};
-use crate::record::{Caller, Fence, Fingerprint, OwnerId, Record, RecordId, Scope, State};
-use crate::store::{self, Changed, Completion, Error, LateOutcome, Settled, Store};
-use crate::telemetry::{Drained, Metrics, causes};
+use crate::record::{
+    Caller, Fence, Fingerprint, LeaseView, OwnerId, Record, RecordId, Scope, State,
+};
+use crate::store::{
+    self, Changed, Completion, Error, LateOutcome, Proposal, Reinstated, Settled, Store,
+};
+use crate::telemetry::{Drained, Metrics, WentBack, causes};
 
 /// First pause between two tries of a debt; it doubles. The first debt that is paid wakes all others.
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
@@ -39,15 +44,16 @@ const NOBODYS: Fingerprint = Fingerprint { canonical: [0; 32], raw: [0; 32], rec
 
 /// The end of an attempt, as it has to be written.
 pub(crate) enum Debt {
-    /// The outcome is known.
+    /// The outcome is known. `open`: what the row says, where it was in progress here.
     Complete {
         completion: Arc<Completion>,
         fingerprint: Fingerprint,
         caller: Option<Caller>,
+        open: Option<Arc<Proposal>>,
         keeping: Keeping,
     },
     /// Nobody knows what the upstream did.
-    Unknown { scope: Scope, fence: Fence },
+    Unknown { scope: Scope, fence: Fence, open: Option<Arc<Proposal>> },
     /// It is known not to have executed; those who waited get this ending. `late`: what is noted where another attempt
     /// is found in its place, and where it is kept until then.
     Release {
@@ -115,7 +121,9 @@ impl Debt {
 #[derive(Clone)]
 pub(crate) struct Settler {
     store: Arc<dyn Store>,
+    lease: LeaseView,
     cache: Cache,
+    ends: Ends,
     spill: Spill,
     metrics: Arc<Metrics>,
     tasks: TaskTracker,
@@ -130,13 +138,14 @@ pub(crate) struct Settler {
 impl Settler {
     pub(super) fn new(
         store: Arc<dyn Store>,
-        cache: Cache,
+        lease: LeaseView,
+        (cache, ends): (Cache, Ends),
         spill: Spill,
         metrics: Arc<Metrics>,
     ) -> Self {
         let (tasks, known) = (TaskTracker::new(), TaskTracker::new());
         let (back, ending) = (Arc::default(), CancellationToken::new());
-        Self { store, cache, spill, metrics, tasks, known, back, ending }
+        Self { store, lease, cache, ends, spill, metrics, tasks, known, back, ending }
     }
 
     /// Where outcomes are kept that the store does not take.
@@ -281,14 +290,16 @@ impl Settler {
 
     async fn try_pay(&self, debt: &Debt) -> Result<Paid, Error> {
         match debt {
-            Debt::Complete { completion, fingerprint, caller, .. } => {
-                self.complete(completion, *fingerprint, caller.as_ref()).await
+            Debt::Complete { completion, fingerprint, caller, open, .. } => {
+                self.complete(completion, (*fingerprint, caller.as_ref()), open.as_ref()).await
             }
-            Debt::Unknown { scope, fence } => match self.store.mark_unknown(scope, *fence).await? {
-                Changed::Yes => Ok(Paid::taken(Ending::Unknown(fence.id))),
-                Changed::Locked => Err(locked()),
-                Changed::No => self.in_its_place(scope, fence.id).await,
-            },
+            Debt::Unknown { scope, fence, open } => {
+                match self.lose(scope, *fence, open.as_ref()).await? {
+                    Changed::Yes => Ok(Paid::taken(Ending::Unknown(fence.id))),
+                    Changed::Locked => Err(locked()),
+                    Changed::No => self.in_its_place(scope, fence.id).await,
+                }
+            }
             Debt::Release { scope, fence, ending, late } => {
                 let freed = || Ok(Paid { ending: ending.clone(), how: Drained::Released });
                 match self.store.release(scope, *fence).await? {
@@ -382,15 +393,15 @@ impl Settler {
     async fn complete(
         &self,
         completion: &Arc<Completion>,
-        fingerprint: Fingerprint,
-        caller: Option<&Caller>,
+        (fingerprint, caller): (Fingerprint, Option<&Caller>),
+        open: Option<&Arc<Proposal>>,
     ) -> Result<Paid, Error> {
         let begun = Instant::now();
-        let deadline = begun + TRY;
-        let settled = store::complete_or_plain(&*self.store, completion, deadline).await?;
+        let settled = self.write(completion, open, begun + TRY).await?;
         match settled {
             Settled::Done { expires_at } => {
                 let ends = begun + completion.retention;
+                self.ends.completed(completion, (fingerprint, caller), ends, open);
                 let (fence, caller) = (completion.fence, caller.cloned());
                 let answer = completion.answer.clone();
                 let replay = Replay::new(fence, fingerprint, caller, answer, expires_at, ends);
@@ -402,6 +413,59 @@ impl Settler {
                 self.stands(standing, scope, *fence, Some((&**completion).into())).await
             }
             Settled::Locked => Err(locked()),
+        }
+    }
+
+    /// Completes a record. One that the database has forgotten meanwhile is brought back for it.
+    pub(crate) async fn write(
+        &self,
+        completion: &Arc<Completion>,
+        open: Option<&Arc<Proposal>>,
+        deadline: Instant,
+    ) -> Result<Settled, Error> {
+        let settled = store::complete_or_plain(&*self.store, completion, deadline).await?;
+        match open {
+            Some(open) if settled == Settled::Fenced => {
+                // Also where it was there: whoever looks after this process's records may have brought it back in between.
+                self.bring_back(open, completion.fence).await?;
+                store::complete_or_plain(&*self.store, completion, deadline).await
+            }
+            Some(_) | None => Ok(settled),
+        }
+    }
+
+    /// Marks an attempt unknown. One that the database has forgotten meanwhile is brought back for it.
+    pub(crate) async fn lose(
+        &self,
+        scope: &Scope,
+        fence: Fence,
+        open: Option<&Arc<Proposal>>,
+    ) -> Result<Changed, Error> {
+        let mut marked = self.store.mark_unknown(scope, fence).await?;
+        let Some(open) = open else { return Ok(marked) };
+        if marked == Changed::No {
+            // As above.
+            self.bring_back(open, fence).await?;
+            marked = self.store.mark_unknown(scope, fence).await?;
+        }
+        if marked == Changed::Yes {
+            self.ends.unknown(fence, open);
+        }
+        Ok(marked)
+    }
+
+    /// Puts the row of an attempt that is in progress here back, where the database has forgotten it. Whether it was gone.
+    pub(crate) async fn bring_back(&self, open: &Proposal, fence: Fence) -> Result<bool, Error> {
+        let proposal = Proposal { owner: self.lease.current().owner, ..open.clone() };
+        match self.store.reinstate(proposal, fence.attempt).await? {
+            Reinstated::Yes => {
+                tracing::error!(record = %fence.id, attempt = fence.attempt.number(),
+                    "the database has forgotten a reservation that it had confirmed: it is written back");
+                self.metrics.store_went_back(WentBack::Reservation);
+                Ok(true)
+            }
+            Reinstated::No | Reinstated::ActedOn => Ok(false),
+            Reinstated::LeaseEnded => Err(Error::Unavailable("this process has no lease".into())),
         }
     }
 

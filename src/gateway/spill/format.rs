@@ -337,7 +337,7 @@ fn first<const N: usize>(hash: &[u8]) -> [u8; N] {
 }
 
 /// An outcome as an entry's body.
-pub(super) fn encode(completion: &Completion, fingerprint: Fingerprint) -> Vec<u8> {
+pub(in crate::gateway) fn encode(completion: &Completion, fingerprint: Fingerprint) -> Vec<u8> {
     let Completion { scope, fence, answer, retention, events } = completion;
     let mut out = Vec::new();
     put_attempt(&mut out, scope, *fence);
@@ -440,7 +440,7 @@ fn answer(cursor: &mut Cursor<'_>) -> Option<Answer> {
 }
 
 /// The inverse of [`encode`]. `None`: it is not what `encode` makes.
-pub(super) fn decode(body: &[u8]) -> Option<(Completion, Fingerprint)> {
+pub(in crate::gateway) fn decode(body: &[u8]) -> Option<(Completion, Fingerprint)> {
     let mut cursor = Cursor(body);
     let (scope, fence) = attempt(&mut cursor)?;
     let fingerprint =

@@ -1,0 +1,414 @@
+//! A replica looks after its own: what the database had confirmed to it and does not know any more, and what it shows in
+//! progress though nothing here works on it.
+//!
+//! A standby that takes the primary's place without its last commits, or a backup that is restored, puts the database back.
+//! Whatever runs on another server, or on the same one after a new start, may be such a database ([`Life`]). Then all that
+//! this process remembers is compared with what stands. What must stay true:
+//!
+//! - Each change names a fence, as ever. What is written back never takes the place of another record, and never that of one
+//!   that an operator has acted on.
+//! - What was executed is completed with its own answer and its own events, or is `unknown`; it is never forgotten without a
+//!   word.
+//! - A record in progress of this process that has no entry at the desk and no remembered answer is `unknown`.
+//!
+//! When the process dies in the middle, what it has not looked after yet is lost with its memory, as all of it would have been.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use super::Gateway;
+use super::reserve::{CompletedEnd, End, Numbered, Replay};
+use crate::record::{Attempt, Fence, RecordId, Scope, Status};
+use crate::store::{
+    Changed, Completion, Error, LateOutcome, Life, Proposal, Reinstated, Settled, Whence,
+    complete_or_plain,
+};
+use crate::telemetry::{WentBack, causes};
+
+/// How often the database is asked which life it is in.
+const EVERY: Duration = Duration::from_millis(500);
+/// From so long before the last word of the life before on, ends are compared. A standby that was further behind is told of.
+/// Who removes younger rows by hand, and then restarts the database, gets them back.
+const REMEMBERED: Duration = Duration::from_secs(600);
+/// For how long after a change connections may still have been at the server before it: what they confirmed is compared, too.
+const SETTLING: Duration = Duration::from_secs(15);
+/// How many records are compared in one statement.
+const COMPARED: usize = 500;
+/// How many records are written back at a time.
+const AT_ONCE: usize = 16;
+/// How long one completion may take.
+const TRY: Duration = Duration::from_secs(10);
+
+/// How often records in progress without an entry are looked for, and through how many records one look goes: the way
+/// through a million takes an hour and a half.
+const ROUND_EVERY: Duration = Duration::from_secs(5);
+const ROUND_PIECE: u32 = 1_000;
+/// After a change all records made within this time are looked through at once: longer than attempts last.
+const BACK: Duration = Duration::from_secs(600);
+const BACK_PIECE: u32 = 5_000;
+
+/// What became of one end that the database did not show.
+enum Mended {
+    /// Nothing had to be done: it stands, has expired, or an operator has acted on it.
+    Stands,
+    /// It is as it was, or as near as can be.
+    Done(WentBack),
+}
+
+/// What is known of the database, and how far a look is.
+struct Watch {
+    /// With when it answered last.
+    life: Option<(Life, Instant)>,
+    change: Option<Change>,
+    round: Whence,
+    next_round: Instant,
+}
+
+/// A change of the database's life that is being looked into.
+struct Change {
+    since: Instant,
+    /// Ends of this time and later are compared.
+    back_to: Instant,
+    /// The number of the first end that has not been compared.
+    from: u64,
+    /// Ends whose comparison failed.
+    left: Vec<u64>,
+    /// Whether the records in progress have been looked through.
+    looked_through: bool,
+    /// Something was missing.
+    went_back: bool,
+}
+
+impl Change {
+    /// After a life that answered last at `heard`.
+    fn begin(heard: Instant) -> Self {
+        let (since, left) = (Instant::now(), Vec::new());
+        let back_to = heard.checked_sub(REMEMBERED).unwrap_or(heard);
+        Self { since, back_to, from: 0, left, looked_through: false, went_back: false }
+    }
+
+    fn is_over(&self) -> bool {
+        self.since.elapsed() >= SETTLING && self.left.is_empty() && self.looked_through
+    }
+}
+
+/// Looks after this process's records until `stop`.
+pub(super) async fn watch(gateway: &Arc<Gateway>, stop: &CancellationToken) {
+    let (round, next_round) = (Whence::Oldest, Instant::now() + ROUND_EVERY);
+    let mut watch = Watch { life: None, change: None, round, next_round };
+    loop {
+        if let Some(Err(error)) = stop.run_until_cancelled(watch.look(gateway)).await {
+            tracing::debug!(error = %causes(&error), "the own records could not be compared; again later");
+        }
+        if stop.run_until_cancelled(tokio::time::sleep(EVERY)).await.is_none() {
+            return;
+        }
+    }
+}
+
+impl Watch {
+    async fn look(&mut self, gateway: &Arc<Gateway>) -> Result<(), Error> {
+        let asked = Instant::now();
+        let life = gateway.store.life().await?;
+        if let Some((before, heard)) = self.life.replace((life, asked))
+            && before != life
+        {
+            tracing::warn!(
+                "the database is another one, or began anew: does it know all that it had confirmed?"
+            );
+            self.change = Some(Change::begin(heard));
+        }
+        if let Some(change) = &mut self.change {
+            let compared = gateway.compare(change).await;
+            if change.is_over() {
+                if !change.went_back {
+                    tracing::info!("the database knows all that it had confirmed to this process");
+                }
+                self.change = None;
+            }
+            return compared;
+        }
+        if Instant::now() < self.next_round {
+            return Ok(());
+        }
+        let last = gateway.look_for_strays(self.round, ROUND_PIECE).await?;
+        self.round = last.map_or(Whence::Oldest, |(at, id)| Whence::After(at, id.into()));
+        self.next_round = Instant::now() + ROUND_EVERY;
+        Ok(())
+    }
+}
+
+impl Gateway {
+    /// Compares what this process knows with what stands, and mends what differs.
+    async fn compare(self: &Arc<Self>, change: &mut Change) -> Result<(), Error> {
+        let mut mended = self.compare_running().await?;
+        let (ends, to) = self.desk.ends().since(change.from, change.back_to);
+        let missing = self.missing(&ends).await?;
+        let oldest = ends.last().filter(|end| change.from == 0 && end.number > 0);
+        let beyond = oldest.is_some_and(|end| missing.last() == Some(&end.number));
+        change.from = to;
+        let before = std::mem::take(&mut change.left);
+        let owed = before.len();
+        let missing = before.into_iter().chain(missing).collect();
+        let (more, why) = self.mend_all(missing, &mut change.left).await;
+        mended.extend(more);
+        if !mended.is_empty() || change.left.len() != owed {
+            tell(&mended, change.left.len(), why.as_ref());
+        }
+        if beyond && !mended.is_empty() {
+            tracing::error!(
+                "the database went back further than this process remembers: compare older keys with the API's own data"
+            );
+        }
+        change.went_back |= !mended.is_empty() || !change.left.is_empty();
+        if change.left.is_empty() && (!change.looked_through || change.since.elapsed() >= SETTLING)
+        {
+            let mut from = Whence::Ago(BACK);
+            while let Some((at, id)) = self.look_for_strays(from, BACK_PIECE).await? {
+                from = Whence::After(at, id.into());
+            }
+            change.looked_through = true;
+        }
+        Ok(())
+    }
+
+    /// Writes reservations of running attempts back that are gone.
+    async fn compare_running(&self) -> Result<Vec<WentBack>, Error> {
+        let running = self.desk.running();
+        let mut mended = Vec::new();
+        for some in running.chunks(COMPARED) {
+            let ids: Vec<RecordId> = some.iter().map(|(fence, _)| fence.id).collect();
+            let stands = self.store.stands(&ids).await?;
+            let there = |fence: &Fence| {
+                stands.iter().any(|(at, _)| at.id == fence.id && at.attempt >= fence.attempt)
+            };
+            for (fence, open) in some.iter().filter(|(fence, _)| !there(fence)) {
+                // One that was freed meanwhile is rightly gone, and its own end may have brought it back.
+                if !self.desk.executes(&open.scope, *fence) {
+                    continue;
+                }
+                if self.desk.settler().bring_back(open, *fence).await? {
+                    mended.push(WentBack::Reservation);
+                }
+            }
+        }
+        Ok(mended)
+    }
+
+    /// The numbers of those of these ends, newest first, that do not stand.
+    async fn missing(&self, ends: &[Numbered]) -> Result<Vec<u64>, Error> {
+        let mut seen = HashSet::new();
+        // The last end of a record is the one that counts.
+        let last: Vec<_> = ends.iter().filter(|end| seen.insert(end.fence.id)).collect();
+        let mut missing = Vec::new();
+        for some in last.chunks(COMPARED) {
+            let ids: Vec<RecordId> = some.iter().map(|end| end.fence.id).collect();
+            let stands: HashMap<RecordId, (Attempt, Status)> = self
+                .store
+                .stands(&ids)
+                .await?
+                .into_iter()
+                .map(|(at, status)| (at.id, (at.attempt, status)))
+                .collect();
+            let gone = some.iter().filter(|end| !stands_on(stands.get(&end.fence.id), end));
+            missing.extend(gone.map(|end| end.number));
+        }
+        Ok(missing)
+    }
+
+    /// Mends these ends, some at a time; what fails is left for later, with the reason of the last one.
+    async fn mend_all(
+        self: &Arc<Self>,
+        missing: Vec<u64>,
+        left: &mut Vec<u64>,
+    ) -> (Vec<WentBack>, Option<Error>) {
+        let (mut tasks, mut mended, mut why) = (JoinSet::new(), Vec::new(), None);
+        let mut numbers = missing.into_iter();
+        loop {
+            while tasks.len() < AT_ONCE
+                && let Some(number) = numbers.next()
+            {
+                let gateway = Arc::clone(self);
+                tasks.spawn(async move { (number, gateway.mend(number).await) });
+            }
+            match tasks.join_next().await {
+                Some(Ok((_, Ok(Mended::Done(how))))) => {
+                    self.metrics.store_went_back(how);
+                    mended.push(how);
+                }
+                Some(Ok((_, Ok(Mended::Stands)))) => {}
+                Some(Ok((number, Err(error)))) => {
+                    left.push(number);
+                    why = Some(error);
+                }
+                Some(Err(panic)) => tracing::error!(%panic, "an end could not be written again"),
+                None => return (mended, why),
+            }
+        }
+    }
+
+    async fn mend(&self, number: u64) -> Result<Mended, Error> {
+        match self.desk.ends().get(number) {
+            Some(End::Completed(completed)) => self.complete_again(*completed).await,
+            Some(End::Unknown(fence, open)) => self.lose_again(&open, fence).await,
+            None => {
+                tracing::error!("an outcome that the database does not know is remembered no more");
+                Ok(Mended::Stands)
+            }
+        }
+    }
+
+    /// Completes a record with the answer that its caller got, and announces the same events under the same ids.
+    async fn complete_again(&self, completed: CompletedEnd) -> Result<Mended, Error> {
+        let CompletedEnd { mut completion, fingerprint, caller, until } = completed;
+        completion.retention = until.saturating_duration_since(Instant::now());
+        if completion.retention.is_zero() {
+            return Ok(Mended::Stands);
+        }
+        let completion = Arc::new(completion);
+        let mut how = WentBack::CompletedAgain;
+        let mut settled = self.completed(&completion).await?;
+        if settled.is_none() {
+            let open = Proposal {
+                id: completion.fence.id,
+                scope: completion.scope.clone(),
+                fingerprint,
+                owner: self.desk.owner(),
+                caller: caller.as_ref().map(ToString::to_string),
+                context: None,
+                retention: completion.retention,
+            };
+            match self.store.reinstate(open, completion.fence.attempt).await? {
+                Reinstated::Yes => how = WentBack::WrittenBack,
+                Reinstated::No => {
+                    return self.overtaken(&completion.scope, (&*completion).into()).await;
+                }
+                Reinstated::ActedOn => return Ok(Mended::Stands),
+                Reinstated::LeaseEnded => return Err(no_lease()),
+            }
+            settled = self.completed(&completion).await?;
+        }
+        let Some(expires_at) = settled else { return Ok(Mended::Stands) };
+        let record = completion.fence.id;
+        tracing::warn!(%record, result = how.as_str(), "an outcome is in the database again");
+        let Completion { scope, fence, answer, .. } = Arc::unwrap_or_clone(completion);
+        let replay = Replay::new(fence, fingerprint, caller, answer, expires_at, until);
+        self.desk.remember(&scope, &Arc::new(replay));
+        self.wake.notify_one();
+        Ok(Mended::Done(how))
+    }
+
+    /// Until when it is kept; `None`: its record is not there to be completed.
+    async fn completed(&self, completion: &Arc<Completion>) -> Result<Option<SystemTime>, Error> {
+        match complete_or_plain(&*self.store, completion, Instant::now() + TRY).await? {
+            Settled::Done { expires_at } => Ok(Some(expires_at)),
+            Settled::Fenced => Ok(None),
+            Settled::Locked => Err(held()),
+        }
+    }
+
+    /// Writes a record back of which nobody knows how it ended.
+    async fn lose_again(&self, open: &Proposal, fence: Fence) -> Result<Mended, Error> {
+        let proposal = Proposal { owner: self.desk.owner(), ..open.clone() };
+        match self.store.reinstate(proposal, fence.attempt).await? {
+            Reinstated::ActedOn => Ok(Mended::Stands),
+            Reinstated::LeaseEnded => Err(no_lease()),
+            Reinstated::No => {
+                let Some(other) = self.instead_of(&open.scope, fence.id).await? else {
+                    return Ok(Mended::Stands);
+                };
+                tracing::error!(record = %fence.id, %other, "a record whose outcome is unknown is gone, and its key was used anew: it may be executed twice");
+                Ok(Mended::Done(WentBack::Overtaken))
+            }
+            Reinstated::Yes => match self.store.mark_unknown(&open.scope, fence).await? {
+                Changed::Yes | Changed::No => {
+                    tracing::warn!(record = %fence.id, "a record was gone: it is written back, and unknown");
+                    Ok(Mended::Done(WentBack::Unknown))
+                }
+                Changed::Locked => Err(held()),
+            },
+        }
+    }
+
+    /// What stands in the place of an outcome that cannot be written back. Another record's execution may be a second one.
+    async fn overtaken(&self, scope: &Scope, late: LateOutcome) -> Result<Mended, Error> {
+        let record = late.fence.id;
+        let Some(other) = self.instead_of(scope, record).await? else { return Ok(Mended::Stands) };
+        self.store.note_late_outcome(&late).await?;
+        self.metrics.late_outcome();
+        tracing::error!(%record, %other, "a completed record is gone, and its key was used anew: it may have been executed twice; its outcome is in the audit table");
+        Ok(Mended::Done(WentBack::Overtaken))
+    }
+
+    /// The other record that stands under the scope of this one.
+    async fn instead_of(&self, scope: &Scope, id: RecordId) -> Result<Option<RecordId>, Error> {
+        let found = self.store.find(scope).await?.map(|record| record.fence.id);
+        Ok(found.filter(|found| *found != id))
+    }
+
+    /// Ends records that are in progress for this process though nothing here works on them, among a piece of all. The last
+    /// one that was looked at, where there are more.
+    async fn look_for_strays(
+        self: &Arc<Self>,
+        from: Whence,
+        limit: u32,
+    ) -> Result<Option<(SystemTime, RecordId)>, Error> {
+        let piece = self.store.open_of(self.desk.owner(), from, limit).await?;
+        for (scope, fence) in piece.open {
+            // Looked at after the row was: an attempt that begins has its entry before its row, and keeps it longer.
+            if self.desk.works_on(&scope) {
+                continue;
+            }
+            if let Some(number) = self.desk.ends().last_of(fence)
+                && let Mended::Done(how) = self.mend(number).await?
+            {
+                self.metrics.store_went_back(how);
+                continue;
+            }
+            if self.store.mark_unknown(&scope, fence).await? == Changed::Yes {
+                tracing::warn!(record = %fence.id, "a record was in progress and nothing in its process worked on it: it is unknown");
+                self.metrics.store_went_back(WentBack::Unknown);
+            }
+        }
+        Ok(piece.last.map(|(at, id)| (at, id.into())))
+    }
+}
+
+/// Whether a record that stands like this has this end, or has gone on from there.
+fn stands_on(stands: Option<&(Attempt, Status)>, end: &Numbered) -> bool {
+    match stands {
+        None => false,
+        Some((_, Status::Completed)) => true,
+        Some((at, Status::Unknown | Status::InProgress)) if end.completed => {
+            *at > end.fence.attempt
+        }
+        Some((at, Status::Unknown | Status::InProgress)) => *at >= end.fence.attempt,
+    }
+}
+
+/// One line for all of them, beside the one that each has.
+fn tell(mended: &[WentBack], left: usize, why: Option<&Error>) {
+    let count = |how| mended.iter().filter(|one| **one == how).count();
+    tracing::error!(
+        reservations = count(WentBack::Reservation),
+        completed_again = count(WentBack::CompletedAgain),
+        written_back = count(WentBack::WrittenBack),
+        unknown = count(WentBack::Unknown),
+        overtaken = count(WentBack::Overtaken),
+        left,
+        why = why.map(|error| causes(error)),
+        "the database went back: it did not know what it had confirmed"
+    );
+}
+
+fn no_lease() -> Error {
+    Error::Unavailable("this process has no lease".into())
+}
+
+fn held() -> Error {
+    Error::Unavailable("another transaction holds the record".into())
+}
