@@ -31,6 +31,7 @@ mod room;
 mod spelling;
 pub mod spill;
 pub mod tokens;
+pub mod tunnel;
 pub mod upstream;
 
 use std::collections::HashMap;
@@ -63,6 +64,7 @@ use self::rights::Rights;
 use self::room::{Limits, NoRoom};
 use self::spill::Spill;
 use self::tokens::Tokens;
+use self::tunnel::Tunnels;
 use self::upstream::{Body, Upstream};
 use crate::fault::{self, Point};
 use crate::record::LeaseView;
@@ -98,6 +100,8 @@ pub struct Settings {
     pub waiting_max: usize,
     /// Answers awaited after their time-out.
     pub late_answers_max: usize,
+    /// Connections that are tunnels at a time.
+    pub tunnels_max: usize,
     /// What a keyed request gets while the store is away.
     pub on_unavailable: OnUnavailable,
     /// Sum of the bodies of keyed requests and of their answers in memory, in bytes; see [`Settings::fits`].
@@ -137,6 +141,7 @@ pub struct Gateway {
     tokens: Option<Arc<Tokens>>,
     rights: Rights,
     late: LateReads,
+    tunnels: Tunnels,
     alarm: Alarm,
     observed: observe::Memory,
     metrics: Arc<Metrics>,
@@ -211,6 +216,7 @@ impl Gateway {
         let rights = Rights::new(settings.forwarding.clone(), servers);
         let tasks = TaskTracker::new();
         let late = LateReads::new(settings.late_answers_max, Arc::clone(&metrics));
+        let tunnels = Tunnels::new(settings.tunnels_max, Arc::clone(&metrics));
         Some(Arc::new(Self {
             settings,
             routes,
@@ -222,6 +228,7 @@ impl Gateway {
             tokens,
             rights,
             late,
+            tunnels,
             alarm: Alarm::default(),
             observed: observe::Memory::default(),
             metrics,
@@ -288,7 +295,8 @@ impl Gateway {
             let to = (&observed, &params);
             observe::judge(memory, intake, metrics, to, copied, &ends).await;
         });
-        let passed = pass::pass(&upstream, &self.settings.forwarding, request).await;
+        let forwarding = &self.settings.forwarding;
+        let passed = pass::pass(&upstream, forwarding, &self.tunnels, request).await;
         observe::over(&ended, observe::End::of(&route, &passed), judging, &whole).await;
         passed.unwrap_or_else(not_passed)
     }
@@ -539,7 +547,8 @@ impl Gateway {
     }
 
     async fn pass(&self, upstream: &Upstream, request: Request<Body>) -> Response<Body> {
-        let passed = pass::pass(upstream, &self.settings.forwarding, request).await;
+        let forwarding = &self.settings.forwarding;
+        let passed = pass::pass(upstream, forwarding, &self.tunnels, request).await;
         passed.unwrap_or_else(not_passed)
     }
 
@@ -596,6 +605,10 @@ impl Gateway {
 /// What the caller of a request gets that passed through and has no answer.
 fn not_passed(error: PassError) -> Response<Body> {
     let name = match error {
+        PassError::Crowded => {
+            let detail = "There are as many tunnels as the gateway takes. Nothing was forwarded.";
+            return Problem::new(Name::Overloaded).detail(detail).into_response(None);
+        }
         PassError::Unreachable => Name::UpstreamUnreachable,
         PassError::Failed => Name::UpstreamFailed,
         PassError::TimedOut => Name::UpstreamTimeout,

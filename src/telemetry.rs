@@ -205,6 +205,30 @@ label_enum!(
 );
 
 label_enum!(
+    /// How a tunnel ended.
+    TunnelEnd {
+        /// Both sides closed it.
+        Closed = "closed",
+        /// One of its connections broke.
+        Failed = "failed",
+        /// Nothing passed for too long.
+        Idle = "idle",
+        /// This process stops.
+        Shutdown = "shutdown",
+    }
+);
+
+label_enum!(
+    /// Which way bytes pass through a tunnel.
+    Way {
+        /// From the caller to the API.
+        ToApi = "to_api",
+        /// From the API to the caller.
+        ToCaller = "to_caller",
+    }
+);
+
+label_enum!(
     /// What the sweeper deletes.
     Swept {
         /// Expired records.
@@ -318,6 +342,16 @@ struct ByLateAnswer {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ByTunnelEnd {
+    end: TunnelEnd,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ByWay {
+    way: Way,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct BySwept {
     what: Swept,
 }
@@ -340,6 +374,9 @@ pub struct Metrics {
     settling: Gauge,
     lookups: Family<ByAsked, Counter>,
     late_reads: Gauge,
+    tunnels_open: Gauge,
+    tunnels: Family<ByTunnelEnd, Counter>,
+    tunnel_bytes: Family<ByWay, Counter>,
     late_answers: Family<ByLateAnswer, Counter>,
     late_outcomes: Counter,
     store_went_back: Family<ByWentBack, Counter>,
@@ -379,6 +416,9 @@ impl Default for Metrics {
             settling: Gauge::default(),
             lookups: Family::default(),
             late_reads: Gauge::default(),
+            tunnels_open: Gauge::default(),
+            tunnels: Family::default(),
+            tunnel_bytes: Family::default(),
             late_answers: Family::default(),
             late_outcomes: Counter::default(),
             store_went_back: Family::default(),
@@ -486,6 +526,7 @@ impl Metrics {
         );
         self.register_sinks();
         self.register_spill();
+        self.register_tunnels();
         self.register_process();
     }
 
@@ -545,6 +586,21 @@ impl Metrics {
             self.sink_probes.clone(),
         );
         r.register("sink_in_flight", "Deliveries under way to a sink", self.sink_in_flight.clone());
+    }
+
+    fn register_tunnels(&mut self) {
+        let r = &mut self.registry;
+        r.register(
+            "tunnels_open",
+            "Connections that are tunnels after a switch of protocols",
+            self.tunnels_open.clone(),
+        );
+        r.register("tunnels", "Tunnels that have ended, by how they did", self.tunnels.clone());
+        r.register(
+            "tunnel_bytes",
+            "Bytes that came into tunnels, by which way they pass",
+            self.tunnel_bytes.clone(),
+        );
     }
 
     fn register_spill(&mut self) {
@@ -625,6 +681,22 @@ impl Metrics {
     #[must_use]
     pub fn late_read(&self) -> GaugeGuard {
         GaugeGuard::raise(&self.late_reads)
+    }
+
+    /// Counts a tunnel as open until the guard is dropped.
+    #[must_use]
+    pub fn tunnel(&self) -> GaugeGuard {
+        GaugeGuard::raise(&self.tunnels_open)
+    }
+
+    /// So many bytes came into a tunnel.
+    pub fn tunnelled(&self, way: Way, bytes: u64) {
+        self.tunnel_bytes.get_or_create(&ByWay { way }).inc_by(bytes);
+    }
+
+    /// A tunnel has ended.
+    pub fn tunnel_ended(&self, end: TunnelEnd) {
+        self.tunnels.get_or_create(&ByTunnelEnd { end }).inc();
     }
 
     /// What came of an answer that was awaited after its time-out.

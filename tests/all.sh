@@ -64,9 +64,9 @@ if [ -n "$missing" ]; then
         apt-get install -y -qq --no-install-recommends $missing >/dev/null
 fi
 
-# The libraries that consumers verify deliveries with, in the versions that are pinned; made anew when these change.
+# The libraries that consumers verify deliveries with, and websockets, in the versions that are pinned; made anew when these change.
 if ! cmp -s tests/requirements.txt target/python/requirements.txt; then
-    say "installing what tests/verify.py needs into target/python"
+    say "installing what the Python scripts of the tests need into target/python"
     rm -rf target/python
     python3 -m venv target/python
     target/python/bin/pip install --quiet --disable-pip-version-check -r tests/requirements.txt

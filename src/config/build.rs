@@ -49,6 +49,8 @@ use self::store_url::read_store_url;
 const SECOND: Duration = Duration::from_secs(1);
 const HOUR: Duration = Duration::from_secs(3600);
 const DAY: Duration = Duration::from_secs(24 * 3600);
+/// The default of `server.connections_max`.
+const CONNECTIONS: u32 = 10_000;
 /// The default of `store.timeout`.
 const STATEMENT_TIMEOUT: Duration = Duration::from_secs(5);
 const KIB: usize = 1024;
@@ -164,7 +166,7 @@ impl Builder<'_> {
             idle_timeout: or(&raw.idle_timeout, 75 * SECOND),
             body_timeout: or(&raw.body_timeout, 30 * SECOND),
             write_timeout: or(&raw.write_timeout, 60 * SECOND),
-            connections_max: count(&raw.connections_max, 10_000),
+            connections_max: count(&raw.connections_max, CONNECTIONS),
             headers_max: count(&raw.headers_max, 100),
             head_bytes_max: or(&raw.head_bytes_max, 64 * KIB),
             half_close: or(&raw.half_close, false),
@@ -196,11 +198,21 @@ impl Builder<'_> {
             in_flight_max: count(&raw.in_flight_max, 1000),
             waiting_max: count(&raw.waiting_max, 1000),
             late_answers_max: count(&raw.late_answers_max, 100),
+            tunnels_max: self.tunnels(raw),
             on_unavailable: self.on_unavailable(&store.on_unavailable),
             buffered_bytes_max: or(&raw.buffered_bytes_max, 1024 * MIB),
             expose_headers: or(&raw.expose_headers, false),
             default_upstream: DEFAULT_UPSTREAM.to_owned(),
         }
+    }
+
+    fn tunnels(&self, raw: &file::Server) -> usize {
+        let connections = or(&raw.connections_max, CONNECTIONS);
+        if let Some(placed) = raw.tunnels_max.as_ref().filter(|max| max.value > connections) {
+            let wrong = format!("is more than connections_max ({connections}): each tunnel is one");
+            self.notes.mistake(&placed.place, wrong);
+        }
+        count(&raw.tunnels_max, 5000)
     }
 
     fn on_unavailable(&self, field: &Maybe<String>) -> OnUnavailable {
@@ -316,6 +328,8 @@ impl Builder<'_> {
             idle_timeout: or(&raw.idle_timeout, 4 * SECOND),
             answer_timeout: or(&raw.answer_timeout, 60 * SECOND),
             answer_idle_timeout: Some(or(&raw.answer_idle_timeout, 600 * SECOND))
+                .filter(|limit| !limit.is_zero()),
+            tunnel_idle_timeout: Some(or(&raw.tunnel_idle_timeout, HOUR))
                 .filter(|limit| !limit.is_zero()),
             reuse_for_keyed: or(&raw.reuse_for_keyed, None),
             ca_file: raw.ca_file.as_ref().map(|placed| self.readable(placed)),

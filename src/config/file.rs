@@ -75,6 +75,8 @@ pub struct Server {
     pub in_flight_max: Maybe<u32>,
     /// Waiting duplicates at a time.
     pub waiting_max: Maybe<u32>,
+    /// Tunnels at a time.
+    pub tunnels_max: Maybe<u32>,
     /// Answers awaited after their time-out.
     pub late_answers_max: Maybe<u32>,
     /// Sum of the bodies of keyed requests and of their answers in memory.
@@ -109,6 +111,8 @@ pub struct Upstream {
     pub answer_timeout: Maybe<Duration>,
     /// How long the upstream may be silent within the body of an answer that is streamed.
     pub answer_idle_timeout: Maybe<Duration>,
+    /// How long nothing may pass through a tunnel; zero: for ever.
+    pub tunnel_idle_timeout: Maybe<Duration>,
     /// How long a connection may have been idle and still carry a keyed request.
     pub reuse_for_keyed: Maybe<Option<Duration>>,
     /// The only certificates to trust.
@@ -518,6 +522,7 @@ fn server(mut s: Section<'_>) -> Server {
         shutdown_grace: s.duration("shutdown_grace"),
         in_flight_max: s.number("in_flight_max", 1..=1_000_000),
         waiting_max: s.number("waiting_max", 0..=1_000_000),
+        tunnels_max: s.number("tunnels_max", 1..=1_000_000),
         late_answers_max: s.number("late_answers_max", 0..=1_000_000),
         buffered_bytes_max: s.size("buffered_bytes_max"),
         digest_key_file: s.text("digest_key_file"),
@@ -545,6 +550,7 @@ fn upstream(mut s: Section<'_>, main: bool) -> Upstream {
         idle_timeout: s.duration("idle_timeout"),
         answer_timeout: s.duration("answer_timeout"),
         answer_idle_timeout: s.duration("answer_idle_timeout"),
+        tunnel_idle_timeout: s.duration("tunnel_idle_timeout"),
         reuse_for_keyed: s.duration_or("reuse_for_keyed", "never"),
         ca_file: s.text("ca_file"),
         host: if main { s.text("host") } else { None },

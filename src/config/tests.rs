@@ -137,6 +137,27 @@ fn variables_override_the_file() {
 }
 
 #[test]
+fn tunnels_are_connections() {
+    let wrong =
+        with("server = { connections_max = 10, tunnels_max = 11, idle_timeout = \"0s\" }\n");
+    let found = mistakes(&wrong);
+    let expected = [
+        "server.tunnels_max: is more than connections_max (10): each tunnel is one",
+        "server.idle_timeout: must be longer than nothing",
+    ];
+    assert_eq!(found.len(), 2, "{found:?}");
+    for line in expected {
+        assert!(found.iter().any(|found| found.ends_with(line)), "{line}: {found:?}");
+    }
+    // Fewer connections than the default's tunnels are no mistake, and "0s" is for ever.
+    let config = good(
+        &with("server = { connections_max = 10 }\nupstream.tunnel_idle_timeout = \"0s\"\n"),
+        &[],
+    );
+    assert_eq!(config.upstreams[DEFAULT_UPSTREAM].tunnel_idle_timeout, None);
+}
+
+#[test]
 fn a_wrong_variable_is_named_and_a_strange_one_only_warned_of() {
     let wrong = [("ONCEGATE_STORE_LEESE", "15s"), ("ONCEGATE_POLICY_WAIT", "soon")];
     let found = load(&with(""), &wrong).unwrap_err().lines();

@@ -8,7 +8,7 @@
 //!
 //! What must stay true: no caller can hold a connection for ever by being slow; an error of accept never ends the loop;
 //! after `stop` nothing new is accepted, running requests are answered with `Connection: close`, silent and idle
-//! connections end at once, and after `grace` nothing is left.
+//! connections end at once, tunnels as soon as they are quiet, and after `grace` nothing is left.
 //!
 //! When the process dies here, callers see their connections end; what they had reserved is settled by others.
 
@@ -41,6 +41,7 @@ use tokio_util::task::TaskTracker;
 
 use self::waiting::{HeadTimer, Heard};
 use crate::fault::{self, Point};
+use crate::gateway::tunnel::Switch;
 use crate::gateway::upstream::{Body, BodyError};
 
 /// After an error of accept, such as too many open files.
@@ -254,14 +255,22 @@ async fn connection<S>(
 {
     let (unread, heard) = (Unread::default(), Heard::default());
     let timer = HeadTimer::new(settings.header_timeout, settings.idle_timeout, heard.clone());
+    let switch = Switch::default();
+    let left = switch.clone();
     let patience = Patience { limit: settings.body_timeout, unread: unread.clone() };
     let service = service_fn(move |mut request: Request<Incoming>| {
         patience.unread.set(!request.body().is_end_stream());
         request.extensions_mut().insert(peer);
         request.extensions_mut().insert(patience.clone());
+        request.extensions_mut().insert(left.clone());
         service.call(request)
     });
-    let io = TokioIo::new(Paced::new(stream, settings.write_timeout, unread, heard));
+    let io = TokioIo::new(Paced {
+        unread,
+        heard,
+        switch: switch.clone(),
+        ..Paced::new(stream, settings.write_timeout)
+    });
     let mut connection = http1::Builder::new()
         .timer(timer)
         .header_read_timeout(settings.header_timeout)
@@ -270,7 +279,8 @@ async fn connection<S>(
         .max_buf_size(settings.head_bytes_max.max(8192))
         .half_close(settings.half_close)
         .preserve_header_case(true)
-        .serve_connection(io, service);
+        .serve_connection(io, service)
+        .with_upgrades();
     let ended = tokio::select! {
         biased;
         ended = &mut connection => ended,
@@ -279,10 +289,17 @@ async fn connection<S>(
             (&mut connection).await
         }
     };
-    let Err(error) = ended else { return };
+    let Err(error) = ended else {
+        // With it goes the promise of a tunnel that was not kept.
+        drop(connection);
+        if let Some(tunnel) = switch.take() {
+            Box::pin(tunnel.run(stop)).await;
+        }
+        return;
+    };
     tracing::debug!(error = &error as &dyn std::error::Error, ?peer, "connection ended");
     if error.is_timeout() {
-        let parts = connection.into_parts();
+        let Some(parts) = connection.into_parts() else { return };
         if !parts.read_buf.trim_ascii().is_empty() {
             parts.io.into_inner().too_late().await;
         }
@@ -367,6 +384,7 @@ struct Paced {
     flushed: bool,
     unread: Unread,
     heard: Heard,
+    switch: Switch,
     linger: Option<Linger>,
 }
 
@@ -376,8 +394,17 @@ struct Linger {
 }
 
 impl Paced {
-    fn new(stream: Box<dyn Stream>, write_timeout: Duration, unread: Unread, heard: Heard) -> Self {
-        Self { stream, write_timeout, stalled: None, flushed: true, unread, heard, linger: None }
+    fn new(stream: Box<dyn Stream>, write_timeout: Duration) -> Self {
+        Self {
+            stream,
+            write_timeout,
+            stalled: None,
+            flushed: true,
+            unread: Unread::default(),
+            heard: Heard::default(),
+            switch: Switch::default(),
+            linger: None,
+        }
     }
 
     /// Tells a caller whose head did not come in time, and closes (RFC 9110, 15.5.9). A part of an answer that is still
@@ -476,7 +503,8 @@ impl AsyncWrite for Paced {
             let shut = Pin::new(&mut this.stream).poll_shutdown(cx);
             ready!(this.pace(cx, shut))?;
         }
-        if !this.unread.0.load(Ordering::Relaxed) {
+        // In a tunnel the end of one way says nothing of the other.
+        if this.switch.is_switched() || !this.unread.0.load(Ordering::Relaxed) {
             return Poll::Ready(Ok(()));
         }
         let linger = this.linger.get_or_insert_with(|| Linger {

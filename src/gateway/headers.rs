@@ -11,6 +11,7 @@
 //! Everything here is a function of its arguments: no state, no clock, nothing to lose when the process dies.
 
 mod forwarding;
+mod upgrade;
 
 use std::net::IpAddr;
 
@@ -20,6 +21,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, StatusCode, Uri,
 
 use self::forwarding::is_forwarding;
 pub use self::forwarding::{Forwarding, Hop, HostPolicy, Network, forward};
+pub use self::upgrade::Offer;
 
 /// Meant for one hop only, named by `Connection` or not (RFC 9110, 7.6.1, and what older senders expect).
 const HOP_BY_HOP: [HeaderName; 9] = [

@@ -22,7 +22,7 @@ use http_body_util::{BodyExt, Full};
 use tokio::sync::Semaphore;
 
 use super::accept;
-use super::headers::{self, Forwarding, Hop};
+use super::headers::{self, Forwarding, Hop, Offer};
 use super::prefixed::Prefixed;
 use super::reply::{self, Name, Problem, Takes};
 use super::reserve::{Ask, Owes, Readers};
@@ -102,20 +102,21 @@ impl Intake {
         request: Request<Body>,
     ) -> Result<Read, Problem> {
         let refused = |refusal| Problem::of_scope(refusal, &route.scope);
-        let (hop, takes) = (hop(&request), Takes::of(&request));
-        let target = target(request.uri());
+        let (hop, target) = (hop(&request), target(request.uri()));
+        let (takes, switches) = (Takes::of(&request), Offer::of(&request).is_some());
         let (mut head, body) = request.into_parts();
         let recipe = &route.scope;
         let untouched = (!head.headers.contains_key(&recipe.key_header)).then(|| head.clone());
-        headers::strip_hop_by_hop(&mut head.headers);
-        headers::drop_own(&mut head.headers);
-        headers::drop_twins(&mut head.headers, &scope_headers(recipe));
+        clean(&mut head.headers, recipe);
         let key = scope::read_key(recipe, &head.headers).map_err(refused)?;
         if key.is_none() && recipe.derive_key.is_none() {
             if recipe.key_required {
                 return Err(refused(scope::Refusal::KeyMissing));
             }
             return Ok(Read::Unkeyed(Request::from_parts(untouched.unwrap_or(head), body)));
+        }
+        if switches {
+            return Err(Problem::new(Name::UpgradeRefused));
         }
         let known = match &key {
             Some(_) => Some(self.identify(route, &head.headers).await?),
@@ -289,6 +290,13 @@ impl Intake {
         let body = length.map_or(policy.request_body_max, |n| n.min(policy.request_body_max));
         self.limits.admit(body, policy.response_body_max)
     }
+}
+
+/// Leaves only headers that the API sees as they are read here.
+fn clean(headers: &mut HeaderMap, recipe: &scope::Recipe) {
+    headers::strip_hop_by_hop(headers);
+    headers::drop_own(headers);
+    headers::drop_twins(headers, &scope_headers(recipe));
 }
 
 /// A body without its content codings, where they can be taken off; else as it came.

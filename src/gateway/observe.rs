@@ -82,7 +82,7 @@ impl End {
                 Class::Unknown => Self::Unknown,
             },
             // With a body that did not arrive nothing would have been reserved.
-            Err(PassError::Unreachable | PassError::Caller) => Self::Released,
+            Err(PassError::Unreachable | PassError::Caller | PassError::Crowded) => Self::Released,
             Err(PassError::Failed | PassError::TimedOut) => Self::Unknown,
         }
     }

@@ -7,18 +7,21 @@
 //! whole; nothing is buffered beyond what hyper holds of one connection; when the caller goes away, so does the request to
 //! the upstream, because all of it lives in the future that the server drops.
 //!
+//! A request that asks for another protocol may become a [`tunnel`](crate::gateway::tunnel).
+//!
 //! Nothing is remembered here. When the process dies, both sides see their connections end.
 
 use bytes::Bytes;
 use http::header::{self, HeaderMap, HeaderValue};
 use http::{Request, Response};
 use http_body::{Body as _, Frame};
-use http_body_util::BodyExt;
+use http_body_util::{BodyExt, Empty};
 
 use crate::gateway::accept::Peer;
-use crate::gateway::headers::{self, Forwarding, Hop, HostPolicy};
+use crate::gateway::headers::{self, Forwarding, Hop, HostPolicy, Offer};
+use crate::gateway::tunnel::{Switch, Tunnel, Tunnels};
 pub use crate::gateway::upstream::PassError;
-use crate::gateway::upstream::{Body, Upstream};
+use crate::gateway::upstream::{Body, Switched, Upstream};
 
 /// Streams a request to the upstream, and its answer back.
 ///
@@ -27,10 +30,16 @@ use crate::gateway::upstream::{Body, Upstream};
 pub async fn pass(
     upstream: &Upstream,
     forwarding: &Forwarding,
+    tunnels: &Tunnels,
     request: Request<Body>,
 ) -> Result<Response<Body>, PassError> {
     let mut request = request.map(without_hop_trailers);
+    let switch = request.extensions_mut().remove::<Switch>();
+    let offer = Offer::of(&request).filter(|_| request.body().is_end_stream());
     prepare(upstream, forwarding, &mut request);
+    if let (Some(switch), Some(offer)) = (switch, offer) {
+        return open(upstream, tunnels, request, &switch, &offer).await;
+    }
     // The chunks of a GET or DELETE are a body as well: hyper would send it without, unless told.
     let of_unknown_length = !request.body().is_end_stream()
         && request.body().size_hint().exact().is_none()
@@ -42,6 +51,40 @@ pub async fn pass(
     let mut answer = upstream.pooled(request).await?.map(without_hop_trailers);
     clean_answer(answer.headers_mut());
     Ok(answer)
+}
+
+/// Asks the upstream to switch protocols. If it does, the tunnel is left for the caller's connection.
+async fn open(
+    upstream: &Upstream,
+    tunnels: &Tunnels,
+    mut request: Request<Body>,
+    switch: &Switch,
+    offer: &Offer,
+) -> Result<Response<Body>, PassError> {
+    let place = tunnels.place().ok_or(PassError::Crowded)?;
+    let caller = hyper::upgrade::on(&mut request);
+    let target = request.uri().clone();
+    offer.write(request.headers_mut());
+    match upstream.switched(request, offer).await? {
+        Switched::Not(answer) => {
+            let mut answer = answer.map(without_hop_trailers);
+            clean_answer(answer.headers_mut());
+            Ok(answer)
+        }
+        Switched::To { taken, head, connection } => {
+            let idle_timeout = upstream.tunnel_idle_timeout();
+            let protocol = taken.to_string();
+            let tunnel =
+                Tunnel { caller, upstream: connection, idle_timeout, place, protocol, target };
+            switch.leave(tunnel);
+            let nothing = Empty::new().map_err(|never| match never {}).boxed_unsync();
+            let mut answer = Response::from_parts(head, nothing);
+            clean_answer(answer.headers_mut());
+            answer.headers_mut().remove(header::CONTENT_LENGTH);
+            taken.write(answer.headers_mut());
+            Ok(answer)
+        }
+    }
 }
 
 /// Makes a request's head fit to go to the upstream: hop-by-hop headers and names of ours out, forwarding headers in.

@@ -30,12 +30,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::header::{self, HeaderMap, HeaderValue};
 use http::uri::Scheme;
-use http::{Method, Request, Response, Uri, Version};
+use http::{Method, Request, Response, StatusCode, Uri, Version};
 use http_body::Body as _;
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper::client::conn::TrySendError;
+use hyper::upgrade::Upgraded;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use tokio::net::TcpStream;
@@ -48,6 +49,7 @@ pub use self::answer::{Answer, Silent};
 use self::connection::{Connection, Probe, Use};
 use self::counted::Stream;
 use self::pool::Pool;
+use super::headers::Offer;
 
 /// Why a body ended before its end.
 pub type BodyError = Box<dyn std::error::Error + Send + Sync>;
@@ -68,6 +70,8 @@ pub struct Settings {
     pub answer_timeout: Duration,
     /// How long the upstream may be silent within the body of an answer that is streamed; none: for ever.
     pub answer_idle_timeout: Option<Duration>,
+    /// How long nothing may pass through a tunnel; none: for ever.
+    pub tunnel_idle_timeout: Option<Duration>,
     /// How long a connection may have been idle and still carry a reserved request; none: each has one of its own. What the
     /// upstream closes in the moment of sending is an unknown outcome.
     pub reuse_for_keyed: Option<Duration>,
@@ -85,6 +89,7 @@ impl Settings {
             idle_timeout: Duration::from_secs(4),
             answer_timeout: Duration::from_secs(60),
             answer_idle_timeout: Some(Duration::from_secs(600)),
+            tunnel_idle_timeout: Some(Duration::from_secs(3600)),
             reuse_for_keyed: None,
             ca_file: None,
         }
@@ -150,6 +155,17 @@ pub enum PassError {
     /// The caller's body broke off or came too slowly: 408, and close.
     #[error("the body did not arrive")]
     Caller,
+    /// There is no place for another tunnel; nothing was sent.
+    #[error("too many tunnels are open")]
+    Crowded,
+}
+
+/// What came of asking the upstream to switch protocols.
+pub(super) enum Switched {
+    /// It answers instead.
+    Not(Response<Body>),
+    /// It has switched to a protocol that was asked for.
+    To { taken: Offer, head: http::response::Parts, connection: Upgraded },
 }
 
 impl Upstream {
@@ -326,6 +342,44 @@ impl Upstream {
         let idle_limit = self.0.settings.answer_idle_timeout;
         let body = Answer::new(body, connection, pool, idle_limit).streamed();
         Ok(Response::from_parts(head, body.boxed_unsync()))
+    }
+
+    /// Asks for a switch of protocols, once, on a new connection. Dropping the future, the answer's body or the connection
+    /// closes it.
+    pub(super) async fn switched(
+        &self,
+        mut request: Request<Body>,
+        offer: &Offer,
+    ) -> Result<Switched, PassError> {
+        self.name_host(request.headers_mut());
+        *request.version_mut() = Version::HTTP_11;
+        let dialed = self.dial_for(Use::Pool).await.map_err(|e| unreachable_upstream(&e))?;
+        let mut connection = dialed.connection;
+        let mut answer = match self.exchange(&mut connection, request).await? {
+            Ok(answer) => answer,
+            Err(mut error) => {
+                let unsent = error.take_message().is_some();
+                return Err(if unsent { PassError::Unreachable } else { failed(error.error()) });
+            }
+        };
+        if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
+            return self.stream(connection, answer).map(Switched::Not);
+        }
+        let Some(taken) = offer.taken(answer.headers()) else {
+            tracing::debug!("the upstream switches to a protocol that nobody asked for");
+            return Err(PassError::Failed);
+        };
+        let switched = timeout(self.0.settings.answer_timeout, hyper::upgrade::on(&mut answer));
+        let switched = switched.await.map_err(|_| PassError::TimedOut)?;
+        let switched = switched.map_err(|error| failed(&error))?;
+        connection.meter.tunnel();
+        let (head, _) = answer.into_parts();
+        Ok(Switched::To { taken, head, connection: switched })
+    }
+
+    /// How long nothing may pass through a tunnel to it.
+    pub(super) fn tunnel_idle_timeout(&self) -> Option<Duration> {
+        self.0.settings.tunnel_idle_timeout
     }
 
     fn name_host(&self, headers: &mut HeaderMap) {

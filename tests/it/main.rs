@@ -85,6 +85,7 @@ mod storm;
 mod sweep;
 mod tenants;
 mod tokens;
+mod tunnels;
 mod unknown_events;
 mod upstream;
 mod webhooks;

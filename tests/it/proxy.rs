@@ -435,6 +435,42 @@ async fn an_expectation_is_met_by_us_and_not_forwarded() {
 }
 
 #[tokio::test]
+async fn interim_answers_neither_reach_the_caller_nor_hold_its_answer_up() {
+    let hints = "HTTP/1.1 103 Early Hints\r\nLink: </a.css>; rel=preload\r\n\r\n";
+    let several = format!("HTTP/1.1 102 Processing\r\n\r\n{hints}{hints}");
+    for reply in [
+        Reply::keep(format!("{hints}{OK}")),
+        Reply::keep(format!("{several}{OK}")),
+        Reply::keep(&several).then(OK),
+        Reply::keep(format!("HTTP/1.1 100 Continue\r\n\r\n{several}")).then(OK),
+    ] {
+        let upstream = Upstream::always(reply).await;
+        let mut setup = Setup::of(upstream.addr);
+        // Whoever waited for more than the final answer would have to wait for this.
+        setup.upstream.answer_timeout = PATIENCE * 10;
+        let mut raw = Raw::connect(setup.start().await.addr).await;
+        for _ in 0..2 {
+            raw.send(get("")).await;
+            let answer = raw.answer().await;
+            assert_eq!((status(&answer), body(&answer)), (200, "ok"), "{answer}");
+            assert_eq!(header(&answer, "link"), None, "{answer}");
+        }
+        // Its own 100, once; not the upstream's beside it.
+        raw.send(post("Content-Length: 2\r\nExpect: 100-continue\r\n\r\n")).await;
+        assert_eq!(status(&raw.answer().await), 100);
+        raw.send("hi").await;
+        assert_eq!(status(&raw.answer().await), 200);
+        assert_eq!(upstream.connections(), 1, "the connection to the upstream goes on");
+    }
+    // An interim answer is no answer.
+    let upstream = Upstream::always(Reply::keep(&several)).await;
+    let mut setup = Setup::of(upstream.addr);
+    setup.upstream.answer_timeout = SHORT;
+    let answer = Raw::sending(setup.start().await.addr, get("")).await.answer().await;
+    assert_eq!((status(&answer), body(&answer)), (504, "upstream-timeout"));
+}
+
+#[tokio::test]
 async fn an_early_answer_reaches_a_caller_that_is_still_sending() {
     // D2
     let too_large = "HTTP/1.1 413 Too Large\r\nContent-Length: 3\r\nConnection: close\r\n\r\nbig";

@@ -10,6 +10,7 @@ pub(crate) mod orders;
 pub(crate) mod postgres;
 pub(crate) mod process;
 pub(crate) mod proxy;
+pub(crate) mod python;
 pub(crate) mod raw;
 pub(crate) mod rig;
 pub(crate) mod secure;

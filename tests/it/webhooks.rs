@@ -4,7 +4,6 @@
 use std::io;
 use std::net::SocketAddr;
 use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::time::Duration;
@@ -32,6 +31,7 @@ use crate::support::fake::Fake;
 use crate::support::fleet;
 use crate::support::orders::Orders;
 use crate::support::process::{self, Gateway};
+use crate::support::python::script;
 use crate::support::rig::{self, Place, Rig, Which, on_both_stores};
 use crate::support::sink::{Act, OK, SECRET, Seen, Sink};
 use crate::support::{eventually, happens};
@@ -552,19 +552,10 @@ async fn f41_f42_public_libraries_verify_and_read_what_is_sent_in_each_format() 
         "source": "https://shop.example/orders?a=b", "operation": "orders.create",
         "deliveries": deliveries,
     });
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let python = root.join("target/python/bin/python");
-    assert!(
-        python.exists(),
-        "{} is missing: tests/all.sh makes it, or: python3 -m venv target/python && \
-         target/python/bin/pip install -r tests/requirements.txt",
-        python.display()
-    );
     let folder = tempfile::tempdir().unwrap();
     let input = folder.path().join("deliveries.json");
     std::fs::write(&input, case.to_string()).unwrap();
-    let script = root.join("tests/verify.py");
-    let output = Command::new(&python).arg(script).arg(&input).output().unwrap();
+    let output = script("verify.py").arg(&input).output().unwrap();
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{errors}");
     let said = String::from_utf8_lossy(&output.stdout);

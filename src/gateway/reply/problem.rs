@@ -84,6 +84,8 @@ macro_rules! table {
 table! {
     RequestRefused = "request-refused", BAD_REQUEST, "The request is not acceptable", No, None, Invalid,
         "The request's framing or target is not acceptable.";
+    UpgradeRefused = "upgrade-refused", BAD_REQUEST, "This route does not switch protocols", No, None, Invalid,
+        "A request on a protected route is answered once, by HTTP: it cannot be switched to another protocol. Nothing was reserved or forwarded; the key is free. Send it without `Upgrade`.";
     PathAmbiguous = "path-ambiguous", BAD_REQUEST, "The path can be read in two ways", No, None, Invalid,
         "Decoded before and after it is split, the path names different protected routes. Send it in its plain spelling.";
     KeyMissing = "key-missing", BAD_REQUEST, "The idempotency key is missing", NewKey, None, Invalid,

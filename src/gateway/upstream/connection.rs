@@ -79,7 +79,7 @@ impl Connection {
         let seen = probe.as_ref().map_or_else(Weak::new, Arc::downgrade);
         let task = tokio::spawn(async move {
             let _probe = probe;
-            if let Err(error) = connection.await {
+            if let Err(error) = connection.with_upgrades().await {
                 tracing::debug!(
                     error = &error as &dyn std::error::Error,
                     "upstream connection ended"

@@ -22,6 +22,8 @@ pub(super) struct Meter {
     /// Of the reserved request that the connection is used for.
     may_write: Mutex<Option<MayWrite>>,
     held: AtomicBool,
+    /// Whether it is one half of a tunnel: then nobody waits for an answer any more.
+    tunnelled: AtomicBool,
     /// The first bytes that came, while they are looked at.
     heard: Mutex<Option<Vec<u8>>>,
 }
@@ -54,6 +56,11 @@ impl Meter {
         }
     }
 
+    /// From here on an error of writing is one, at once.
+    pub(super) fn tunnel(&self) {
+        self.tunnelled.store(true, Ordering::Release);
+    }
+
     pub(super) fn written(&self) -> u64 {
         self.written.load(Ordering::Acquire)
     }
@@ -84,7 +91,9 @@ impl Meter {
                 }
                 written
             }
-            Poll::Ready(Err(error)) if self.written() > 0 => {
+            Poll::Ready(Err(error))
+                if self.written() > 0 && !self.tunnelled.load(Ordering::Acquire) =>
+            {
                 tracing::debug!(%error, "the upstream takes no more");
                 Poll::Pending
             }

@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -12,7 +13,9 @@ use hyper::service::service_fn;
 use oncegate::gateway::accept::{self, Listener};
 use oncegate::gateway::headers::{self, Forwarding};
 use oncegate::gateway::pass::{PassError, pass};
+use oncegate::gateway::tunnel::Tunnels;
 use oncegate::gateway::upstream::{self, Body, Upstream};
+use oncegate::telemetry::Metrics;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -52,9 +55,11 @@ impl Setup {
         let stop = CancellationToken::new();
         let upstream = Upstream::new(self.upstream).expect("upstream");
         let forwarding = self.forwarding;
+        let tunnels = Arc::new(Tunnels::new(100, Arc::new(Metrics::default())));
         let service = service_fn(move |request: Request<Incoming>| {
             let (upstream, forwarding) = (upstream.clone(), forwarding.clone());
-            async move { Ok::<_, Infallible>(answer(&upstream, &forwarding, request).await) }
+            let tunnels = Arc::clone(&tunnels);
+            async move { Ok::<_, Infallible>(answer(&upstream, &forwarding, &tunnels, request).await) }
         });
         let served = accept::serve(listener, self.accept, service, stop.clone(), self.grace);
         let ended = tokio::spawn(served);
@@ -70,15 +75,17 @@ pub(crate) async fn start_proxy(upstream: SocketAddr) -> SocketAddr {
 async fn answer(
     upstream: &Upstream,
     forwarding: &Forwarding,
+    tunnels: &Tunnels,
     mut request: Request<Incoming>,
 ) -> Response<Body> {
     if let Err(refused) = headers::check_framing(&request) {
         return problem(refused.status, refused.detail);
     }
     headers::to_origin_form(&mut request);
-    match pass(upstream, forwarding, accept::timed(request)).await {
+    match pass(upstream, forwarding, tunnels, accept::timed(request)).await {
         Ok(answer) => answer,
         Err(PassError::Unreachable) => problem(StatusCode::BAD_GATEWAY, "upstream-unreachable"),
+        Err(PassError::Crowded) => problem(StatusCode::SERVICE_UNAVAILABLE, "overloaded"),
         Err(PassError::Failed) => problem(StatusCode::BAD_GATEWAY, "upstream-failed"),
         Err(PassError::TimedOut) => problem(StatusCode::GATEWAY_TIMEOUT, "upstream-timeout"),
         Err(PassError::Caller) => problem(StatusCode::REQUEST_TIMEOUT, "body"),
