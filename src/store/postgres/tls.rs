@@ -4,15 +4,26 @@
 //! default, takes TLS where the server offers it and falls back to plain text where it does not: it protects
 //! against listeners only, so it takes any certificate, as other clients of Postgres do. `disable` speaks plain
 //! text.
+//!
+//! Any certificate includes those that rustls' verifier does not read, of X.509 version 1 for example, as `openssl x509` makes
+//! them from a request without extensions. Only the key is needed of it: the server must sign the handshake with that.
 
 use std::sync::Arc;
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::crypto::{CryptoProvider, ring, verify_tls12_signature, verify_tls13_signature};
-use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
-use rustls::{ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme};
+use rustls::crypto::{
+    CryptoProvider, WebPkiSupportedAlgorithms, ring, verify_tls12_signature,
+    verify_tls13_signature, verify_tls13_signature_with_raw_key,
+};
+use rustls::pki_types::{CertificateDer, ServerName, SubjectPublicKeyInfoDer, UnixTime};
+use rustls::{
+    CertificateError, ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme,
+};
 use tokio_postgres::config::SslMode;
 use tokio_postgres_rustls::MakeRustlsConnect;
+use x509_cert::Certificate;
+use x509_cert::der::{Decode as _, Encode as _};
+use x509_cert::spki::SubjectPublicKeyInfoOwned;
 
 use crate::store::Cause;
 
@@ -68,6 +79,7 @@ impl ServerCertVerifier for AnyCertificate {
     ) -> Result<HandshakeSignatureValid, Error> {
         let algorithms = &self.0.signature_verification_algorithms;
         verify_tls12_signature(message, certificate, signed, algorithms)
+            .or_else(|_| signed_by_the_key(message, &key_of(certificate)?, signed, algorithms))
     }
 
     fn verify_tls13_signature(
@@ -77,10 +89,48 @@ impl ServerCertVerifier for AnyCertificate {
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
         let algorithms = &self.0.signature_verification_algorithms;
-        verify_tls13_signature(message, certificate, signed, algorithms)
+        verify_tls13_signature(message, certificate, signed, algorithms).or_else(|_| {
+            let key = key_of(certificate)?.to_der().map_err(unreadable)?;
+            let key = SubjectPublicKeyInfoDer::from(key);
+            verify_tls13_signature_with_raw_key(message, &key, signed, algorithms)
+        })
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         self.0.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+/// The key of a certificate, of whichever version.
+fn key_of(certificate: &CertificateDer<'_>) -> Result<SubjectPublicKeyInfoOwned, Error> {
+    let certificate = Certificate::from_der(certificate).map_err(unreadable)?;
+    Ok(certificate.tbs_certificate.subject_public_key_info)
+}
+
+fn unreadable(_: x509_cert::der::Error) -> Error {
+    CertificateError::BadEncoding.into()
+}
+
+/// Whether a handshake of TLS 1.2 is signed by this key. A scheme stands for several algorithms there: the key says which.
+fn signed_by_the_key(
+    message: &[u8],
+    key: &SubjectPublicKeyInfoOwned,
+    signed: &DigitallySignedStruct,
+    algorithms: &WebPkiSupportedAlgorithms,
+) -> Result<HandshakeSignatureValid, Error> {
+    let identifier = key.algorithm.to_der().map_err(unreadable)?;
+    // Without its tag and length, as the algorithms name it: it is never longer than one byte of length says.
+    let identifier = identifier.get(2..).unwrap_or_default();
+    let bits = key.subject_public_key.as_bytes().unwrap_or_default();
+    let of_scheme = algorithms.mapping.iter().find(|(scheme, _)| *scheme == signed.scheme);
+    let mut candidates = of_scheme.into_iter().flat_map(|(_, candidates)| candidates.iter());
+    let valid = candidates.any(|algorithm| {
+        algorithm.public_key_alg_id().as_ref() == identifier
+            && algorithm.verify_signature(bits, message, signed.signature()).is_ok()
+    });
+    if valid {
+        Ok(HandshakeSignatureValid::assertion())
+    } else {
+        Err(CertificateError::BadSignature.into())
     }
 }
