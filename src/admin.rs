@@ -48,7 +48,7 @@ use uuid::Uuid;
 use crate::explain::Explain;
 use crate::record::RecordId;
 use crate::store::{self, EventAction, SinkOrder, Store};
-use crate::telemetry::Metrics;
+use crate::telemetry::{Metrics, causes};
 use query::Query;
 use sinks::SinkPage;
 use view::{EventLife, EventPage, EventView, Life, RecordPage, RecordView};
@@ -283,14 +283,17 @@ async fn harden(mut response: Response) -> Response {
 }
 
 async fn readyz(axum::extract::State(state): axum::extract::State<State>) -> Response {
-    let store = match tokio::time::timeout(PING_TIMEOUT, state.store.ping()).await {
-        Ok(Ok(())) => "ok",
-        Ok(Err(_)) => "unavailable",
-        Err(_) => "no answer in time",
+    let (store, cause) = match tokio::time::timeout(PING_TIMEOUT, state.store.ping()).await {
+        Ok(Ok(())) => ("ok", None),
+        Ok(Err(error)) => ("unavailable", std::error::Error::source(&error).map(causes)),
+        Err(_) => ("no answer in time", None),
     };
     let ready = state.ready.is_serving() && store == "ok";
     let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    let body = json!({ "ready": ready, "gateway": state.ready.as_str(), "store": store });
+    let mut body = json!({ "ready": ready, "gateway": state.ready.as_str(), "store": store });
+    if let (Some(cause), Some(fields)) = (cause, body.as_object_mut()) {
+        fields.insert("cause".to_owned(), cause.into());
+    }
     as_json(status, "application/json", &body)
 }
 
@@ -469,7 +472,7 @@ async fn in_time<T>(answer: impl Future<Output = Result<T, store::Error>>) -> Re
                 store::Error::Unavailable(_) | store::Error::InDoubt(_) | store::Error::Late => {
                     Problem::StoreUnavailable
                 }
-                store::Error::Refused(_) => Problem::StoreRefused,
+                store::Error::Refused(_) | store::Error::Unreadable(_) => Problem::StoreRefused,
             })
         }
         Err(_) => Err(Problem::StoreUnavailable),

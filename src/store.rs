@@ -39,8 +39,8 @@ pub use self::sinks::{NextProbe, Pause, PauseReason, SinkOrder, SinkState, SinkT
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
 use crate::record::{
-    Answer, Attempt, Caller, Fence, Fingerprint, Operation, OwnerId, Record, RecordId, Scope,
-    Settle, Status,
+    Answer, Attempt, Caller, Fence, Fingerprint, KeptBody, Operation, OwnerId, Record, RecordId,
+    Scope, Settle, Spelling, Status,
 };
 
 /// Why the store did not do it, by what the caller may conclude.
@@ -55,6 +55,10 @@ pub enum Error {
     /// The database refused what was written (a value it cannot hold, say). Nothing was changed; again is no use.
     #[error("the database refused the data")]
     Refused(#[source] Cause),
+    /// What stands in the database cannot be read: it is not what this program writes, or its key is missing here. Nothing
+    /// was changed; again is no use.
+    #[error("what stands in the database cannot be read")]
+    Unreadable(#[source] Cause),
     /// The caller's deadline passed before the statement was begun. Nothing was changed.
     #[error("the database did not get to it in time")]
     Late,
@@ -83,6 +87,18 @@ pub enum OpenError {
         /// Why.
         #[source]
         cause: Cause,
+    },
+    /// The database cannot hold every text that a request may have.
+    #[error(
+        "the database at {place} has the encoding {found}, in which many texts cannot be stored: make another one with \
+         `CREATE DATABASE oncegate ENCODING 'UTF8' TEMPLATE template0`, and name it in store.url; what this one holds can be \
+         moved by pg_dump and psql"
+    )]
+    Encoding {
+        /// Where, without secrets.
+        place: String,
+        /// Its encoding.
+        found: String,
     },
     /// The schema is newer than this program.
     #[error(
@@ -588,27 +604,56 @@ pub trait Store: Send + Sync + 'static {
     async fn gauges(&self) -> Result<Gauges, Error>;
 }
 
-/// Completes a record. Events that the database refuses to hold lose their ordering key, never the outcome.
+/// What became of a [`Completion`], and in which form it was written.
+#[derive(Clone, Debug)]
+pub struct Written {
+    /// What became of it.
+    pub settled: Settled,
+    /// As it was written, where it is [`Settled::Done`].
+    pub completion: Arc<Completion>,
+}
+
+/// Completes a record. Of an outcome that the database refuses to hold it leaves out what may be the reason: first the
+/// ordering keys of its events, then headers and body of its answer. What was executed, and its events, are kept.
 ///
 /// # Errors
-/// As [`Store::complete`].
-pub async fn complete_or_plain(
+/// As [`Store::complete`]; [`Error::Refused`] where the database refuses the last form, too.
+pub async fn complete_in_some_form(
     store: &dyn Store,
     completion: &Arc<Completion>,
     deadline: Instant,
-) -> Result<Settled, Error> {
-    match store.complete(Arc::clone(completion), deadline).await {
-        Err(Error::Refused(cause)) => {
-            tracing::error!(%cause, "the database refused a completion; again without ordering keys");
-            let mut plain = Completion::clone(completion);
-            for event in &mut plain.events {
-                event.ordering_key = None;
+) -> Result<Written, Error> {
+    let record = completion.fence.id;
+    let mut completion = Arc::clone(completion);
+    for (left_out, lessen) in LESSER_FORMS {
+        match store.complete(Arc::clone(&completion), deadline).await {
+            Ok(settled) => return Ok(Written { settled, completion }),
+            Err(Error::Refused(cause)) => {
+                tracing::error!(%record, %cause, "the database refused a completion; again without {left_out}");
+                lessen(Arc::make_mut(&mut completion));
             }
-            store.complete(Arc::new(plain), deadline).await
+            Err(error) => return Err(error),
         }
-        other => other,
     }
+    let settled = store.complete(Arc::clone(&completion), deadline).await?;
+    Ok(Written { settled, completion })
 }
+
+/// What is left out, one after the other.
+type Lessen = fn(&mut Completion);
+const LESSER_FORMS: [(&str, Lessen); 2] = [
+    ("ordering keys", |completion| {
+        for event in &mut completion.events {
+            event.ordering_key = None;
+        }
+    }),
+    ("headers and body", |completion| {
+        let Answer { headers, spelling, body, .. } = &mut completion.answer;
+        headers.clear();
+        *spelling = Spelling::default();
+        *body = KeptBody::NotRetained;
+    }),
+];
 
 /// The store with a fault point before and after each verb, in builds that have them; else the store.
 #[must_use]

@@ -169,7 +169,9 @@ impl Sweeper {
             let result = self.batch(job).await;
             match &result {
                 Err(Error::Unavailable(_) | Error::InDoubt(_) | Error::Late) => self.contact.lost(),
-                Ok(_) | Err(Error::Refused(_)) => self.contact.reached(now()),
+                Ok(_) | Err(Error::Refused(_) | Error::Unreadable(_)) => {
+                    self.contact.reached(now())
+                }
             }
             if result? < u64::from(self.settings.batch) {
                 return Ok(false);

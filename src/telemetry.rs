@@ -3,6 +3,7 @@
 //! Labels come from the configuration (operations, sinks) or from enums here, never from callers: cardinality is bounded.
 
 pub mod log;
+pub mod pace;
 
 use std::fmt::Write as _;
 use std::sync::atomic::AtomicU64;

@@ -367,7 +367,7 @@ pub async fn life(store: &dyn Store, id: RecordId) -> Result<Option<Life>, store
         Some(row) if row.status == Status::Unknown => {
             match store.unresolved(id).await {
                 // What was kept of the request does not open: that hides nothing else.
-                Err(store::Error::Refused(_)) => None,
+                Err(store::Error::Unreadable(_)) => None,
                 found => found?.map(DoubtView::from),
             }
         }

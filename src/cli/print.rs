@@ -80,9 +80,10 @@ impl Failure {
 pub(super) fn changed<T>(result: Result<T, store::Error>, look: &str) -> Result<T, Failure> {
     result.map_err(|cause| match cause {
         store::Error::InDoubt(_) => Failure::Doubt { look: look.to_owned(), cause },
-        store::Error::Unavailable(_) | store::Error::Refused(_) | store::Error::Late => {
-            Failure::Store(cause)
-        }
+        store::Error::Unavailable(_)
+        | store::Error::Refused(_)
+        | store::Error::Unreadable(_)
+        | store::Error::Late => Failure::Store(cause),
     })
 }
 

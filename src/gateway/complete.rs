@@ -34,7 +34,8 @@ use crate::record::outcome::{Class, Failure};
 use crate::record::{Answer, Attempt, Caller, Fence, KeptBody, RecordId, Spelling};
 use crate::route::Route;
 use crate::store::{
-    Changed, Completion, Error, LateEnd, LateOutcome, Settled, Store, complete_or_plain,
+    Changed, Completion, Error, LateEnd, LateOutcome, Settled, Store, Written,
+    complete_in_some_form,
 };
 use crate::telemetry::{LateAnswer, Metrics, Reply, Step, causes};
 
@@ -269,25 +270,28 @@ impl Closing<'_> {
         let begun = Instant::now();
         let record = underway.fence.id;
         let completion = Arc::new(self.completion_of(&underway, answer));
-        let completing = complete_or_plain(self.store, &completion, begun + self.timeout);
+        let completing = complete_in_some_form(self.store, &completion, begun + self.timeout);
         let error = match completing.await {
-            Ok(Settled::Done { expires_at }) => {
+            Ok(Written { settled: Settled::Done { expires_at }, completion: written }) => {
                 let ends = begun + completion.retention;
-                self.desk.completed(&underway, &completion, ends);
-                let answer = Arc::unwrap_or_clone(completion).answer;
+                self.desk.completed(&underway, &written, ends);
+                drop(completion);
+                let answer = Arc::unwrap_or_clone(written).answer;
                 let replay = replay_of_completion(&underway, answer, expires_at, ends);
                 return self.learnt(underway, Arc::new(replay));
             }
-            Ok(Settled::Fenced) => match self.desk.standing(&completion.scope, record).await {
-                Ok(Standing::Completed(replay)) => return self.learnt(underway, replay),
-                // It was somebody's question, not an execution: there is nothing to note.
-                Ok(Standing::Open | Standing::Gone) => {
-                    underway.settled(Ending::LookAgain);
-                    return Finish::StillUnknown { record };
+            Ok(Written { settled: Settled::Fenced, .. }) => {
+                match self.desk.standing(&completion.scope, record).await {
+                    Ok(Standing::Completed(replay)) => return self.learnt(underway, replay),
+                    // It was somebody's question, not an execution: there is nothing to note.
+                    Ok(Standing::Open | Standing::Gone) => {
+                        underway.settled(Ending::LookAgain);
+                        return Finish::StillUnknown { record };
+                    }
+                    Err(error) => error,
                 }
-                Err(error) => error,
-            },
-            Ok(Settled::Locked) => locked(),
+            }
+            Ok(Written { settled: Settled::Locked, .. }) => locked(),
             Err(error) => error,
         };
         self.spill(underway, completion, &error).await;
@@ -363,10 +367,11 @@ impl Closing<'_> {
         let settled = settler.before_the_end(completing).await;
         self.metrics.took(Step::Complete, begun.elapsed());
         let error = match settled {
-            Ok(Settled::Done { expires_at }) => {
+            Ok(Written { settled: Settled::Done { expires_at }, completion: written }) => {
                 let ends = begun + completion.retention;
-                self.desk.completed(&underway, &completion, ends);
-                let Completion { scope, answer, .. } = Arc::unwrap_or_clone(completion);
+                self.desk.completed(&underway, &written, ends);
+                drop(completion);
+                let Completion { scope, answer, .. } = Arc::unwrap_or_clone(written);
                 let replay = replay_of_completion(&underway, answer, expires_at, ends);
                 let replay = Arc::new(replay);
                 self.desk.remember(&scope, &replay);
@@ -374,7 +379,7 @@ impl Closing<'_> {
                 self.wake.notify_one();
                 return Finish::Kept { first, expires_at };
             }
-            Ok(Settled::Fenced) => {
+            Ok(Written { settled: Settled::Fenced, .. }) => {
                 let standing = self.desk.standing(&completion.scope, completion.fence.id);
                 match settler.before_the_end(standing).await {
                     Ok(standing) => {
@@ -388,14 +393,14 @@ impl Closing<'_> {
                 }
             }
             // What that transaction commits will be the answer, so this one is not promised.
-            Ok(Settled::Locked) => {
+            Ok(Written { settled: Settled::Locked, .. }) => {
                 self.spill(underway, completion, &locked()).await;
                 return Finish::NotStored { first, counted: Reply::Executed };
             }
             Err(error) => error,
         };
         let spilled = self.spill(underway, completion, &error).await;
-        // What is refused is in the spill for the next process to try again, and nothing is promised of it.
+        // What is refused in every form becomes unknown, with its answer in the audit table: nothing is promised of it.
         if spilled && !matches!(error, Error::Refused(_)) {
             return Finish::Spilled { first };
         }

@@ -25,7 +25,7 @@ use super::reserve::{CompletedEnd, End, Numbered, Replay};
 use crate::record::{Attempt, Fence, RecordId, Scope, Status};
 use crate::store::{
     Changed, Completion, Error, LateOutcome, Life, Proposal, Reinstated, Settled, Whence,
-    complete_or_plain,
+    complete_in_some_form,
 };
 use crate::telemetry::{WentBack, causes};
 
@@ -304,7 +304,8 @@ impl Gateway {
 
     /// Until when it is kept; `None`: its record is not there to be completed.
     async fn completed(&self, completion: &Arc<Completion>) -> Result<Option<SystemTime>, Error> {
-        match complete_or_plain(&*self.store, completion, Instant::now() + TRY).await? {
+        let completing = complete_in_some_form(&*self.store, completion, Instant::now() + TRY);
+        match completing.await?.settled {
             Settled::Done { expires_at } => Ok(Some(expires_at)),
             Settled::Fenced => Ok(None),
             Settled::Locked => Err(held()),

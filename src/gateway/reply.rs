@@ -73,6 +73,7 @@ pub(super) fn refusal(refusal: Refusal, policy: &Policy) -> Problem {
             }
         }
         Refusal::StoreUnavailable(_) => Problem::new(Name::StoreUnavailable),
+        Refusal::NotStorable => Problem::new(Name::RequestNotStorable),
         Refusal::Swamped => Problem::new(Name::Overloaded).after(DRAINED_AFTER).detail(
             "Too many events of earlier requests wait to be delivered. Nothing was reserved or forwarded. Send it again with the same key after the time in Retry-After.",
         ),

@@ -45,6 +45,7 @@ use crate::record::{
 use crate::route::OnUnknown;
 use crate::store::{self, Backlog, Completion, Proposal, Store};
 use crate::telemetry::Metrics;
+use crate::telemetry::pace::Pace;
 
 /// First pause between two looks at a record that another replica works on; it doubles up to [`POLL_MAX`].
 const POLL_FIRST: Duration = Duration::from_millis(20);
@@ -177,6 +178,8 @@ pub(super) enum Refusal {
     StoreUnavailable(Unreserved),
     /// Too many events are owed already; nothing was reserved.
     Swamped,
+    /// The database refuses to hold what has to be kept of the request; nothing was reserved.
+    NotStorable,
 }
 
 /// Whether a request for which no reservation could be made has none.
@@ -201,6 +204,8 @@ pub struct Desk {
     settler: Settler,
     backlog: Backlog,
     metrics: Arc<Metrics>,
+    /// Of lines about requests that could not be reserved.
+    unreserved: Pace,
 }
 
 type Entries = Mutex<HashMap<Scope, Arc<Entry>>>;
@@ -383,6 +388,7 @@ impl Desk {
             settler,
             backlog,
             metrics,
+            unreserved: Pace::default(),
         }
     }
 
@@ -630,7 +636,9 @@ impl Desk {
                         Refusal::Mismatch { .. }
                         | Refusal::Forbidden { .. }
                         | Refusal::InProgress { .. }
-                        | Refusal::OutcomeUnknown { .. } => {}
+                        | Refusal::OutcomeUnknown { .. }
+                        // Others look for themselves: what they want to be kept may be something else.
+                        | Refusal::NotStorable => {}
                     }
                     return Admission::Refuse(refusal);
                 }

@@ -7,7 +7,8 @@
 //! - An item that was withdrawn before its batch began is never written, and its caller is told so ([`Error::Late`]).
 //! - A batch whose end is not known is run again with the same ids until it is known, or until its callers'
 //!   deadlines have passed; once in doubt, an item never becomes "not done" by a later failure to connect.
-//! - A batch that the database refuses is halved until the bad item stands alone; it alone fails.
+//! - A batch that the database refuses is halved until the bad item stands alone; it alone fails. Where an earlier run of it
+//!   may have committed, it is in doubt all the same.
 
 use std::collections::{HashSet, VecDeque};
 use std::future::Future;
@@ -56,6 +57,8 @@ pub enum RunError {
     Again(Error),
     /// Anything else, as the callers will see it.
     Failed(Error),
+    /// What followed a commit of these items failed: their end is in doubt until a run of them succeeds.
+    Committed(Error),
 }
 
 impl From<Error> for RunError {
@@ -254,10 +257,12 @@ async fn run_batch<W: Work>(work: &W, batch: Vec<Job<W>>) {
                     answer(job, Ok(reply));
                 }
             }
-            Err(Error::Refused(_)) if piece.len() > 1 => {
+            Err(Error::Refused(_) | Error::Unreadable(_)) if piece.len() > 1 => {
                 let half = piece.split_off(piece.len() / 2);
                 pieces.extend([(piece, doubt), (half, doubt)]);
             }
+            // Refused now, and perhaps not by an earlier run.
+            Err(error) if doubt => fail_all(piece, &Error::InDoubt(chain(&error).into())),
             Err(error) => fail_all(piece, &error),
         }
     }
@@ -280,7 +285,14 @@ async fn run_until_known<W: Work>(
                 *doubt = true;
                 error
             }
-            Err(RunError::Failed(error)) if *doubt && !matches!(error, Error::Refused(_)) => error,
+            Err(RunError::Committed(error)) => {
+                *doubt = true;
+                if is_one_items(&error) {
+                    return Some(Err(error));
+                }
+                error
+            }
+            Err(RunError::Failed(error)) if *doubt && !is_one_items(&error) => error,
             Err(RunError::Failed(error)) => return Some(Err(error)),
         };
         tokio::time::sleep(jitter(pause)).await;
@@ -294,6 +306,11 @@ async fn run_until_known<W: Work>(
             return None;
         }
     }
+}
+
+/// Whether one of the items makes the whole batch fail, and the others would not.
+fn is_one_items(error: &Error) -> bool {
+    matches!(error, Error::Refused(_) | Error::Unreadable(_))
 }
 
 /// One run, with its fault points: before it nothing is written, after it nobody has been told.
@@ -337,6 +354,7 @@ fn copy(error: &Error) -> Error {
         Error::Unavailable(_) => unavailable(error),
         Error::InDoubt(_) => in_doubt(error),
         Error::Refused(_) => Error::Refused(chain(error).into()),
+        Error::Unreadable(_) => Error::Unreadable(chain(error).into()),
         Error::Late => Error::Late,
     }
 }
@@ -642,6 +660,26 @@ mod tests {
             let result = task.await.unwrap();
             assert!(matches!(result, Err(Error::InDoubt(_))), "{result:?}");
         }
+    }
+
+    #[tokio::test]
+    async fn what_is_refused_after_a_doubt_is_in_doubt() {
+        let (fake, batcher) = start();
+        fake.fail_once(doubt());
+        fake.fail_once(RunError::Failed(Error::Refused("now".into())));
+        let result = batcher.submit(item("a"), soon()).await;
+        assert!(matches!(result, Err(Error::InDoubt(_))), "{result:?}");
+        fake.fail_once(RunError::Committed(Error::Refused("what follows".into())));
+        let result = batcher.submit(item("b"), soon()).await;
+        assert!(matches!(result, Err(Error::InDoubt(_))), "{result:?}");
+    }
+
+    #[tokio::test]
+    async fn what_follows_a_commit_is_run_again_until_it_is_known() {
+        let (fake, batcher) = start();
+        fake.fail_once(RunError::Committed(Error::Unavailable("reading".into())));
+        assert_eq!(batcher.submit(item("a"), soon()).await.unwrap(), "a");
+        assert_eq!(fake.runs().len(), 2);
     }
 
     #[tokio::test]

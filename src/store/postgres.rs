@@ -29,7 +29,9 @@ mod records;
 mod rows;
 mod show;
 mod sinks;
+mod sqlstate;
 mod tls;
+mod trouble;
 
 use std::fmt;
 use std::str::FromStr as _;
@@ -125,15 +127,21 @@ impl Postgres {
     /// The version it has now. Several replicas may do this at once.
     ///
     /// # Errors
-    /// [`OpenError::NewerSchema`], [`OpenError::OlderSchema`] where it is not allowed, [`OpenError::Migration`].
+    /// [`OpenError::Encoding`], [`OpenError::NewerSchema`], [`OpenError::OlderSchema`] where it is not allowed,
+    /// [`OpenError::Migration`].
     pub async fn migrate(&self, allowed: bool) -> Result<u32, OpenError> {
         // As long as it takes: one that is given up in the middle begins again at the next start.
         let dial = self.dial.clone().with_statement_timeout(MIGRATION_TIMEOUT);
-        let mut connection = dial
-            .connect()
-            .await
-            .map_err(|cause| OpenError::Connect { place: self.place.clone(), cause })?;
-        migrate::migrate(&mut connection, allowed).await
+        let mut connection = dial.connect().await.map_err(|cause| self.not_reached(cause))?;
+        let encoding = migrate::wrong_encoding(&mut connection).await;
+        match encoding.map_err(|cause| self.not_reached(cause.into()))? {
+            Some(found) => Err(OpenError::Encoding { place: self.place.clone(), found }),
+            None => migrate::migrate(&mut connection, allowed).await,
+        }
+    }
+
+    fn not_reached(&self, cause: Cause) -> OpenError {
+        OpenError::Connect { place: self.place.clone(), cause }
     }
 
     /// Tells the database which sinks there are and what they want, for the events that applications announce there. Writes
@@ -202,7 +210,7 @@ fn seconds(duration: Duration) -> f64 {
 /// For callers outside a batch, who do not repeat.
 fn failed(error: RunError) -> Error {
     match error {
-        RunError::Again(error) | RunError::Failed(error) => error,
+        RunError::Again(error) | RunError::Failed(error) | RunError::Committed(error) => error,
     }
 }
 
@@ -429,9 +437,10 @@ impl Store for Postgres {
         self.completions.works()?;
         // Once more on another connection: the one at hand may be the last of a server that has been failed over.
         match self.door.run(&Ping).await {
-            Err(Error::Unavailable(_)) => self.door.run(&Ping).await,
-            result => result,
+            Err(Error::Unavailable(_)) => self.door.run(&Ping).await?,
+            result => result?,
         }
+        self.dial.trouble().writes_work(&self.door).await
     }
 
     async fn gauges(&self) -> Result<Gauges, Error> {

@@ -207,7 +207,7 @@ fn no_random(error: NoRandom) -> Error {
 }
 
 fn unopened(error: Unopened) -> Error {
-    Error::Refused(error.into())
+    Error::Unreadable(error.into())
 }
 
 /// In a list one row that does not open is shown as it is stored, and said in the log.

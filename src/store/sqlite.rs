@@ -224,6 +224,7 @@ impl Sqlite {
             other @ (Error::Unavailable(_)
             | Error::InDoubt(_)
             | Error::Refused(_)
+            | Error::Unreadable(_)
             | Error::Late) => OpenError::Migration { version, cause: other.into() },
         }
     }

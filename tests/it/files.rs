@@ -132,6 +132,8 @@ async fn without_room_for_its_file_nothing_is_executed_until_there_is_room() {
     assert!(begun.elapsed() < Duration::from_secs(3), "it is told at once: {:?}", begun.elapsed());
     assert_eq!((full.status.as_u16(), full.problem().as_str()), (503, "store-unavailable"));
     assert!(!ready(&gateway).await);
+    let why = get("/readyz").to(gateway.admin).await.json()["cause"].to_string();
+    assert!(why.contains("full") || why.contains("disk I/O error"), "{why}");
     assert_eq!(orders.runs_of("k"), 0);
     orders.go();
     let running = running.await.unwrap();

@@ -32,16 +32,20 @@ impl Drop for Bouncer {
     }
 }
 
+/// The minor version of the PgBouncer that is installed: all there are have the major version 1.
+fn minor_version() -> u32 {
+    let version = command("pgbouncer").arg("--version").output().expect("pgbouncer runs");
+    let version = String::from_utf8_lossy(&version.stdout).into_owned();
+    let number = version.split(' ').nth(1).and_then(|text| text.split('.').nth(1));
+    number.and_then(|text| text.trim().parse().ok()).expect("a version")
+}
+
 impl Bouncer {
     /// Before the shared cluster, with two server connections for each database.
     fn start() -> Self {
         let (home, port) = (own_folder("bouncer"), free_port());
         // Where the setting is known, prepared statements are refused by it; older ones never let them through.
-        let version = command("pgbouncer").arg("--version").output().expect("pgbouncer runs");
-        let version = String::from_utf8_lossy(&version.stdout).into_owned();
-        let number = version.split(' ').nth(1).and_then(|text| text.split('.').nth(1));
-        let minor: u32 = number.and_then(|text| text.trim().parse().ok()).expect("a version");
-        let prepared = if minor >= 21 { "max_prepared_statements = 0" } else { "" };
+        let prepared = if minor_version() >= 21 { "max_prepared_statements = 0" } else { "" };
         let ini = format!(
             "[databases]\n* = host=127.0.0.1 port={}\n[pgbouncer]\nlisten_addr = 127.0.0.1\n\
              listen_port = {port}\nunix_socket_dir =\nauth_type = trust\nauth_file = {}\n\
@@ -73,6 +77,22 @@ impl Bouncer {
         .await;
         Place::at(url)
     }
+}
+
+/// What `docs/operations.md` says of versions.
+#[test]
+fn the_setting_for_prepared_statements_is_known_from_1_21_on() {
+    let home = own_folder("bouncer");
+    let ini = home.join("ini");
+    // Without a listener it ends by itself, after it has read its settings.
+    let listens = "listen_addr =\nunix_socket_dir =";
+    std::fs::write(&ini, format!("[pgbouncer]\n{listens}\nmax_prepared_statements = 0\n")).unwrap();
+    let output = command("pgbouncer").arg(&ini).stdin(Stdio::null()).output().unwrap();
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    let unknown = told.contains("unknown parameter") && told.contains("max_prepared_statements");
+    assert!(!output.status.success());
+    assert_eq!(unknown, minor_version() < 21, "{told}");
+    std::fs::remove_dir_all(&home).unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -57,7 +57,7 @@ pub(crate) async fn open_at(url: &str) -> Arc<dyn oncegate::store::Store> {
     Arc::new(store)
 }
 
-async fn sql(url: &str) -> Client {
+pub(crate) async fn sql(url: &str) -> Client {
     let (client, connection) = tokio_postgres::connect(url, NoTls).await.unwrap();
     tokio::spawn(connection);
     client

@@ -86,9 +86,12 @@ impl<'a> Inquiry<'a> {
             Ok(Reserved::Vanished) => Step::Again,
             Ok(Reserved::LeaseEnded) => self.await_lease(owner, deadline).await,
             Err(Error::InDoubt(cause)) => {
-                tracing::warn!(%cause, "a reservation is in doubt");
+                if let Some(left_out) = self.desk.unreserved.due() {
+                    tracing::warn!(%cause, left_out, "a reservation is in doubt");
+                }
                 self.withdraw(fence)
             }
+            Err(Error::Refused(cause)) => self.not_storable(&*cause),
             Err(error) => self.not_reserved(&error),
         }
     }
@@ -131,7 +134,23 @@ impl<'a> Inquiry<'a> {
         let away = matches!(error, Error::Unavailable(_) | Error::Late);
         let unreserved =
             if away && !self.saw_record { Unreserved::Certainly } else { Unreserved::Perhaps };
-        unavailable(error, unreserved)
+        self.unavailable(error, unreserved)
+    }
+
+    fn unavailable(&self, error: &Error, unreserved: Unreserved) -> Step {
+        if let Some(left_out) = self.desk.unreserved.due() {
+            tracing::warn!(error = %causes(error), left_out, "no reservation could be made");
+        }
+        Step::Refuse(Refusal::StoreUnavailable(unreserved))
+    }
+
+    /// The database refuses the data: it never holds them, whoever sends them again.
+    fn not_storable(&self, cause: &(dyn std::error::Error + 'static)) -> Step {
+        if let Some(left_out) = self.desk.unreserved.due() {
+            let (operation, error) = (&self.ask.scope.operation, causes(cause));
+            tracing::warn!(%operation, error, left_out, "the database refuses to hold a request");
+        }
+        Step::Refuse(Refusal::NotStorable)
     }
 
     /// Looks at the record that another replica works on.
@@ -253,7 +272,7 @@ impl<'a> Inquiry<'a> {
         let doubt = match self.desk.store.unresolved(fence.id).await {
             Ok(Some(doubt)) => doubt,
             Ok(None) => return Step::Unknown(fence.id, Some(settle.orphaned)),
-            Err(error) => return unavailable(&error, Unreserved::Perhaps),
+            Err(error) => return self.unavailable(&error, Unreserved::Perhaps),
         };
         let left = if doubt.orphaned { settle.orphaned } else { settle.lost };
         let left = left.saturating_sub(doubt.age);
@@ -292,7 +311,7 @@ impl<'a> Inquiry<'a> {
             Ok(Changed::Yes) => self.meet_unknown(fence, fingerprint).await,
             Ok(Changed::No) => Step::Again,
             Ok(Changed::Locked) => Step::Wait(fence.id),
-            Err(error) => unavailable(&error, Unreserved::Perhaps),
+            Err(error) => self.unavailable(&error, Unreserved::Perhaps),
         }
     }
 
@@ -327,13 +346,26 @@ impl<'a> Inquiry<'a> {
                 doubt = true;
             }
             if let Some(error) = error.filter(|_| !doubt) {
-                return unavailable(&error, Unreserved::Perhaps);
+                return self.not_taken(from, &error);
             }
             if Instant::now() >= deadline {
                 return self.doubt(from, taken);
             }
             // The same again, until the lost one holds the row no more: what it finds then is the truth.
             tokio::time::sleep(POLL_FIRST).await;
+        }
+    }
+
+    /// A takeover that the store did not make, for certain.
+    fn not_taken(&self, from: Takeover, error: &Error) -> Step {
+        match (error, from) {
+            (Error::Refused(cause), Takeover::Expired(_)) => self.not_storable(&**cause),
+            (Error::Refused(_), Takeover::Unknown(fence) | Takeover::Question(fence, ..)) => {
+                // No other attempt can be made, and what became of the one before is as open as it was.
+                tracing::warn!(error = %causes(error), "the database refuses to hold another attempt");
+                Step::Unknown(fence.id, None)
+            }
+            _ => self.unavailable(error, Unreserved::Perhaps),
         }
     }
 
@@ -349,9 +381,4 @@ impl<'a> Inquiry<'a> {
             Err(_) => None,
         }
     }
-}
-
-fn unavailable(error: &Error, unreserved: Unreserved) -> Step {
-    tracing::warn!(error = %causes(error), "no reservation could be made");
-    Step::Refuse(Refusal::StoreUnavailable(unreserved))
 }

@@ -25,7 +25,7 @@ use crate::record::{
     Caller, Fence, Fingerprint, LeaseView, OwnerId, Record, RecordId, Scope, State,
 };
 use crate::store::{
-    self, Changed, Completion, Error, LateOutcome, Proposal, Reinstated, Settled, Store,
+    self, Changed, Completion, Error, LateOutcome, Proposal, Reinstated, Settled, Store, Written,
 };
 use crate::telemetry::{Drained, Metrics, WentBack, causes};
 
@@ -52,6 +52,9 @@ pub(crate) enum Debt {
         open: Option<Arc<Proposal>>,
         keeping: Keeping,
     },
+    /// The outcome is known, and the database refuses to hold it: its record becomes unknown, and the audit table tells the
+    /// outcome.
+    Unkept { completion: Arc<Completion>, fingerprint: Fingerprint, keeping: Keeping },
     /// Nobody knows what the upstream did.
     Unknown { scope: Scope, fence: Fence, open: Option<Arc<Proposal>> },
     /// It is known not to have executed; those who waited get this ending. `late`: what is noted where another attempt
@@ -104,7 +107,9 @@ impl Debt {
     /// It is owed no more.
     fn paid(self, how: Drained) {
         match self {
-            Self::Complete { keeping, .. } | Self::Release { late: Some((_, keeping)), .. } => {
+            Self::Complete { keeping, .. }
+            | Self::Unkept { keeping, .. }
+            | Self::Release { late: Some((_, keeping)), .. } => {
                 keeping.paid(how);
             }
             Self::Unknown { .. }
@@ -227,7 +232,7 @@ impl Settler {
         self.metrics.late_outcome();
     }
 
-    async fn pay(&self, debt: Debt) -> Ending {
+    async fn pay(&self, mut debt: Debt) -> Ending {
         let mut pause = PAUSE_FIRST;
         loop {
             // Registered before the try: a success of another debt in the middle of it counts.
@@ -241,10 +246,22 @@ impl Settler {
                 }
                 Err(error) => error,
             };
-            if let Error::Refused(_) = error {
-                // One that is in the spill stays there: the next process tries again, and sets it aside.
+            if let Error::Refused(_) | Error::Unreadable(_) = error {
                 tracing::error!(error = %causes(&error), "the database refuses an outcome");
-                return Ending::LookAgain;
+                debt = match debt {
+                    Debt::Complete { completion, fingerprint, keeping, .. } => {
+                        Debt::Unkept { completion, fingerprint, keeping }
+                    }
+                    // One that is in the spill stays there: the next process tries again, and sets it aside.
+                    Debt::Unkept { .. }
+                    | Debt::Unknown { .. }
+                    | Debt::Release { .. }
+                    | Debt::Withdraw { .. }
+                    | Debt::Unask { .. }
+                    | Debt::Unraise { .. }
+                    | Debt::Late(_) => return Ending::LookAgain,
+                };
+                continue;
             }
             tracing::debug!(error = %causes(&error), "an outcome is still owed to the database");
             let pausing = tokio::time::timeout(pause.mul_f64(0.5 + fastrand::f64() / 2.0), back);
@@ -258,7 +275,8 @@ impl Settler {
     /// Leaves a debt to the next process: an outcome in the spill, where it was not there yet.
     async fn hand_over(&self, debt: Debt) -> Ending {
         match &debt {
-            Debt::Complete { completion, fingerprint, keeping: Keeping::Memory(_), .. } => {
+            Debt::Complete { completion, fingerprint, keeping: Keeping::Memory(_), .. }
+            | Debt::Unkept { completion, fingerprint, keeping: Keeping::Memory(_) } => {
                 // Where there is still no room, the record becomes unknown.
                 drop(self.spill.keep(completion, *fingerprint).await);
             }
@@ -267,6 +285,7 @@ impl Settler {
             }
             Debt::Late(late) => self.hand_over_late(late).await,
             Debt::Complete { keeping: Keeping::Spilled(_), .. }
+            | Debt::Unkept { keeping: Keeping::Spilled(_), .. }
             | Debt::Unknown { .. }
             | Debt::Release { .. }
             | Debt::Withdraw { .. }
@@ -300,6 +319,7 @@ impl Settler {
                     Changed::No => self.in_its_place(scope, fence.id).await,
                 }
             }
+            Debt::Unkept { completion, .. } => self.unkept(completion).await,
             Debt::Release { scope, fence, ending, late } => {
                 let freed = || Ok(Paid { ending: ending.clone(), how: Drained::Released });
                 match self.store.release(scope, *fence).await? {
@@ -397,13 +417,13 @@ impl Settler {
         open: Option<&Arc<Proposal>>,
     ) -> Result<Paid, Error> {
         let begun = Instant::now();
-        let settled = self.write(completion, open, begun + TRY).await?;
-        match settled {
+        let written = self.write(completion, open, begun + TRY).await?;
+        match written.settled {
             Settled::Done { expires_at } => {
                 let ends = begun + completion.retention;
-                self.ends.completed(completion, (fingerprint, caller), ends, open);
+                self.ends.completed(&written.completion, (fingerprint, caller), ends, open);
                 let (fence, caller) = (completion.fence, caller.cloned());
-                let answer = completion.answer.clone();
+                let answer = written.completion.answer.clone();
                 let replay = Replay::new(fence, fingerprint, caller, answer, expires_at, ends);
                 Ok(Paid::taken(self.kept(&completion.scope, Arc::new(replay))))
             }
@@ -422,15 +442,15 @@ impl Settler {
         completion: &Arc<Completion>,
         open: Option<&Arc<Proposal>>,
         deadline: Instant,
-    ) -> Result<Settled, Error> {
-        let settled = store::complete_or_plain(&*self.store, completion, deadline).await?;
+    ) -> Result<Written, Error> {
+        let written = store::complete_in_some_form(&*self.store, completion, deadline).await?;
         match open {
-            Some(open) if settled == Settled::Fenced => {
+            Some(open) if written.settled == Settled::Fenced => {
                 // Also where it was there: whoever looks after this process's records may have brought it back in between.
                 self.bring_back(open, completion.fence).await?;
-                store::complete_or_plain(&*self.store, completion, deadline).await
+                store::complete_in_some_form(&*self.store, completion, deadline).await
             }
-            Some(_) | None => Ok(settled),
+            Some(_) | None => Ok(written),
         }
     }
 
@@ -467,6 +487,25 @@ impl Settler {
             Reinstated::No | Reinstated::ActedOn => Ok(false),
             Reinstated::LeaseEnded => Err(Error::Unavailable("this process has no lease".into())),
         }
+    }
+
+    /// Says of a record whose outcome the database refuses to hold what can be said: that it is unknown, and in the audit
+    /// table what is known of it.
+    async fn unkept(&self, completion: &Completion) -> Result<Paid, Error> {
+        let Completion { scope, fence, .. } = completion;
+        let late = LateOutcome::from(completion);
+        match self.store.mark_unknown(scope, *fence).await? {
+            Changed::Locked => return Err(locked()),
+            Changed::Yes => {}
+            // It is unknown already, or has gone on.
+            Changed::No => {
+                let standing = self.standing(scope, fence.id).await?;
+                return self.stands(standing, scope, *fence, Some(late)).await;
+            }
+        }
+        self.store.note_late_outcome(&late).await?;
+        self.noted(&late);
+        Ok(Paid { ending: Ending::Unknown(fence.id), how: Drained::FencedOff })
     }
 
     fn kept(&self, scope: &Scope, replay: Arc<Replay>) -> Ending {

@@ -304,7 +304,8 @@ async fn pay_one(
 async fn settle(completion: &Arc<Completion>, store: &dyn Store) -> Result<Drained, Error> {
     let record = completion.fence.id;
     let late = LateOutcome::from(&**completion);
-    match store::complete_or_plain(store, completion, Instant::now() + TRY).await {
+    let writing = store::complete_in_some_form(store, completion, Instant::now() + TRY);
+    match writing.await.map(|written| written.settled) {
         Ok(Settled::Done { .. }) => Ok(Drained::Completed),
         Ok(Settled::Fenced) => match store.find(&completion.scope).await? {
             Some(Record { fence, state: State::Completed(stands), .. })
@@ -318,10 +319,30 @@ async fn settle(completion: &Arc<Completion>, store: &dyn Store) -> Result<Drain
             Err(Error::Unavailable("another transaction holds the record".into()))
         }
         Err(Error::Refused(cause)) => {
-            tracing::error!(%record, %cause, "the database refuses an outcome of the spill");
-            Ok(Drained::Refused)
+            tracing::error!(%record, %cause, "the database refuses an outcome of the spill in every form");
+            unkept(&late, store).await
         }
         Err(error) => Err(error),
+    }
+}
+
+/// An outcome that the database refuses to hold: its record is unknown, and the audit table tells what is known. Refused
+/// again, it stays in the file.
+async fn unkept(late: &LateOutcome, store: &dyn Store) -> Result<Drained, Error> {
+    let marked = match store.mark_unknown(&late.scope, late.fence).await {
+        Ok(Changed::Locked) => {
+            return Err(Error::Unavailable("another transaction holds the record".into()));
+        }
+        Ok(Changed::Yes | Changed::No) => fenced_off(late, store).await,
+        Err(error) => Err(error),
+    };
+    match marked {
+        Err(Error::Refused(cause)) => {
+            let record = late.fence.id;
+            tracing::error!(%record, %cause, "the database does not take a word of it");
+            Ok(Drained::Refused)
+        }
+        other => other,
     }
 }
 

@@ -8,7 +8,7 @@
 //!   part of: those are functions of the schema, whose plans the server keeps.
 //! - A connection serves again only after the answer to its last statement has arrived. A caller that is dropped in
 //!   the middle, a time-out or a broken transaction spoil it; it is closed then.
-//! - A write whose answer did not arrive is in doubt; a read, or what the server itself says it rolled back, is not.
+//! - A write whose answer did not arrive is in doubt; a read, or what the server reports as failed, is not. See `sqlstate`.
 //! - Hosts are tried one after the other, each within its own time, beginning with the one that served last. Where a
 //!   server turns out to be read-only, or another host serves than before, there was a fail-over: all connections made
 //!   so far are closed before their next use, so that nobody goes on reading from the old one.
@@ -28,6 +28,8 @@ use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Config, Row};
 use tokio_postgres_rustls::MakeRustlsConnect;
 
+use super::sqlstate::{self, Meaning};
+use super::trouble::Trouble;
 use crate::store::batch::RunError;
 use crate::store::{Cause, Error};
 use crate::telemetry::causes;
@@ -62,6 +64,7 @@ pub(super) struct Dial {
     last: Arc<AtomicUsize>,
     /// Counts fail-overs: connections of an era that is over are not used again.
     era: Arc<AtomicU64>,
+    trouble: Arc<Trouble>,
     tls: MakeRustlsConnect,
     connect_timeout: Duration,
     statement_timeout: Duration,
@@ -80,6 +83,7 @@ impl Dial {
             random: config.get_load_balance_hosts() == LoadBalanceHosts::Random,
             last: Arc::default(),
             era: Arc::default(),
+            trouble: Arc::default(),
             tls,
             connect_timeout,
             statement_timeout,
@@ -89,6 +93,11 @@ impl Dial {
     /// The same, for statements that take longer.
     pub(super) fn with_statement_timeout(self, statement_timeout: Duration) -> Self {
         Self { statement_timeout, ..self }
+    }
+
+    /// What is known of the database's troubles. All clones see one.
+    pub(super) fn trouble(&self) -> &Arc<Trouble> {
+        &self.trouble
     }
 
     /// A new connection, to the first host that gives one.
@@ -290,7 +299,7 @@ impl Connection {
         let result = tokio::time::timeout(self.dial.statement_timeout, running).await;
         let failure = match result {
             Ok(Ok(())) => return Ok(()),
-            Ok(Err(error)) => Failure::of(effect, error),
+            Ok(Err(error)) => self.failed(effect, name(sql), error),
             Err(_) => self.too_long(effect),
         };
         Err(failure.error)
@@ -316,13 +325,42 @@ impl Connection {
             Ok(Ok(rows)) => Ok(rows),
             Ok(Err(error)) => {
                 tracing::debug!(statement, error = %causes(&error), "a statement failed");
-                if error.code() == Some(&SqlState::READ_ONLY_SQL_TRANSACTION) {
-                    self.is_read_only();
-                }
-                Err(Failure::of(effect, error))
+                Err(self.failed(effect, statement, error))
             }
             Err(_) => Err(self.too_long(effect)),
         }
+    }
+
+    /// What a failure means, noted for whoever asks how the database is.
+    fn failed(&self, effect: Effect, statement: &str, error: tokio_postgres::Error) -> Failure {
+        let Some(reported) = error.as_db_error() else {
+            return self.lost(effect, error.into());
+        };
+        let meaning = sqlstate::meaning(reported);
+        self.dial.trouble.note(meaning, statement, reported);
+        if meaning == Meaning::ReadOnly {
+            self.is_read_only();
+        }
+        let error: Cause = error.into();
+        let (error, spoils) = match meaning {
+            Meaning::Again => (RunError::Again(Error::Unavailable(error)), false),
+            Meaning::Busy | Meaning::Down | Meaning::Mistake => {
+                (RunError::Failed(Error::Unavailable(error)), false)
+            }
+            // A fail-over made this server a standby: the next connection looks for the new primary.
+            Meaning::ReadOnly => (RunError::Failed(Error::Unavailable(error)), true),
+            Meaning::Refused => (RunError::Failed(Error::Refused(error)), false),
+            Meaning::Lost => return self.lost(effect, error),
+        };
+        Failure { error, spoils }
+    }
+
+    /// The answer will not come. A write that is in doubt is reason to look whether writes work.
+    fn lost(&self, effect: Effect, cause: Cause) -> Failure {
+        if effect == Effect::Write {
+            self.dial.trouble.suspect(causes(&*cause));
+        }
+        Failure::lost(effect, cause)
     }
 
     /// Gives a statement up. The server is asked to stop it, so that it does not hold locks for ever; whether it
@@ -335,7 +373,7 @@ impl Connection {
             let asked = tokio::time::timeout(dial.connect_timeout, asking).await;
             tracing::debug!(reached = matches!(asked, Ok(Ok(()))), "gave a statement up");
         });
-        Failure::lost(effect, "the statement took too long".into())
+        self.lost(effect, "the statement took too long".into())
     }
 }
 
@@ -453,30 +491,6 @@ impl Failure {
         };
         Self { error: RunError::Failed(error), spoils: true }
     }
-
-    fn of(effect: Effect, error: tokio_postgres::Error) -> Self {
-        let Some(code) = error.code().cloned() else { return Self::lost(effect, error.into()) };
-        let class = code.code().get(..2).unwrap_or_default();
-        if code == SqlState::T_R_SERIALIZATION_FAILURE || code == SqlState::T_R_DEADLOCK_DETECTED {
-            let error = RunError::Again(Error::Unavailable(error.into()));
-            return Self { error, spoils: false };
-        }
-        if code == SqlState::READ_ONLY_SQL_TRANSACTION {
-            // A fail-over made this server a standby: the next connection looks for the new primary.
-            let error = RunError::Failed(Error::Unavailable(error.into()));
-            return Self { error, spoils: true };
-        }
-        if code == SqlState::QUERY_CANCELED || class == "55" || class == "25" {
-            let error = RunError::Failed(Error::Unavailable(error.into()));
-            return Self { error, spoils: false };
-        }
-        // Data and statements that the server will refuse again. All else (08, 53, 57, 58, XX) is about the server.
-        if matches!(class, "0A" | "21" | "22" | "23" | "42" | "44" | "54") {
-            let error = RunError::Failed(Error::Refused(error.into()));
-            return Self { error, spoils: false };
-        }
-        Self::lost(effect, error.into())
-    }
 }
 
 impl ManageConnection for Dial {
@@ -578,7 +592,7 @@ impl Door {
             };
             match result {
                 Ok(done) => return Ok(done),
-                Err(RunError::Failed(error)) => return Err(error),
+                Err(RunError::Failed(error) | RunError::Committed(error)) => return Err(error),
                 Err(RunError::Again(error)) if tries == AGAIN_MAX => return Err(error),
                 Err(RunError::Again(_)) => tries += 1,
             }

@@ -126,6 +126,18 @@ const LOCKS: &str = "-- migration_locks\nSET LOCAL lock_timeout = '5s'";
 /// How often the version table is tried again while another replica makes it.
 const TABLE_TRIES: u32 = 50;
 
+const ENCODING: &str = "-- encoding\nSELECT current_setting('server_encoding')";
+
+/// The encoding of the database where it is another one than UTF-8.
+pub(super) async fn wrong_encoding(connection: &mut Connection) -> Result<Option<String>, Error> {
+    let rows = connection.run(Effect::Read, ENCODING, &[]).await.map_err(failed)?;
+    let encoding: String = match rows.first() {
+        Some(row) => row.try_get(0).map_err(|error| Error::Unreadable(error.into()))?,
+        None => String::new(),
+    };
+    Ok((encoding != "UTF8").then_some(encoding))
+}
+
 pub(super) async fn migrate(connection: &mut Connection, allowed: bool) -> Result<u32, OpenError> {
     let found = version(connection).await.map_err(|error| broken(0, error))?;
     if found > known() {
@@ -209,7 +221,10 @@ fn version_of(rows: &[Row]) -> u32 {
 
 fn broken(version: u32, error: RunError) -> OpenError {
     let cause: Cause = match failed(error) {
-        Error::Unavailable(cause) | Error::InDoubt(cause) | Error::Refused(cause) => cause,
+        Error::Unavailable(cause)
+        | Error::InDoubt(cause)
+        | Error::Refused(cause)
+        | Error::Unreadable(cause) => cause,
         Error::Late => "too late".into(),
     };
     let cause = if waited_in_vain(&cause) { Cause::from(IN_USE) } else { cause };

@@ -204,9 +204,9 @@ fn met(proposal: RecordId, record: Record) -> Reserved {
 /// The batch's insert has committed by now: until the losers are read, its end is not known to the callers.
 pub(super) fn committed(error: RunError) -> RunError {
     match error {
-        RunError::Again(Error::Unavailable(cause))
-        | RunError::Failed(Error::Unavailable(cause)) => RunError::Failed(Error::InDoubt(cause)),
-        other @ (RunError::Again(_) | RunError::Failed(_)) => other,
+        RunError::Again(error) | RunError::Failed(error) | RunError::Committed(error) => {
+            RunError::Committed(error)
+        }
     }
 }
 

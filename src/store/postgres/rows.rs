@@ -16,12 +16,12 @@ use crate::store::{AuditRow, Cause, Error, EventRow, EventStatus, RecordRow};
 
 /// A column that must be there.
 pub(super) fn get<'a, T: FromSql<'a>>(row: &'a Row, column: &str) -> Result<T, Error> {
-    row.try_get(column).map_err(|error| Error::Refused(error.into()))
+    row.try_get(column).map_err(|error| Error::Unreadable(error.into()))
 }
 
 /// What stands in the database and is not what this program writes.
 pub(super) fn unreadable(what: impl Into<Cause>) -> Error {
-    Error::Refused(what.into())
+    Error::Unreadable(what.into())
 }
 
 /// The first row's number of changed rows, as our changing statements return it.

@@ -205,7 +205,7 @@ fn commit(conn: &Connection) -> Result<(), Error> {
     let open = !conn.is_autocommit();
     let rolled_back = if open { statement(conn, "ROLLBACK").is_ok() } else { cut_off(&error) };
     if rolled_back {
-        return Err(Error::Unavailable(error.into()));
+        return Err(classify(conn, error));
     }
     Err(Error::InDoubt(error.into()))
 }
@@ -237,12 +237,51 @@ fn now(conn: &Connection) -> rusqlite::Result<i64> {
         .query_row([], |row| row.get(0))
 }
 
-/// What a statement's error means for the caller, once it has been rolled back.
+/// What a statement's error means for the caller, once it has been rolled back: nothing was done.
 fn classify(conn: &Connection, error: rusqlite::Error) -> Error {
-    use ErrorCode::{ConstraintViolation, TooBig, TypeMismatch};
-    match error.sqlite_error_code() {
-        Some(ConstraintViolation | TooBig | TypeMismatch) | None => Error::Refused(error.into()),
-        Some(_) => Error::Unavailable(cause(conn, error)),
+    match error.sqlite_error_code().map(is_the_datas) {
+        Some(true) => Error::Refused(error.into()),
+        Some(false) => Error::Unavailable(cause(conn, error)),
+        // Not SQLite's: a value on its way in, or a row that is read and is not what this program writes.
+        None if matches!(error, rusqlite::Error::ToSqlConversionFailure(_)) => {
+            Error::Refused(error.into())
+        }
+        None => Error::Unreadable(error.into()),
+    }
+}
+
+/// Each of SQLite's result codes: whether it refuses the data, and will again. Else the file, the disk or the system is the
+/// reason, or a mistake of the program, and the same may work later.
+fn is_the_datas(code: ErrorCode) -> bool {
+    match code {
+        // A constraint, or somebody's trigger that raises an error; a value that is too large; a type that does not fit.
+        ErrorCode::ConstraintViolation | ErrorCode::TooBig | ErrorCode::TypeMismatch => true,
+        // No room, no memory; input and output that fail; a file that may not be written, or not be opened.
+        ErrorCode::DiskFull
+        | ErrorCode::OutOfMemory
+        | ErrorCode::SystemIoFailure
+        | ErrorCode::ReadOnly
+        | ErrorCode::PermissionDenied
+        | ErrorCode::CannotOpen
+        | ErrorCode::NoLargeFileSupport
+        // Others hold a lock, or stopped the statement.
+        | ErrorCode::DatabaseBusy
+        | ErrorCode::DatabaseLocked
+        | ErrorCode::FileLockingProtocolFailed
+        | ErrorCode::OperationInterrupted
+        | ErrorCode::OperationAborted
+        // The file is damaged, or another program has changed its schema.
+        | ErrorCode::DatabaseCorrupt
+        | ErrorCode::NotADatabase
+        | ErrorCode::SchemaChanged
+        | ErrorCode::Unknown
+        // Mistakes of the program, or of SQLite.
+        | ErrorCode::InternalMalfunction
+        | ErrorCode::NotFound
+        | ErrorCode::ApiMisuse
+        | ErrorCode::AuthorizationForStatementDenied
+        | ErrorCode::ParameterOutOfRange
+        | _ => false,
     }
 }
 
@@ -463,6 +502,65 @@ mod tests {
         assert!(matches!(insert(&conn), Err(Error::Unavailable(_))));
         other.execute_batch("ROLLBACK").unwrap();
         assert!(matches!(insert(&conn), Err(Error::Refused(_))), "the writer works on");
+    }
+
+    #[test]
+    fn what_sqlite_reports_is_not_done_and_only_some_of_it_is_the_datas_fault() {
+        for (code, refused) in [
+            (ffi::SQLITE_CONSTRAINT_TRIGGER, true),
+            (ffi::SQLITE_CONSTRAINT_UNIQUE, true),
+            (ffi::SQLITE_TOOBIG, true),
+            (ffi::SQLITE_MISMATCH, true),
+            (ffi::SQLITE_FULL, false),
+            (ffi::SQLITE_IOERR_WRITE, false),
+            (ffi::SQLITE_IOERR_FSYNC, false),
+            (ffi::SQLITE_READONLY, false),
+            (ffi::SQLITE_READONLY_DBMOVED, false),
+            (ffi::SQLITE_CANTOPEN, false),
+            (ffi::SQLITE_PERM, false),
+            (ffi::SQLITE_NOMEM, false),
+            (ffi::SQLITE_BUSY, false),
+            (ffi::SQLITE_LOCKED, false),
+            (ffi::SQLITE_CORRUPT, false),
+            (ffi::SQLITE_NOTADB, false),
+            (ffi::SQLITE_SCHEMA, false),
+            (ffi::SQLITE_INTERRUPT, false),
+            (ffi::SQLITE_PROTOCOL, false),
+            (ffi::SQLITE_MISUSE, false),
+            (ffi::SQLITE_ERROR, false),
+        ] {
+            assert_eq!(is_the_datas(ffi::Error::new(code).code), refused, "{code}");
+        }
+    }
+
+    /// A commit whose sync failed may be in the log as a whole; one whose last page did not fit into it is not.
+    #[test]
+    fn of_a_commit_that_failed_only_a_write_that_was_cut_off_is_known_to_be_undone() {
+        let failed = |code| rusqlite::Error::SqliteFailure(ffi::Error::new(code), None);
+        assert!(cut_off(&failed(ffi::SQLITE_FULL)));
+        assert!(cut_off(&failed(ffi::SQLITE_IOERR_WRITE)));
+        for code in [ffi::SQLITE_IOERR_FSYNC, ffi::SQLITE_IOERR, ffi::SQLITE_IOERR_SHMMAP] {
+            assert!(!cut_off(&failed(code)), "{code}");
+        }
+    }
+
+    #[test]
+    fn without_room_nothing_is_done_and_afterwards_the_writer_works_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = Location::new(dir.path().join("t.db"));
+        let conn = connect(&place, Role::Writer).unwrap();
+        conn.execute_batch("CREATE TABLE t (a BLOB)").unwrap();
+        let pages = |count: u32| {
+            conn.query_row(&format!("PRAGMA max_page_count = {count}"), [], |_| Ok(())).unwrap();
+        };
+        let insert =
+            || write(&conn, |tx| tx.execute("INSERT INTO t VALUES (zeroblob(100000))", []));
+        pages(4);
+        assert!(matches!(insert(), Err(Error::Unavailable(_))));
+        pages(4000);
+        assert!(matches!(insert(), Ok(1)));
+        let rows: u32 = conn.query_row("SELECT count(*) FROM t", [], |row| row.get(0)).unwrap();
+        assert_eq!(rows, 1);
     }
 
     #[test]
