@@ -72,8 +72,11 @@ async fn a_file_or_folder_that_cannot_be_written_is_refused_at_the_start_by_name
         folder.path(),
         &toml.replace(&place.url, &format!("sqlite:{}", file.display())),
     );
+    // Where the user may read it: what was built may be under the home of root.
+    let program = folder.path().join("oncegate");
+    std::fs::copy(env!("CARGO_BIN_EXE_oncegate"), &program).unwrap();
     let start = || {
-        let mut command = as_somebody(env!("CARGO_BIN_EXE_oncegate"));
+        let mut command = as_somebody(&program);
         command.args(["serve", "--config"]).arg(&path).current_dir(folder.path());
         Gateway::launch(command, &path)
     };
