@@ -17,6 +17,7 @@ pub mod act;
 pub mod explain;
 pub(crate) mod query;
 pub mod sinks;
+pub mod tasks;
 pub mod view;
 
 use std::fmt;
@@ -45,6 +46,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
+use self::tasks::TaskPage;
 use crate::explain::Explain;
 use crate::record::RecordId;
 use crate::store::{self, EventAction, SinkOrder, Store};
@@ -168,6 +170,7 @@ pub fn router(state: State) -> Router {
         .route("/api/v1/sinks", get(list_sinks))
         .route("/api/v1/sinks/{name}/pause", post(pause_sink))
         .route("/api/v1/sinks/{name}/resume", post(resume_sink))
+        .route("/api/v1/tasks", get(list_tasks))
         .route("/api/v1/explain", post(explain_request))
         .fallback(|| async { Problem::NoSuchPage })
         .layer(middleware::from_fn_with_state(state.clone(), guard));
@@ -178,7 +181,7 @@ pub fn router(state: State) -> Router {
 }
 
 /// Serves until `stop`, then lets open answers finish for a short while.
-pub async fn serve(listener: TcpListener, router: Router, stop: CancellationToken) {
+pub async fn serve(listener: Arc<TcpListener>, router: Router, stop: CancellationToken) {
     let mut connections = JoinSet::new();
     loop {
         let full = connections.len() >= CONNECTIONS_MAX;
@@ -288,9 +291,10 @@ async fn readyz(axum::extract::State(state): axum::extract::State<State>) -> Res
         Ok(Err(error)) => ("unavailable", std::error::Error::source(&error).map(causes)),
         Err(_) => ("no answer in time", None),
     };
-    let ready = state.ready.is_serving() && store == "ok";
+    let ailing = crate::tasks::ailing();
+    let ready = state.ready.is_serving() && store == "ok" && ailing.is_none();
     let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    let mut body = json!({ "ready": ready, "gateway": state.ready.as_str(), "store": store });
+    let mut body = json!({ "ready": ready, "gateway": state.ready.as_str(), "store": store, "not_running": ailing });
     if let (Some(cause), Some(fields)) = (cause, body.as_object_mut()) {
         fields.insert("cause".to_owned(), cause.into());
     }
@@ -304,6 +308,11 @@ async fn metrics(axum::extract::State(state): axum::extract::State<State>) -> Re
 
 async fn config(axum::extract::State(state): axum::extract::State<State>) -> Json {
     Json(json!({ "version": state.version, "operations": &*state.operations }))
+}
+
+async fn list_tasks(RawQuery(query): RawQuery) -> Result<Json<TaskPage>, Problem> {
+    Query::parse(query.as_deref(), &[]).map_err(Problem::Query)?;
+    Ok(Json(TaskPage::now()))
 }
 
 async fn list_records(

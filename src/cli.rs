@@ -32,6 +32,7 @@ use crate::record::Answer;
 use crate::record::event::{Event, Origin};
 use crate::scope::{DigestKey, Source};
 use crate::store::{RecordRow, sqlite};
+use crate::tasks;
 use crate::telemetry::{causes, log};
 
 /// Makes retries of writes safe: an idempotency gateway in front of any HTTP API.
@@ -141,6 +142,10 @@ const CLOSE_MAX: Duration = Duration::from_secs(10);
 
 /// Exit status for wrong usage and wrong configuration.
 const USAGE: u8 = 2;
+
+/// Exit status where a background task has ended without which the process must be replaced: "internal software error" of
+/// `sysexits.h`.
+const TASK_ENDED: u8 = 70;
 
 /// The environment's number of working threads, under the name that other programs on this runtime know.
 const THREADS: &str = "TOKIO_WORKER_THREADS";
@@ -318,10 +323,10 @@ async fn serve(args: ServeArgs) -> ExitCode {
     let listen = running.addr.map_or(listen, |addr| addr.to_string());
     let ready = serde_json::json!({ "listen": listen, "admin": running.admin.to_string() });
     tell_ready(&ready);
-    signals.next().await;
+    let stopped = signals.next_or_fatal().await;
     tracing::info!("stopping: what is reserved is finished first");
     tokio::select! {
-        () = running.stop() => ExitCode::SUCCESS,
+        () = running.stop() => stopped.into(),
         // A second signal means now. What is reserved is found as unknown once the lease has run out.
         () = signals.next() => ExitCode::FAILURE,
     }
@@ -342,12 +347,30 @@ async fn relay_alone(args: &RelayArgs) -> ExitCode {
         () = signals.next() => return ExitCode::SUCCESS,
     };
     tell_ready(&serde_json::json!({ "admin": running.admin.to_string() }));
-    signals.next().await;
+    let stopped = signals.next_or_fatal().await;
     tracing::info!("stopping: what is in flight is finished first");
     tokio::select! {
-        () = running.stop() => ExitCode::SUCCESS,
+        () = running.stop() => stopped.into(),
         // A second signal means now. What is in flight is delivered again once the lease has run out.
         () = signals.next() => ExitCode::FAILURE,
+    }
+}
+
+/// Why the process stops.
+#[derive(Clone, Copy, Debug)]
+enum Stopped {
+    /// It was told to.
+    Asked,
+    /// A background task has ended that cannot be begun anew.
+    TaskEnded,
+}
+
+impl From<Stopped> for ExitCode {
+    fn from(stopped: Stopped) -> Self {
+        match stopped {
+            Stopped::Asked => Self::SUCCESS,
+            Stopped::TaskEnded => Self::from(TASK_ENDED),
+        }
     }
 }
 
@@ -366,6 +389,17 @@ impl Signals {
 
     async fn next(&mut self) {
         tokio::select! { _ = self.terminate.recv() => {}, _ = self.interrupt.recv() => {} }
+    }
+
+    /// A signal, or the end of a background task without which the process must be replaced.
+    async fn next_or_fatal(&mut self) -> Stopped {
+        tokio::select! {
+            () = self.next() => Stopped::Asked,
+            task = tasks::fatal() => {
+                tracing::error!(task, "this process must be replaced: it ends with status {TASK_ENDED}");
+                Stopped::TaskEnded
+            }
+        }
     }
 }
 

@@ -72,6 +72,7 @@ use crate::record::lookup::Verdict;
 use crate::route::{Found, Mode, OnUnknown, Route, Routes, Server};
 use crate::scope::{DigestKey, Params};
 use crate::store::{Asking, Backlog, Due, Store};
+use crate::tasks::{self, Loop};
 use crate::telemetry::{Metrics, Reply, Step, Would};
 
 /// How often the store is asked about which unknown records the upstream may be asked.
@@ -144,6 +145,8 @@ pub struct Gateway {
     tunnels: Tunnels,
     alarm: Alarm,
     observed: observe::Memory,
+    acts_read: operators::Read,
+    compared: recover::Compared,
     metrics: Arc<Metrics>,
     wake: Arc<Notify>,
     tasks: TaskTracker,
@@ -231,6 +234,8 @@ impl Gateway {
             tunnels,
             alarm: Alarm::default(),
             observed: observe::Memory::default(),
+            acts_read: operators::Read::default(),
+            compared: recover::Compared::default(),
             metrics,
             wake,
             tasks,
@@ -357,6 +362,7 @@ impl Gateway {
         deadline: Instant,
     ) -> Response<Body> {
         let (answer, answered) = oneshot::channel();
+        let sending = lead.sending();
         let (gateway, route) = (Arc::clone(&self), Arc::clone(&keyed.route));
         self.tasks.spawn(async move {
             let response = gateway.work(*keyed, lead, deadline).await;
@@ -366,7 +372,10 @@ impl Gateway {
         match answered.await {
             Ok(response) => response,
             // The task panicked; what it held is settled as far as is known.
-            Err(_) => self.refuse(&route, Problem::new(Name::UpstreamFailed)),
+            Err(_) if sending.has_begun() => {
+                self.refuse(&route, Problem::new(Name::UpstreamFailed))
+            }
+            Err(_) => self.refuse(&route, Problem::new(Name::GatewayFailed)),
         }
     }
 
@@ -469,11 +478,7 @@ impl Gateway {
 
     /// Asks about records whose outcome is unknown, so that they resolve without a retry, until `stop`. Records whose route
     /// does not look up, or is no longer there, are left alone.
-    pub async fn resolve_unknown(self: Arc<Self>, stop: CancellationToken) {
-        let asking: Vec<_> = self.routes.iter().filter_map(|route| asking(route)).collect();
-        if asking.is_empty() {
-            return;
-        }
+    async fn resolve_unknown(self: Arc<Self>, asking: Arc<[Asking]>, stop: CancellationToken) {
         let slots = Arc::new(Semaphore::new(ASK_AT_ONCE));
         let mut full = false;
         loop {
@@ -482,7 +487,9 @@ impl Gateway {
             if stop.run_until_cancelled(pause).await.is_none() {
                 return;
             }
-            let due = self.store.questions(&asking, ASK_BATCH).await.unwrap_or_else(|error| {
+            let due = self.store.questions(&asking, ASK_BATCH).await;
+            let due = due.inspect(|_| tasks::ran()).unwrap_or_else(|error| {
+                tasks::failed(&error);
                 tracing::debug!(%error, "it is not known what to ask about");
                 Vec::new()
             });
@@ -565,22 +572,44 @@ impl Gateway {
         self.refuse(route, Problem::new(Name::Overloaded))
     }
 
-    /// Keeps the keys that tokens are checked with, until `stop`.
-    pub async fn keep_keys(self: Arc<Self>, stop: CancellationToken) {
-        if let Some(tokens) = &self.tokens {
-            tokens.keep(&stop).await;
+    /// What the gateway does beside the requests, until `stop`; what begins attempts, until `accept`.
+    pub fn begin_loops(
+        self: &Arc<Self>,
+        tracker: &TaskTracker,
+        stop: &CancellationToken,
+        accept: &CancellationToken,
+    ) {
+        let begun = (Arc::clone(self), stop.clone());
+        tracker.spawn(tasks::kept(Loop::OperatorActs, "", stop.clone(), move || {
+            let (gateway, stop) = begun.clone();
+            async move { gateway.watch_operators(&stop).await }
+        }));
+        let begun = (Arc::clone(self), stop.clone());
+        tracker.spawn(tasks::kept(Loop::OwnRecords, "", stop.clone(), move || {
+            let (gateway, stop) = begun.clone();
+            async move { recover::watch(&gateway, &stop).await }
+        }));
+        if let Some(tokens) = self.tokens.clone().filter(|tokens| tokens.are_fetched()) {
+            let begun = (tokens, stop.clone());
+            tracker.spawn(tasks::kept(Loop::TokenKeys, "", stop.clone(), move || {
+                let (tokens, stop) = begun.clone();
+                async move { tokens.keep(&stop).await }
+            }));
+        }
+        let asking: Arc<[_]> = self.routes.iter().filter_map(|route| asking(route)).collect();
+        if !asking.is_empty() {
+            let (gateway, stopped) = (Arc::clone(self), accept.clone());
+            tracker.spawn(tasks::kept(Loop::Questions, "", accept.clone(), move || {
+                Arc::clone(&gateway).resolve_unknown(Arc::clone(&asking), stopped.clone())
+            }));
         }
     }
 
     /// Forgets in-memory answers of records that operators acted on, until `stop`.
-    pub async fn watch_operators(self: Arc<Self>, stop: CancellationToken) {
+    async fn watch_operators(&self, stop: &CancellationToken) {
         let acted_on = |window| self.store.acted_on(window);
-        operators::watch(acted_on, |records| self.desk.forget(records), &stop).await;
-    }
-
-    /// Looks after this process's records, where the database went back or shows more of them than there are, until `stop`.
-    pub async fn look_after_own(self: Arc<Self>, stop: CancellationToken) {
-        recover::watch(&self, &stop).await;
+        operators::watch(&self.acts_read, acted_on, |records| self.desk.forget(records), stop)
+            .await;
     }
 
     /// Waits until all reserved work has ended and the store has taken it. For what is left when the caller stops waiting

@@ -20,6 +20,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::record::{Lease, LeaseView, OwnerId};
 use crate::store::{Beat, Error, Store};
+use crate::tasks;
 use crate::telemetry::causes;
 
 const MARGIN_MIN: Duration = Duration::from_millis(100);
@@ -88,6 +89,7 @@ pub async fn keep(store: Arc<dyn Store>, view: LeaseView, ttl: Duration, stop: C
         };
         match renewed {
             Ok(()) => {
+                tasks::ran();
                 if failing {
                     tracing::info!("the lease is renewed again");
                 }
@@ -96,6 +98,7 @@ pub async fn keep(store: Arc<dyn Store>, view: LeaseView, ttl: Duration, stop: C
                 wait = pace.saturating_sub(now().saturating_duration_since(sent));
             }
             Err(error) => {
+                tasks::failed(&causes(&error));
                 if !failing {
                     tracing::warn!(error = %causes(&error), "the lease was not renewed");
                 }

@@ -15,6 +15,7 @@ pub mod route;
 
 pub mod explain;
 pub mod fault;
+pub mod tasks;
 pub mod telemetry;
 
 pub mod store;

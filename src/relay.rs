@@ -49,6 +49,7 @@ use crate::record::LeaseView;
 use crate::store::{
     Acknowledgement, Claim, Claimed, Error, Lane, LetGo, Look, Order, Over, Store, Verdict,
 };
+use crate::tasks::{self, Loop};
 use crate::telemetry::{Metrics, causes};
 
 /// How often a look also takes what has been due for long; at once again while it finds something.
@@ -74,10 +75,6 @@ const UNFINISHED_MAX: u32 = 5;
 /// Pauses while the database does not answer.
 const OUTAGE_FIRST: Duration = Duration::from_millis(100);
 const OUTAGE_MAX: Duration = Duration::from_secs(5);
-
-/// Pauses before a loop that panicked is started again.
-const RESTART_FIRST: Duration = Duration::from_millis(500);
-const RESTART_MAX: Duration = Duration::from_secs(30);
 
 /// Bounds of the pause between two looks.
 const POLL_MIN: Duration = Duration::from_millis(10);
@@ -143,8 +140,8 @@ pub async fn run(
         let nudge = Arc::new(Notify::new());
         nudges.push(Arc::clone(&nudge));
         let board = Arc::new(Board::new(&read));
-        boards.insert(name, Arc::clone(&board));
-        let desk = Desk {
+        boards.insert(name.clone(), Arc::clone(&board));
+        let desk = Arc::new(Desk {
             store: Arc::clone(&store),
             claimant: claimant.clone(),
             room: room_of(&sink),
@@ -155,11 +152,16 @@ pub async fn run(
             poll,
             stop: stop.clone(),
             failing: AtomicBool::new(false),
-        };
-        loops.spawn(supervise(desk));
+        });
+        // What a loop holds of the sink goes with it: the next one begins with all slots.
+        let begin = move || Arc::new(desk.fresh()).work();
+        loops.spawn(tasks::kept(Loop::Sink, name, stop.clone(), begin));
     }
     let every = poll * READ_FACTOR;
     let reader = Arc::new(Reader { store, claimant, metrics, boards, read, every });
+    let read_on = move || Arc::clone(&reader).run();
+    let mut reading = JoinSet::new();
+    reading.spawn(tasks::kept(Loop::SinkStates, "", stop.clone(), read_on));
     let ended = async {
         stop.cancelled().await;
         while loops.join_next().await.is_some() {}
@@ -167,25 +169,12 @@ pub async fn run(
     tokio::select! {
         () = ended => {}
         () = pass_on(&wake, &nudges) => {}
-        () = read_on(&reader) => {}
     }
 }
 
 /// The slots of a sink that nothing is known against.
 fn room_of(sink: &Sink) -> Arc<Room> {
     Arc::new(Room::new(sink.concurrency(), sink.pause_after()))
-}
-
-/// Reads how the sinks stand, also after a panic. Never returns.
-async fn read_on(reader: &Arc<Reader>) {
-    loop {
-        let mut task = JoinSet::new();
-        task.spawn(Arc::clone(reader).run());
-        if let Some(Err(error)) = task.join_next().await {
-            tracing::error!(%error, "the reading of the sinks ended, and is started again");
-        }
-        tokio::time::sleep(jitter(RESTART_FIRST)).await;
-    }
 }
 
 /// Hands each nudge to every sink, whether it was meant for one waiter or for all. Never returns.
@@ -200,24 +189,6 @@ async fn pass_on(wake: &Notify, nudges: &[Arc<Notify>]) {
         for nudge in nudges {
             nudge.notify_one();
         }
-    }
-}
-
-/// Runs a sink's loop, and runs it again after a pause should it panic.
-async fn supervise(mut desk: Desk) {
-    let mut pause = RESTART_FIRST;
-    loop {
-        desk.room = room_of(&desk.sink);
-        let running = Arc::new(desk.share());
-        let mut task = JoinSet::new();
-        task.spawn(running.work());
-        let Some(Err(error)) = task.join_next().await else { return };
-        tracing::error!(sink = desk.sink.name(), %error, "a relay loop ended, and is started again");
-        tokio::select! {
-            () = desk.stop.cancelled() => return,
-            () = tokio::time::sleep(jitter(pause)) => {}
-        }
-        pause = (pause * 2).min(RESTART_MAX);
     }
 }
 
@@ -264,12 +235,13 @@ struct Round {
 }
 
 impl Desk {
-    fn share(&self) -> Self {
+    /// For a loop that begins: with all its slots free.
+    fn fresh(&self) -> Self {
         Self {
             store: Arc::clone(&self.store),
             claimant: self.claimant.clone(),
             sink: Arc::clone(&self.sink),
-            room: Arc::clone(&self.room),
+            room: room_of(&self.sink),
             board: Arc::clone(&self.board),
             metrics: Arc::clone(&self.metrics),
             nudge: Arc::clone(&self.nudge),
@@ -308,6 +280,7 @@ impl Desk {
             let free = self.room.free();
             let pause = match self.look(free, no, &mut round).await {
                 Ok(found) => {
+                    tasks::ran();
                     self.note_answer();
                     outage = OUTAGE_FIRST;
                     idle =
@@ -612,6 +585,7 @@ impl Desk {
     }
 
     fn note_failure(&self, verb: &str, error: &Error) {
+        tasks::failed(&causes(error));
         if !self.failing.swap(true, Ordering::Relaxed) {
             let (sink, error) = (self.sink.name(), causes(error));
             tracing::warn!(sink, verb, error, "deliveries wait for the database");

@@ -23,6 +23,7 @@ use crate::lease::Contact;
 use crate::record::event::doubt::News;
 use crate::record::event::wanted::Subscriber;
 use crate::store::{Backlog, Error, Gauges, Store, Tide, Untold};
+use crate::tasks;
 use crate::telemetry::{Metrics, Swept};
 
 /// Longest time for one job of a round, so that a backlog of one kind does not hold up the others.
@@ -152,9 +153,13 @@ impl Sweeper {
             }
             Err(error) => {
                 self.contact.lost();
+                tasks::failed(&error);
                 tracing::debug!(%error, "the store could not be counted");
                 well = false;
             }
+        }
+        if well {
+            tasks::ran();
         }
         if well && std::mem::replace(&mut self.failing, false) {
             tracing::info!("the sweeper works again");
@@ -306,6 +311,7 @@ impl Sweeper {
     }
 
     fn note_failure(&mut self, job: Job, error: &Error) {
+        tasks::failed(error);
         if !std::mem::replace(&mut self.failing, true) {
             let cause = std::error::Error::source(error).map(ToString::to_string);
             tracing::warn!(?job, %error, cause, "the sweeper waits for the database");

@@ -6,6 +6,7 @@ pub mod log;
 pub mod pace;
 
 use std::fmt::Write as _;
+use std::sync::LazyLock;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
@@ -74,6 +75,8 @@ label_enum!(
         Invalid = "invalid",
         /// Refused: a limit is reached.
         Overloaded = "overloaded",
+        /// Not sent, because of a mistake of the gateway.
+        Failed = "failed",
         /// Refused: no reservation could be made.
         StoreUnavailable = "store_unavailable",
         /// Passed through unprotected.
@@ -362,6 +365,19 @@ struct ByLoss {
     reason: Loss,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ByTask {
+    task: &'static str,
+}
+
+/// For every registry: a process has one set of background tasks.
+static TASK_ENDS: LazyLock<Family<ByTask, Counter>> = LazyLock::new(Family::default);
+
+/// A background task ended though it was not told to.
+pub fn task_ended(task: &'static str) {
+    TASK_ENDS.get_or_create(&ByTask { task }).inc();
+}
+
 type Seconds = Gauge<f64, AtomicU64>;
 
 /// The process's metrics. One value, shared by reference.
@@ -543,6 +559,11 @@ impl Metrics {
             "panics",
             "Panics of this process; each is a mistake of the program",
             log::PANICS.clone(),
+        );
+        r.register(
+            "task_ends",
+            "Background tasks that ended though they were not told to, by the task",
+            TASK_ENDS.clone(),
         );
     }
 

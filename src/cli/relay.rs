@@ -15,13 +15,13 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::serve::{self, StartError};
+use super::serve::{self, Relaying, StartError};
 use crate::admin::{self, Readiness, Token};
 use crate::config::{Config, StoreKind};
 use crate::lease::{self, Contact};
 use crate::store::Backlog;
+use crate::sweep;
 use crate::telemetry::Metrics;
-use crate::{relay, sweep};
 
 /// A relay that runs.
 pub struct Running {
@@ -61,29 +61,16 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     config.relay.sinks.iter().for_each(|sink| metrics.outbox(&sink.name, 0, Duration::ZERO, 0));
     let (stop, end_lease) = (CancellationToken::new(), CancellationToken::new());
     let (tasks, lease) = (TaskTracker::new(), TaskTracker::new());
-    lease.spawn(lease::keep(Arc::clone(&store), view, ttl, end_lease.clone()));
+    serve::keep_lease(&lease, &store, &view, ttl, &end_lease);
     // Nobody in this process writes events: it looks by itself.
     let wake = Arc::new(Notify::new());
-    let run = relay::run(
-        Arc::clone(&store),
-        config.relay,
-        claimant,
-        Arc::clone(&metrics),
-        wake,
-        stop.clone(),
-    );
-    tasks.spawn(run);
+    let relayed = Relaying { settings: config.relay, claimant, wake };
+    serve::keep_relay(&tasks, &store, relayed, &metrics, &stop);
     let sinks = config.sweep.sinks.clone().into();
     // It begins nothing that a backlog could keep it from.
     let (duty, backlog) = (sweep::Duty::Outbox, Backlog::default());
     let settings = sweep::Settings { duty, backlog, ..config.sweep };
-    tasks.spawn(sweep::run(
-        Arc::clone(&store),
-        settings,
-        contact,
-        Arc::clone(&metrics),
-        stop.clone(),
-    ));
+    serve::keep_sweeper(&tasks, &store, settings, &contact, &metrics, &stop);
     let state = admin::State {
         store,
         metrics,
@@ -94,7 +81,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         sinks,
         explain: None,
     };
-    tasks.spawn(admin::serve(listener, admin::router(state), stop.clone()));
+    serve::keep_admin(&tasks, listener, admin::router(state), &stop);
     ready.serving();
     let grace = config.server.shutdown_grace;
     Ok(Running { admin, ready, stop, end_lease, tasks, lease, grace })

@@ -9,6 +9,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use axum::Router;
 use tokio::net::TcpListener;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
@@ -29,6 +30,7 @@ use crate::route::{ReplayAuth, Server};
 use crate::store::postgres::Postgres;
 use crate::store::sqlite::{self, Sqlite};
 use crate::store::{self, OpenError, Store};
+use crate::tasks::{self, Loop, Vital};
 use crate::telemetry::Metrics;
 use crate::{relay, sweep};
 
@@ -253,16 +255,15 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     config.relay.sinks.iter().for_each(|sink| metrics.outbox(&sink.name, 0, Duration::ZERO, 0));
     let (tasks, ready) = (TaskTracker::new(), Readiness::default());
     let stop = Stop::new(&ready);
-    let rest = || stop.rest.clone();
     let lease = TaskTracker::new();
-    lease.spawn(lease::keep(Arc::clone(&store), view, ttl, stop.lease.clone()));
+    keep_lease(&lease, &store, &view, ttl, &stop.lease);
     if config.relayed == Relayed::Here {
-        let (store, metrics) = (Arc::clone(&store), Arc::clone(&metrics));
-        tasks.spawn(relay::run(store, config.relay, claimant, metrics, wake, rest()));
+        let relayed = Relaying { settings: config.relay, claimant, wake };
+        keep_relay(&tasks, &store, relayed, &metrics, &stop.rest);
     }
     let sweep = sweep::Settings { duty: duty(config.relayed), ..config.sweep };
-    tasks.spawn(sweep::run(Arc::clone(&store), sweep, contact, Arc::clone(&metrics), rest()));
-    spawn_beside(&gateway, &tasks, &stop);
+    keep_sweeper(&tasks, &store, sweep, &contact, &metrics, &stop.rest);
+    gateway.begin_loops(&tasks, &stop.rest, &stop.accept);
     let state = admin::State {
         store,
         metrics,
@@ -273,20 +274,81 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         sinks: sinks.into_iter().map(|subscriber| subscriber.sink).collect(),
         explain: Some(Arc::<Gateway>::clone(&gateway)),
     };
-    tasks.spawn(admin::serve(admin_listener, admin::router(state), rest()));
+    keep_admin(&tasks, admin_listener, admin::router(state), &stop.rest);
     let service = Serve(Arc::clone(&gateway));
     let grace = server.shutdown_grace;
-    tasks.spawn(accept::serve(listener, server.accept, service, stop.accept.clone(), grace));
+    let accepting = accept::serve(listener, server.accept, service, stop.accept.clone(), grace);
+    tasks.spawn(tasks::vital(Vital::Listener, stop.accept.clone(), accepting));
     ready.serving();
     Ok(Running { addr, admin, stop, tasks, lease, gateway, grace, opened })
 }
 
-/// What the gateway does beside the requests.
-fn spawn_beside(gateway: &Arc<Gateway>, tasks: &TaskTracker, stop: &Stop) {
-    tasks.spawn(Arc::clone(gateway).watch_operators(stop.rest.clone()));
-    tasks.spawn(Arc::clone(gateway).look_after_own(stop.rest.clone()));
-    tasks.spawn(Arc::clone(gateway).keep_keys(stop.rest.clone()));
-    tasks.spawn(Arc::clone(gateway).resolve_unknown(stop.accept.clone()));
+/// Renews the lease until `stop`, then ends it.
+pub(super) fn keep_lease(
+    tracker: &TaskTracker,
+    store: &Arc<dyn Store>,
+    view: &LeaseView,
+    ttl: Duration,
+    stop: &CancellationToken,
+) {
+    let (store, view, stopped) = (Arc::clone(store), view.clone(), stop.clone());
+    let begin = move || lease::keep(Arc::clone(&store), view.clone(), ttl, stopped.clone());
+    tracker.spawn(tasks::kept(Loop::Lease, "", stop.clone(), begin));
+}
+
+/// What the relay works with.
+pub(super) struct Relaying {
+    pub(super) settings: relay::Settings,
+    pub(super) claimant: Claimant,
+    pub(super) wake: Arc<Notify>,
+}
+
+/// Delivers until `stop`.
+pub(super) fn keep_relay(
+    tracker: &TaskTracker,
+    store: &Arc<dyn Store>,
+    relayed: Relaying,
+    metrics: &Arc<Metrics>,
+    stop: &CancellationToken,
+) {
+    let (store, metrics, stopped) = (Arc::clone(store), Arc::clone(metrics), stop.clone());
+    let begin = move || {
+        let Relaying { settings, claimant, wake } = &relayed;
+        let (settings, claimant, wake) = (settings.clone(), claimant.clone(), Arc::clone(wake));
+        let (store, metrics) = (Arc::clone(&store), Arc::clone(&metrics));
+        relay::run(store, settings, claimant, metrics, wake, stopped.clone())
+    };
+    tracker.spawn(tasks::kept(Loop::Relay, "", stop.clone(), begin));
+}
+
+/// Sweeps until `stop`.
+pub(super) fn keep_sweeper(
+    tracker: &TaskTracker,
+    store: &Arc<dyn Store>,
+    settings: sweep::Settings,
+    contact: &Contact,
+    metrics: &Arc<Metrics>,
+    stop: &CancellationToken,
+) {
+    let (store, metrics) = (Arc::clone(store), Arc::clone(metrics));
+    let (contact, stopped) = (contact.clone(), stop.clone());
+    let begin = move || {
+        let (store, metrics) = (Arc::clone(&store), Arc::clone(&metrics));
+        sweep::run(store, settings.clone(), contact.clone(), metrics, stopped.clone())
+    };
+    tracker.spawn(tasks::kept(Loop::Sweeper, "", stop.clone(), begin));
+}
+
+/// Serves operators and probes until `stop`.
+pub(super) fn keep_admin(
+    tracker: &TaskTracker,
+    listener: TcpListener,
+    router: Router,
+    stop: &CancellationToken,
+) {
+    let (listener, stopped) = (Arc::new(listener), stop.clone());
+    let begin = move || admin::serve(Arc::clone(&listener), router.clone(), stopped.clone());
+    tracker.spawn(tasks::kept(Loop::AdminListener, "", stop.clone(), begin));
 }
 
 /// The admin listener, and where it is.

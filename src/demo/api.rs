@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use crate::tasks;
 use axum::Router;
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
@@ -119,7 +120,7 @@ async fn take(State(counts): State<Arc<Counts>>, headers: HeaderMap, body: Bytes
 
 /// Serves until the process ends.
 fn serve(listener: TcpListener, router: Router) {
-    tokio::spawn(async move {
+    tasks::short(async move {
         let service = axum::serve(listener, router);
         drop(service.await);
     });

@@ -15,6 +15,7 @@ use tokio::task::JoinSet;
 
 use super::api::{Consumer, Orders};
 use crate::store::{EventFilter, RecordFilter, Store};
+use crate::tasks;
 
 /// How long the demo waits for its events.
 const PATIENCE: Duration = Duration::from_secs(15);
@@ -129,7 +130,7 @@ impl Stage {
         let before = self.counts().await?;
         let (gateway, orders) = (self.gateway, Arc::clone(&self.orders));
         let made = orders.count();
-        let caller = tokio::spawn(async move { send(gateway, "acme", "demo-004", "129.90").await });
+        let caller = tasks::short(async move { send(gateway, "acme", "demo-004", "129.90").await });
         // The API is at work; the caller's connection dies.
         let reached = tokio::time::timeout(PATIENCE, orders.reached(made + 1)).await;
         caller.abort();

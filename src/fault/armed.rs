@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use super::Point;
+use crate::telemetry::log;
 
 const VARIABLE: &str = "ONCEGATE_FAULT";
 
@@ -137,6 +138,8 @@ pub async fn fallible(point: Point) -> Result<(), Injected> {
 /// Ends the process as the kernel would: nothing is flushed, no destructor runs, no other thread takes another step.
 fn die(point: Point) -> ! {
     tracing::warn!(?point, "fault point: kills this process");
+    // The test reads it.
+    log::flush();
     let (this, kill) = (rustix::process::getpid(), rustix::process::Signal::KILL);
     if let Err(error) = rustix::process::kill_process(this, kill) {
         tracing::error!(%error, "fault point: cannot kill this process, which aborts instead");

@@ -24,7 +24,7 @@ use super::forward::{Evidence, ForOrigin, GivenUp, Unasked};
 use super::headers;
 use super::notes;
 use super::reserve::{
-    Debt, Desk, Ending, Parted, Replay, Shared, SharedAnswer, Standing, Underway,
+    Debt, Desk, Ending, Known, Parted, Replay, Shared, SharedAnswer, Standing, Underway,
     replay_of_completion,
 };
 use super::spill::Keeping;
@@ -243,7 +243,10 @@ impl Closing<'_> {
         underway.frees();
         let (scope, fence) = (underway.scope.clone(), underway.fence);
         let late = LateOutcome { scope: scope.clone(), fence, end };
-        let error = match self.store.release(&scope, fence).await {
+        underway.knows(Known::Released(ending.clone()));
+        let released = self.store.release(&scope, fence).await;
+        underway.answered_for();
+        let error = match released {
             Ok(Changed::Yes) => {
                 underway.settled(ending);
                 return Freed::Done;
@@ -358,13 +361,15 @@ impl Closing<'_> {
     }
 
     /// Keeps the answer with its events.
-    async fn keep(&self, underway: Box<Underway>, first: First) -> Finish {
+    async fn keep(&self, mut underway: Box<Underway>, first: First) -> Finish {
         let begun = Instant::now();
         let settler = self.desk.settler();
         let _known = settler.known();
         let completion = Arc::new(self.completion_of(&underway, self.answer(&first)));
+        underway.knows(Known::Executed(Arc::clone(&completion)));
         let completing = settler.write(&completion, underway.open(), begun + self.timeout);
         let settled = settler.before_the_end(completing).await;
+        underway.answered_for();
         self.metrics.took(Step::Complete, begun.elapsed());
         let error = match settled {
             Ok(Written { settled: Settled::Done { expires_at }, completion: written }) => {

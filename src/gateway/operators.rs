@@ -3,6 +3,7 @@
 //! What must stay true: no act is passed over. A look reaches back to the last one that came through, however long the database
 //! was away or this process was stopped, and beyond it: rows of slow transactions become visible late.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -10,39 +11,58 @@ use tokio_util::sync::CancellationToken;
 
 use crate::record::RecordId;
 use crate::store::Error;
+use crate::tasks;
 
 /// How often the audit table is read.
 const EVERY: Duration = Duration::from_millis(500);
 /// How far a look reaches back beyond the last one.
 const BEYOND: Duration = Duration::from_secs(15);
 
+/// Up to when the acts have been read: it outlives the loop that reads them.
+pub(super) struct Read(Mutex<Instant>);
+
+impl Default for Read {
+    fn default() -> Self {
+        Self(Mutex::new(Instant::now()))
+    }
+}
+
+impl Read {
+    fn at(&self) -> MutexGuard<'_, Instant> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// Reads which records were acted on within a time, and forgets them, until `stop`.
 pub(super) async fn watch<F>(
+    read: &Read,
     acted_on: impl Fn(Duration) -> F,
     forget: impl Fn(&[RecordId]),
     stop: &CancellationToken,
 ) where
     F: Future<Output = Result<Vec<RecordId>, Error>>,
 {
-    let mut read_at = Instant::now();
     while stop.run_until_cancelled(tokio::time::sleep(EVERY)).await.is_some() {
         let begun = Instant::now();
-        match acted_on((begun - read_at).saturating_add(BEYOND)).await {
+        let since = begun.saturating_duration_since(*read.at());
+        match acted_on(since.saturating_add(BEYOND)).await {
             Ok(records) => {
-                read_at = begun;
+                tasks::ran();
+                *read.at() = begun;
                 if !records.is_empty() {
                     forget(&records);
                 }
             }
-            Err(error) => tracing::debug!(%error, "the audit table cannot be read"),
+            Err(error) => {
+                tasks::failed(&error);
+                tracing::debug!(%error, "the audit table cannot be read");
+            }
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
-
     use super::*;
 
     #[tokio::test(start_paused = true)]
@@ -67,7 +87,8 @@ mod tests {
             assert_eq!(records, [released]);
             forgotten.lock().unwrap().push(start.elapsed());
         };
-        let watching = watch(acted_on, forget, &stop);
+        let read = Read::default();
+        let watching = watch(&read, acted_on, forget, &stop);
         tokio::time::timeout(Duration::from_secs(200), watching).await.unwrap_err();
         let forgotten = forgotten.into_inner().unwrap();
         assert!(forgotten.first().is_some_and(|at| *at < outage.end + 2 * EVERY), "{forgotten:?}");

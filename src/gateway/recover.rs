@@ -14,7 +14,7 @@
 //! When the process dies in the middle, what it has not looked after yet is lost with its memory, as all of it would have been.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use tokio::task::JoinSet;
@@ -27,6 +27,7 @@ use crate::store::{
     Changed, Completion, Error, LateOutcome, Life, Proposal, Reinstated, Settled, Whence,
     complete_in_some_form,
 };
+use crate::tasks;
 use crate::telemetry::{WentBack, causes};
 
 /// How often the database is asked which life it is in.
@@ -96,13 +97,29 @@ impl Change {
     }
 }
 
+/// The last life whose records were compared: a look that is begun anew goes on from it.
+#[derive(Default)]
+pub(super) struct Compared(Mutex<Option<(Life, Instant)>>);
+
+impl Compared {
+    fn last(&self) -> MutexGuard<'_, Option<(Life, Instant)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// Looks after this process's records until `stop`.
 pub(super) async fn watch(gateway: &Arc<Gateway>, stop: &CancellationToken) {
     let (round, next_round) = (Whence::Oldest, Instant::now() + ROUND_EVERY);
-    let mut watch = Watch { life: None, change: None, round, next_round };
+    let life = *gateway.compared.last();
+    let mut watch = Watch { life, change: None, round, next_round };
     loop {
-        if let Some(Err(error)) = stop.run_until_cancelled(watch.look(gateway)).await {
-            tracing::debug!(error = %causes(&error), "the own records could not be compared; again later");
+        match stop.run_until_cancelled(watch.look(gateway)).await {
+            Some(Ok(())) => tasks::ran(),
+            Some(Err(error)) => {
+                tasks::failed(&causes(&error));
+                tracing::debug!(error = %causes(&error), "the own records could not be compared; again later");
+            }
+            None => return,
         }
         if stop.run_until_cancelled(tokio::time::sleep(EVERY)).await.is_none() {
             return;
@@ -132,6 +149,7 @@ impl Watch {
             }
             return compared;
         }
+        *gateway.compared.last() = self.life;
         if Instant::now() < self.next_round {
             return Ok(());
         }

@@ -30,7 +30,7 @@ use std::time::{Duration, Instant, SystemTime};
 use bytes::Bytes;
 use tokio::sync::watch;
 
-pub(super) use self::attempt::{Parted, Reservation, Underway};
+pub(super) use self::attempt::{Known, Parted, Reservation, Underway};
 use self::cache::Cache;
 pub(super) use self::cache::Replay;
 pub(super) use self::ends::{Completed as CompletedEnd, End, Ends, Numbered};
@@ -201,7 +201,7 @@ pub struct Desk {
     open: Open,
     cache: Cache,
     ends: Ends,
-    settler: Settler,
+    settler: Arc<Settler>,
     backlog: Backlog,
     metrics: Arc<Metrics>,
     /// Of lines about requests that could not be reserved.
@@ -302,9 +302,51 @@ pub(super) struct Lead {
     ending: Ending,
     /// Of the answer, which stays in memory as long as it is owed to the store.
     room: Option<AnswerRoom>,
+    /// Whether a byte of the request may have been sent.
+    sending: Sending,
+    /// How what the store is being asked for is undone: owed, should this be dropped meanwhile.
+    undo: Option<Undo>,
+    settler: Arc<Settler>,
+}
+
+/// How what the store may have done is undone; within this time a lost session may still commit it.
+#[derive(Clone, Copy, Debug)]
+enum Undo {
+    /// A reservation, or a takeover of an expired record or for a retry.
+    Withdraw { fence: Fence, window: Duration },
+    /// A takeover for a question.
+    Unask { fence: Fence, window: Duration },
+}
+
+impl Undo {
+    fn of(self, scope: Scope) -> Debt {
+        match self {
+            Self::Withdraw { fence, window } => Debt::Withdraw { scope, fence, window },
+            Self::Unask { fence, window } => Debt::Unask { scope, fence, window },
+        }
+    }
+}
+
+/// Whether a byte of a request may have been sent: noted before it is. Whoever waits for a lost task reads it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Sending(Arc<AtomicBool>);
+
+impl Sending {
+    fn may_begin(&self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+
+    pub(super) fn has_begun(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
 }
 
 impl Lead {
+    /// Whether a byte of this leader's request may have been sent.
+    pub(super) fn sending(&self) -> Sending {
+        self.sending.clone()
+    }
+
     /// Ends the entry with this for its followers.
     pub(super) fn end(mut self, ending: Ending) {
         self.ending = ending;
@@ -315,6 +357,21 @@ impl Lead {
         *self.entry.open() = open.map(|open| (fence, Arc::clone(open)));
     }
 
+    /// The same lead, for whoever goes on with it.
+    fn successor(&self) -> Self {
+        Self {
+            scope: self.scope.clone(),
+            entry: Arc::clone(&self.entry),
+            entries: Arc::clone(&self.entries),
+            open: self.open.clone(),
+            ending: Ending::LookAgain,
+            room: None,
+            sending: self.sending.clone(),
+            undo: None,
+            settler: self.settler.clone(),
+        }
+    }
+
     fn running(&self, record: RecordId, fingerprint: Fingerprint, caller: Option<Caller>) {
         self.entry.news.send_replace(News::Running { record, fingerprint, caller });
     }
@@ -322,6 +379,13 @@ impl Lead {
 
 impl Drop for Lead {
     fn drop(&mut self) {
+        // Lost while the store was asked. The entry stays until what it may have done is undone: a duplicate that found the
+        // record without it would take it for one that may have been sent.
+        if let Some(undo) = self.undo.take() {
+            let lead = self.successor();
+            self.settler.owe(undo.of(self.scope.clone()), Some(lead));
+            return;
+        }
         match &self.ending {
             Ending::Unknown(_) => self.open.note(&self.scope),
             Ending::Kept(_) => self.open.forget(&self.scope),
@@ -374,7 +438,7 @@ impl Desk {
         let ends = Ends::new(settings.cache_bytes / 2);
         let kept = (cache.clone(), ends.clone());
         let (asked, counted) = (Arc::clone(&store), Arc::clone(&metrics));
-        let settler = Settler::new(asked, lease.clone(), kept, spill, counted);
+        let settler = Arc::new(Settler::new(asked, lease.clone(), kept, spill, counted));
         let (entries, open) = (Arc::default(), Open::default());
         Self {
             settings,
@@ -497,6 +561,9 @@ impl Desk {
             open: self.open.clone(),
             ending: Ending::LookAgain,
             room: None,
+            sending: Sending::default(),
+            undo: None,
+            settler: self.settler.clone(),
         }
     }
 
@@ -595,8 +662,8 @@ impl Desk {
     }
 
     /// Asks the store as the scope's leader, until there is a decision; waits for another replica until `deadline`.
-    pub(super) async fn lead(&self, ask: &Ask, lead: Lead, deadline: Instant) -> Admission {
-        let mut inquiry = Inquiry::new(self, ask, &lead);
+    pub(super) async fn lead(&self, ask: &Ask, mut lead: Lead, deadline: Instant) -> Admission {
+        let mut inquiry = Inquiry::new(self, ask, &mut lead);
         let mut pause = POLL_FIRST;
         let mut next = inquiry.propose().await;
         for _ in 0..ROUNDS_MAX {

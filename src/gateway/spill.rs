@@ -42,6 +42,7 @@ use crate::fault::{self, Point};
 use crate::record::{Fingerprint, RecordId};
 use crate::store::sealed::Keys;
 use crate::store::{self, Completion, LateEnd, LateOutcome};
+use crate::tasks::{self, Vital};
 use crate::telemetry::{Drained, Metrics, causes};
 
 /// Orders that may wait for the thread; beyond it an outcome counts as not kept. More than there are requests in flight.
@@ -123,9 +124,7 @@ impl Spill {
         let level = Arc::new(Level::new(bytes_max, metrics));
         let writer = Writer::begin(disk, FileHead::new(database), Arc::clone(&level))?;
         let (orders, queue) = sync_channel(QUEUE_MAX);
-        std::thread::Builder::new()
-            .name("spill-writer".to_owned())
-            .spawn(move || writer.run(&queue))?;
+        tasks::thread(Vital::SpillWriter, "spill-writer", move || writer.run(&queue))?;
         Ok(Self { orders, level, keys: Arc::new(Keys::none()) })
     }
 
@@ -185,6 +184,11 @@ impl Spill {
                 Keeping::Memory(Unkept::new(&self.level))
             }
         }
+    }
+
+    /// For an outcome of a lost task, which nobody could write to the spill: it is owed from memory alone.
+    pub(super) fn in_memory(&self) -> Keeping {
+        Keeping::Memory(Unkept::new(&self.level))
     }
 
     /// Whether nothing new may be reserved: what it would come to might not be kept.

@@ -26,6 +26,7 @@ use super::forward::{self, Evidence};
 use super::upstream::{self, Upstream};
 use crate::scope::jwt::{self, Fault, Keys, Rules, Token};
 use crate::scope::{self, Refusal};
+use crate::tasks;
 use crate::telemetry::causes;
 
 /// Largest JWK set, in bytes.
@@ -145,11 +146,20 @@ impl Tokens {
     }
 
     /// Fetches the keys at the start and every now and then, until `stop`.
+    pub(super) fn are_fetched(&self) -> bool {
+        matches!(self.source, Source::Url(_))
+    }
+
+    /// Keeps them fresh, until `stop`.
     pub(super) async fn keep(&self, stop: &CancellationToken) {
         let Source::Url(fetched) = &self.source else { return };
         loop {
             let state = fetched.fetch_if_older(Duration::ZERO, &self.rules);
             let Some(state) = stop.run_until_cancelled(state).await else { return };
+            match state.failed {
+                true => tasks::failed(&"the keys cannot be fetched: the log says why"),
+                false => tasks::ran(),
+            }
             let pause = match (&state.keys, state.failed) {
                 (None, _) => FIRST_EVERY,
                 (Some(_), true) => fetched.settings.cooldown.max(FIRST_EVERY),

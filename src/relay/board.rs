@@ -17,6 +17,7 @@ use tokio::time::Instant;
 
 use super::{Claimant, OUTAGE_FIRST, OUTAGE_MAX, jitter};
 use crate::store::{Pause, PauseReason, SinkState, Store};
+use crate::tasks;
 use crate::telemetry::{Metrics, causes};
 
 /// How a sink stands, as far as it is known here.
@@ -117,11 +118,13 @@ impl Reader {
             let failed = states.is_err();
             let pause = match states {
                 Ok(states) => {
+                    tasks::ran();
                     outage = OUTAGE_FIRST;
                     let all_fresh = self.show(&states, &turns, &mut known);
                     if all_fresh { self.every } else { Duration::ZERO }
                 }
                 Err(error) => {
+                    tasks::failed(&causes(&error));
                     tracing::debug!(error = causes(&error), "how the sinks stand cannot be read");
                     outage = (outage * 2).min(OUTAGE_MAX);
                     outage / 2

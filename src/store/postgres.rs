@@ -54,6 +54,7 @@ use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
 use crate::record::event::wanted::Subscriber;
 use crate::record::{Attempt, Fence, OwnerId, Record, RecordId, Scope, Status};
+use crate::tasks::{self, Vital};
 use crate::telemetry;
 use door::{Connection, Dial, Door, Effect, Lane, Task, place};
 
@@ -161,10 +162,14 @@ fn on_a_thread_of_their_own(
     completing: impl Future<Output = ()> + Send + 'static,
 ) -> Result<(), Cause> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    std::thread::Builder::new().name("store-lanes".to_owned()).spawn(move || {
-        let (reserving, completing) = (runtime.spawn(reserving), runtime.spawn(completing));
-        // One that panicked ends alone; its callers are told that the worker ended.
-        let _ended = runtime.block_on(async { (reserving.await, completing.await) });
+    let reserving = tasks::worker(Vital::Reservations, reserving);
+    let completing = tasks::worker(Vital::Completions, completing);
+    // One that panicked ends alone; its callers are told that the worker ended.
+    tasks::thread(Vital::StoreThread, "store-lanes", move || {
+        runtime.block_on(async {
+            let lanes = (tasks::short(reserving), tasks::short(completing));
+            drop((lanes.0.await, lanes.1.await));
+        });
     })?;
     Ok(())
 }

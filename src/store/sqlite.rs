@@ -50,6 +50,7 @@ use crate::fault::{self, Point};
 use crate::record::event::Event;
 use crate::record::event::doubt::Doubt;
 use crate::record::{Attempt, Fence, OwnerId, Record, RecordId, Scope, Status};
+use crate::tasks::{self, Vital};
 use crate::telemetry;
 
 /// Each migration brings the schema from the version before it to its own.
@@ -116,8 +117,8 @@ impl Sqlite {
         let turns = Turns::default();
         let (reservations, reserving) = Batcher::new(Reservations(pen.clone()), turns.clone());
         let (completions, completing) = Batcher::new(Completions(pen.clone()), turns);
-        tokio::spawn(reserving);
-        tokio::spawn(completing);
+        tasks::short(tasks::worker(Vital::Reservations, reserving));
+        tasks::short(tasks::worker(Vital::Completions, completing));
         let store = Self { pen, reader, lists, reservations, completions, place };
         match store.version().await? {
             found if found > KNOWN => Err(OpenError::NewerSchema { found, known: KNOWN }),

@@ -67,7 +67,7 @@ impl Admin {
             explain: Some(Arc::new(Nobody)),
         };
         let stop = CancellationToken::new();
-        let task = tokio::spawn(serve(listener, router(state), stop.clone()));
+        let task = tokio::spawn(serve(Arc::new(listener), router(state), stop.clone()));
         Self { addr, shelf, ready, metrics, stop, task }
     }
 

@@ -267,15 +267,22 @@ const ERRORS: &[Row] = &[
 
 const FAILED: Told = Told::Problem("upstream-failed");
 
-/// The task of a request is lost; its process lives.
+const NOT_SENT: Told = Told::Problem("gateway-failed");
+
+/// The task of a request is lost; its process lives. What is known then is what its record comes to.
 const PANICS: &[Row] = &[
-    row(Way::First, "before-connect=panic", FAILED, 0, End::Free),
-    row(Way::First, "connected=panic", FAILED, 0, End::Free),
+    row(Way::First, "after-reserve=panic", NOT_SENT, 0, End::Free),
+    row(Way::First, "before-connect=panic", NOT_SENT, 0, End::Free),
+    row(Way::First, "connected=panic", NOT_SENT, 0, End::Free),
     row(Way::First, "answer-head=panic", FAILED, 1, End::Unknown),
     row(Way::First, "answer-body=panic", FAILED, 1, End::Unknown),
-    row(Way::First, "before-complete=panic", FAILED, 1, End::Unknown),
+    row(Way::First, "before-complete=panic", FAILED, 1, End::Completed),
     row(Way::First, "after-complete=panic", FAILED, 1, End::Completed),
-    row(Way::Released, "before-release=panic", FAILED, 1, End::Unknown),
+    row(Way::Released, "before-release=panic", FAILED, 1, End::Free),
+    row(Way::Released, "after-release=panic", FAILED, 1, End::Free),
+    row(Way::Released, "before-release=error,settling=panic", Told::Status(429), 1, End::Free),
+    row(Way::Lost, "before-mark-unknown=error,settling=panic", Told::Status(502), 1, End::Unknown),
+    row(Way::First, "before-complete=error,settling=panic", Told::Spilled, 1, End::Completed),
     row(Way::Lost, "after-mark-unknown=panic", FAILED, 1, End::Unknown),
     row(Way::AskedFound, "question-answered=panic", FAILED, 1, End::Completed),
     row(Way::AskedNothing, "question-answered=panic", FAILED, 1, End::Retriable),
@@ -1007,14 +1014,17 @@ async fn a_migration_that_dies_is_done_again(which: Which) {
     world.judge(&gateway, 1, End::Completed).await;
 }
 
-/// The lost task had no reservation in its hands yet, but the row is there: its owner lives and knows nothing of it.
+/// The row's owner lives and knows nothing of it.
 async fn a_row_of_this_process_that_nobody_works_on_is_unknown(which: Which) {
     let world = World::new(which, Way::First).await;
-    let gateway = world.start(Sweeps::Often, "after-reserve=panic");
-    check(FAILED, order(KEY).send(gateway.addr).await.ok());
-    assert_eq!(world.place.status_of(KEY).await.as_deref(), Some("in_progress"));
+    let gateway = world.start(Sweeps::Often, "");
+    world.orders.answer_status(502);
+    check(Told::Status(502), order(KEY).send(gateway.addr).await.ok());
+    let running = "update idempotency_records set status = 'in_progress', owner = \
+                   (select owner from oncegate_owners order by lease_until desc limit 1) returning id";
+    assert_eq!(world.place.rows(running).await.len(), 1);
     check(Told::Problem("outcome-unknown"), order(KEY).send(gateway.addr).await.ok());
-    world.judge(&gateway, 0, End::Unknown).await;
+    world.judge(&gateway, 1, End::Unknown).await;
 }
 
 /// What a caller and an operator see of an unknown record, and that the operator's word ends it.

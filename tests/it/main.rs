@@ -90,5 +90,6 @@ mod tokens;
 mod tunnels;
 mod unknown_events;
 mod upstream;
+mod watched;
 mod webhooks;
 mod went_back;

@@ -126,6 +126,8 @@ table! {
         "The request was sent and no answer came in time: it may have been executed. A retry with the same key is never executed unnoticed.";
     RequestNotStorable = "request-not-storable", BAD_REQUEST, "The request cannot be stored", No, None, Invalid,
         "The gateway's database refuses to hold what has to be kept of this request, its tenant or its key for example. Nothing was reserved or forwarded; sending it again is no use. Ask the operator: the gateway's log has the reason.";
+    GatewayFailed = "gateway-failed", INTERNAL_SERVER_ERROR, "The gateway failed", SameKey, None, Failed,
+        "A mistake of the gateway ended this request before anything of it was sent to the service. Send it again with the same key.";
     Overloaded = "overloaded", SERVICE_UNAVAILABLE, "Too many requests are in flight", SameKey, Some((1, 5)), Overloaded,
         "A limit of the gateway is reached. Nothing was reserved or forwarded. Send it again with the same key.";
     StoreUnavailable = "store-unavailable", SERVICE_UNAVAILABLE, "The request could not be reserved", SameKey, Some((1, 5)), StoreUnavailable,

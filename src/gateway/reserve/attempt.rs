@@ -2,15 +2,15 @@
 //! [`Underway`] must be settled, and one that has [`Parted`] has an answer that may still come.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::inquiry::Held;
 use super::settler::{Debt, Settler};
-use super::{Ask, Ending, Lead};
+use super::{Ask, Ending, Lead, Sending};
 use crate::gateway::room::AnswerRoom;
 use crate::record::{Caller, Fence, Fingerprint, LeaseView, OwnerId, Scope};
-use crate::store::Proposal;
+use crate::store::{Completion, Proposal};
 
 /// A committed reservation: the right to send one request. Made by the desk only, used up by sending.
 pub(in crate::gateway) struct Reservation(Box<Underway>);
@@ -25,7 +25,7 @@ impl Reservation {
         ask: &Ask,
         lead: Lead,
         lease: LeaseView,
-        settler: Settler,
+        settler: Arc<Settler>,
     ) -> Self {
         lead.running(held.fence.id, held.fingerprint, ask.caller.clone());
         let open = Arc::new(Proposal {
@@ -46,7 +46,8 @@ impl Reservation {
             caller: ask.caller.clone(),
             owner: held.owner,
             lease,
-            sending: Arc::default(),
+            sending: lead.sending(),
+            known: None,
             raising: None,
             timing: Timing::InTime,
             lead: Some(lead),
@@ -57,7 +58,7 @@ impl Reservation {
     /// What holds the record for a question: as good as sent, since an earlier process may have done so under this attempt.
     pub(super) fn in_doubt(self) -> Box<Underway> {
         let mut underway = self.0;
-        underway.sending.store(true, Ordering::SeqCst);
+        underway.sending.may_begin();
         underway.opens(None);
         underway
     }
@@ -83,6 +84,14 @@ impl Parted {
     }
 }
 
+/// The end of an attempt as far as it is known before the store has taken it.
+pub(in crate::gateway) enum Known {
+    /// It executed, with this outcome.
+    Executed(Arc<Completion>),
+    /// It did not execute; those who waited get this ending.
+    Released(Ending),
+}
+
 /// When an attempt is answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Timing {
@@ -100,7 +109,9 @@ pub(in crate::gateway) struct Underway {
     pub(in crate::gateway) caller: Option<Caller>,
     pub(super) owner: OwnerId,
     lease: LeaseView,
-    sending: Arc<AtomicBool>,
+    sending: Sending,
+    /// The end that is known, and that the store is being asked to take: owed, should this be dropped meanwhile.
+    known: Option<Known>,
     /// The next attempt is being written in its place; for how long a lost session may still commit that.
     raising: Option<Duration>,
     timing: Timing,
@@ -108,17 +119,17 @@ pub(in crate::gateway) struct Underway {
     open: Option<Arc<Proposal>>,
     /// None: it has parted, and somebody else works on its scope.
     lead: Option<Lead>,
-    settler: Settler,
+    settler: Arc<Settler>,
 }
 
 impl Underway {
     /// The check before the first byte: this process's lease is certain. From a "yes" on, the attempt counts as sent.
     pub(in crate::gateway) fn may_write(&self) -> impl Fn() -> bool + Send + Sync + 'static {
-        let (lease, owner, sending) = (self.lease.clone(), self.owner, Arc::clone(&self.sending));
+        let (lease, owner, sending) = (self.lease.clone(), self.owner, self.sending.clone());
         move || {
             let held = lease.holds(owner, Instant::now());
             if held {
-                sending.store(true, Ordering::SeqCst);
+                sending.may_begin();
             }
             held
         }
@@ -180,13 +191,23 @@ impl Underway {
         self.fence.attempt = self.fence.attempt.next();
         self.raising = None;
         self.opens(Some(open));
-        self.sending = Arc::default();
+        self.sending = Sending::default();
         Reservation(self)
     }
 
     /// Whether the first byte may have been written.
     pub(in crate::gateway) fn sent(&self) -> bool {
-        self.sending.load(Ordering::SeqCst)
+        self.sending.has_begun()
+    }
+
+    /// The end is known. Until this is settled or owed, dropping it owes that end.
+    pub(in crate::gateway) fn knows(&mut self, end: Known) {
+        self.known = Some(end);
+    }
+
+    /// The store has answered: what becomes of the end is up to the holder.
+    pub(in crate::gateway) fn answered_for(&mut self) {
+        self.known = None;
     }
 
     /// The store has taken the end: the entry goes, its followers learn the ending.
@@ -220,6 +241,22 @@ impl Underway {
     }
 }
 
+impl Underway {
+    fn owed(&self, end: Known) -> Debt {
+        let (scope, fence) = (self.scope.clone(), self.fence);
+        match end {
+            Known::Executed(completion) => Debt::Complete {
+                completion,
+                fingerprint: self.fingerprint,
+                caller: self.caller.clone(),
+                open: self.open().cloned(),
+                keeping: self.settler.spill().in_memory(),
+            },
+            Known::Released(ending) => Debt::Release { scope, fence, ending, late: None },
+        }
+    }
+}
+
 impl Drop for Underway {
     fn drop(&mut self) {
         if !self.sent() {
@@ -227,9 +264,11 @@ impl Drop for Underway {
         }
         if let Some(lead) = self.lead.take() {
             let (scope, fence) = (self.scope.clone(), self.fence);
-            let debt = if let Some(window) = self.raising {
+            let debt = if let Some(end) = self.known.take() {
+                self.owed(end)
+            } else if let Some(window) = self.raising {
                 Debt::Unraise { scope, fence, owner: self.owner, window }
-            } else if self.sending.load(Ordering::SeqCst) {
+            } else if self.sent() {
                 Debt::Unknown { scope, fence, open: self.open().cloned() }
             } else {
                 Debt::Release { scope, fence, ending: Ending::LookAgain, late: None }

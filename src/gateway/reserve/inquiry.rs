@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use super::{Ask, Debt, Desk, Lead, News, POLL_FIRST, Refusal, Replay, Unreserved, replay_of};
+use super::{
+    Ask, Debt, Desk, Lead, News, POLL_FIRST, Refusal, Replay, Undo, Unreserved, replay_of,
+};
 use crate::record::{Attempt, Caller, Fence, Fingerprint, OwnerId, Record, RecordId, State};
 use crate::route::{Lookup, OnUnknown};
 use crate::store::{Asker, Changed, Error, Proposal, Reserved, Takeover};
@@ -56,7 +58,7 @@ pub(super) enum Step {
 pub(super) struct Inquiry<'a> {
     desk: &'a Desk,
     ask: &'a Ask,
-    lead: &'a Lead,
+    lead: &'a mut Lead,
     /// Whether this request has seen the record in progress: then it does not start the next attempt itself.
     saw_running: bool,
     /// Whether a record was seen under the scope: then the request is not one that nobody has sent before.
@@ -64,7 +66,7 @@ pub(super) struct Inquiry<'a> {
 }
 
 impl<'a> Inquiry<'a> {
-    pub(super) fn new(desk: &'a Desk, ask: &'a Ask, lead: &'a Lead) -> Self {
+    pub(super) fn new(desk: &'a Desk, ask: &'a Ask, lead: &'a mut Lead) -> Self {
         Self { desk, ask, lead, saw_running: false, saw_record: false }
     }
 
@@ -78,7 +80,9 @@ impl<'a> Inquiry<'a> {
         let fence = Fence { id: proposal.id, attempt: Attempt::FIRST };
         let owner = proposal.owner;
         let deadline = started + self.desk.settings.reserve_timeout;
+        self.lead.undo = Some(self.withdrawal(fence));
         let reserved = self.desk.store.reserve(proposal, deadline).await;
+        self.lead.undo = None;
         self.desk.metrics.took(telemetry::Step::Reserve, started.elapsed());
         match reserved {
             Ok(Reserved::Held) => self.held(fence, owner, self.ask.fingerprint),
@@ -89,7 +93,7 @@ impl<'a> Inquiry<'a> {
                 if let Some(left_out) = self.desk.unreserved.due() {
                     tracing::warn!(%cause, left_out, "a reservation is in doubt");
                 }
-                self.withdraw(fence)
+                self.doubt(self.withdrawal(fence))
             }
             Err(Error::Refused(cause)) => self.not_storable(&*cause),
             Err(error) => self.not_reserved(&error),
@@ -186,20 +190,23 @@ impl<'a> Inquiry<'a> {
         Step::Held(Held { fence, fingerprint, owner })
     }
 
-    fn withdraw(&self, fence: Fence) -> Step {
-        let (scope, window) = (self.ask.scope.clone(), self.desk.settings.doubt_window);
-        Step::Doubt(Box::new(Debt::Withdraw { scope, fence, window }))
+    fn withdrawal(&self, fence: Fence) -> Undo {
+        Undo::Withdraw { fence, window: self.desk.settings.doubt_window }
     }
 
-    /// A takeover that may have been committed.
-    fn doubt(&self, from: Takeover, taken: Fence) -> Step {
+    /// How a takeover that may have been committed is undone.
+    fn undoing(&self, from: Takeover, taken: Fence) -> Undo {
         match from {
-            Takeover::Expired(_) | Takeover::Unknown(_) => self.withdraw(taken),
+            Takeover::Expired(_) | Takeover::Unknown(_) => self.withdrawal(taken),
             Takeover::Question(fence, ..) => {
-                let (scope, window) = (self.ask.scope.clone(), self.desk.settings.doubt_window);
-                Step::Doubt(Box::new(Debt::Unask { scope, fence, window }))
+                Undo::Unask { fence, window: self.desk.settings.doubt_window }
             }
         }
+    }
+
+    /// What may have been committed is owed.
+    fn doubt(&self, undo: Undo) -> Step {
+        Step::Doubt(Box::new(undo.of(self.ask.scope.clone())))
     }
 
     /// The database has not seen this process's heartbeat in time: waits for the next lease, under a new owner id.
@@ -263,7 +270,7 @@ impl<'a> Inquiry<'a> {
 
     /// Takes the record to ask the upstream about it, once it has been left alone for long enough.
     async fn ask_about(
-        &self,
+        &mut self,
         fence: Fence,
         fingerprint: Fingerprint,
         lookup: &Arc<Lookup>,
@@ -315,10 +322,16 @@ impl<'a> Inquiry<'a> {
         }
     }
 
-    pub(super) async fn take_over(&self, from: Takeover, fingerprint: Fingerprint) -> Step {
+    pub(super) async fn take_over(&mut self, from: Takeover, fingerprint: Fingerprint) -> Step {
         if let Some(refused) = self.no_room_to(from) {
             return refused;
         }
+        let step = self.take(from, fingerprint).await;
+        self.lead.undo = None;
+        step
+    }
+
+    async fn take(&mut self, from: Takeover, fingerprint: Fingerprint) -> Step {
         let proposal = self.proposal();
         let owner = proposal.owner;
         let taken = match from {
@@ -327,13 +340,17 @@ impl<'a> Inquiry<'a> {
             Takeover::Question(fence, ..) => fence,
         };
         let deadline = Instant::now() + self.desk.settings.reserve_timeout;
+        self.lead.undo = Some(self.undoing(from, taken));
         let mut doubt = false;
         loop {
             let error = match self.desk.store.take_over(proposal.clone(), from).await {
                 Ok(Changed::Yes) => return self.held(taken, owner, fingerprint),
                 Ok(Changed::No) if doubt => {
                     let held = Held { fence: taken, fingerprint, owner };
-                    return self.read_back(held).await.unwrap_or_else(|| self.doubt(from, taken));
+                    return self
+                        .read_back(held)
+                        .await
+                        .unwrap_or_else(|| self.doubt(self.undoing(from, taken)));
                 }
                 Ok(Changed::No) => return Step::Again,
                 // The application may be completing it right now.
@@ -349,7 +366,7 @@ impl<'a> Inquiry<'a> {
                 return self.not_taken(from, &error);
             }
             if Instant::now() >= deadline {
-                return self.doubt(from, taken);
+                return self.doubt(self.undoing(from, taken));
             }
             // The same again, until the lost one holds the row no more: what it finds then is the truth.
             tokio::time::sleep(POLL_FIRST).await;

@@ -83,9 +83,9 @@ impl Desk {
             // A question begins nothing.
             owes: Owes::Nothing,
         };
-        let Seat::Lead(lead) = self.seat(&ask) else { return None };
+        let Seat::Lead(mut lead) = self.seat(&ask) else { return None };
         let from = Takeover::Question(due.fence, lookup.settle, Asker::Gateway);
-        let step = Inquiry::new(self, &ask, &lead).take_over(from, due.fingerprint).await;
+        let step = Inquiry::new(self, &ask, &mut lead).take_over(from, due.fingerprint).await;
         match step {
             Step::Held(held) => Some(self.asks(held, &ask, lead, lookup, due.context.clone())),
             Step::Doubt(debt) => {

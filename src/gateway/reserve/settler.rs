@@ -8,9 +8,11 @@
 //!
 //! An outcome whose record has gone on is a debt as well, until it stands in the audit table.
 
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use futures_util::FutureExt as _;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -237,8 +239,14 @@ impl Settler {
         loop {
             // Registered before the try: a success of another debt in the middle of it counts.
             let back = self.back.notified();
-            fault::point(Point::Settling).await;
-            let error = match self.before_the_end(self.try_pay(&debt)).await {
+            let tried = async {
+                fault::point(Point::Settling).await;
+                self.before_the_end(self.try_pay(&debt)).await
+            };
+            // A panic costs a try, never the debt.
+            let tried = AssertUnwindSafe(tried).catch_unwind().await;
+            let tried = tried.unwrap_or_else(|_| Err(Error::InDoubt("it panicked".into())));
+            let error = match tried {
                 Ok(Paid { ending, how }) => {
                     debt.paid(how);
                     self.back.notify_waiters();

@@ -13,6 +13,7 @@ use tokio::time::timeout;
 
 use super::counted::{Counted, Meter, Stream};
 use super::{Body, DialError};
+use crate::tasks;
 
 /// Header lines of an answer that are read; more make it malformed.
 ///
@@ -77,7 +78,7 @@ impl Connection {
             .map_err(|error| DialError::Connect(io::Error::other(error)))?;
         let probe = probe.map(Arc::new);
         let seen = probe.as_ref().map_or_else(Weak::new, Arc::downgrade);
-        let task = tokio::spawn(async move {
+        let task = tasks::short(async move {
             let _probe = probe;
             if let Err(error) = connection.with_upgrades().await {
                 tracing::debug!(
@@ -114,11 +115,8 @@ impl Connection {
     /// Ends the task and waits until it has ended: from then on the counter stands still.
     pub(super) async fn end(mut self) -> Arc<Meter> {
         self.task.0.abort();
-        if let Err(error) = (&mut self.task.0).await
-            && error.is_panic()
-        {
-            tracing::error!("the task of an upstream connection panicked");
-        }
+        // Err: it was aborted, or panicked, which is logged.
+        drop((&mut self.task.0).await);
         self.meter
     }
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::connection::Connection;
+use crate::tasks;
 
 /// Connections that wait in the pool.
 const IDLE_MAX: usize = 64;
@@ -43,7 +44,7 @@ impl Pool {
     /// long. The task lives as long as that at most.
     pub(super) fn park(self: &Arc<Self>, mut connection: Connection) {
         let pool = Arc::downgrade(self);
-        tokio::spawn(async move {
+        tasks::short(async move {
             if !connection.finish().await {
                 return;
             }

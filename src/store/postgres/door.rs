@@ -32,6 +32,7 @@ use super::sqlstate::{self, Meaning};
 use super::trouble::Trouble;
 use crate::store::batch::RunError;
 use crate::store::{Cause, Error};
+use crate::tasks;
 use crate::telemetry::causes;
 
 /// How often a deadlock or serialization failure is repeated before the caller is told.
@@ -139,7 +140,7 @@ impl Dial {
         let (client, connection) = tokio::time::timeout(self.connect_timeout, connecting)
             .await
             .map_err(|_| "connecting took too long")??;
-        let task = tokio::spawn(async move {
+        let task = tasks::short(async move {
             if let Err(error) = connection.await {
                 tracing::debug!(error = %causes(&error), "a connection to the database ended");
             }
@@ -368,7 +369,7 @@ impl Connection {
     fn too_long(&self, effect: Effect) -> Failure {
         let token = self.client.cancel_token();
         let dial = self.dial.clone();
-        tokio::spawn(async move {
+        tasks::short(async move {
             let asking = token.cancel_query(dial.tls);
             let asked = tokio::time::timeout(dial.connect_timeout, asking).await;
             tracing::debug!(reached = matches!(asked, Ok(Ok(()))), "gave a statement up");

@@ -19,6 +19,7 @@ use super::door::{Connection, Door, Params, Task};
 use super::sqlstate::Meaning;
 use crate::store::Error;
 use crate::store::batch::RunError;
+use crate::tasks;
 use crate::telemetry::causes;
 use crate::telemetry::pace::Pace;
 
@@ -134,7 +135,7 @@ impl Trouble {
         }
         let (trouble, door) = (Arc::clone(self), door.clone());
         // A task of its own: whoever asks may stop waiting, and what is begun is ended by its own time-outs.
-        let tried = tokio::spawn(async move { trouble.try_out(&door).await }).await;
+        let tried = tasks::short(async move { trouble.try_out(&door).await }).await;
         match tried.map_err(|panic| Error::Unavailable(panic.into()))? {
             None => Ok(()),
             Some(why) => Err(Error::Unavailable(format!("writes fail: {why}").into())),

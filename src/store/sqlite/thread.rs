@@ -27,6 +27,7 @@ use tokio::sync::oneshot;
 
 use super::super::{Cause, Error};
 use super::file::{FileLock, Location};
+use crate::tasks::{self, Vital};
 
 /// Read and write, a connection for each thread.
 const FLAGS: OpenFlags = OpenFlags::SQLITE_OPEN_READ_WRITE.union(OpenFlags::SQLITE_OPEN_NO_MUTEX);
@@ -124,7 +125,7 @@ impl Worker {
         after: impl Fn() + Send + 'static,
     ) -> std::io::Result<Self> {
         let (jobs, queue): (_, Receiver<Job>) = sync_channel(QUEUE_MAX);
-        thread::Builder::new().name(name.into()).spawn(move || {
+        tasks::thread(Vital::StoreThread, name, move || {
             for job in queue {
                 job(&conn);
                 after();
@@ -373,7 +374,7 @@ pub(super) fn checkpoints(
     let gate = Arc::new(Mutex::new(()));
     let closing = Arc::clone(&gate);
     let open = Open::counted();
-    thread::Builder::new().name("sqlite-checkpoint".into()).spawn(move || {
+    tasks::thread(Vital::StoreThread, "sqlite-checkpoint", move || {
         let mut wrote = false;
         while let Ok(()) = nudges.recv() {
             wrote = true;

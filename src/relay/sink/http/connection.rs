@@ -34,6 +34,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 use tokio_rustls::TlsConnector;
 
 use crate::relay::address::{Resolve, Rule};
+use crate::tasks;
 use crate::telemetry::causes;
 
 /// How long an unused connection is kept: below the five seconds at which common servers close theirs.
@@ -307,7 +308,7 @@ impl Pool {
         }
         idle.waiting.push((Instant::now(), connection));
         if !std::mem::replace(&mut idle.watched, true) {
-            tokio::spawn(watch(Arc::downgrade(self)));
+            tasks::short(watch(Arc::downgrade(self)));
         }
     }
 

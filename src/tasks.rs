@@ -1,0 +1,432 @@
+//! The background tasks of this process: what runs beside the requests for as long as the process does, and what happens when
+//! one of them ends though nobody told it to.
+//!
+//! What must stay true:
+//!
+//! - None dies in silence. An end that was not asked for (a panic, a return) is logged and counted, and readiness is off
+//!   until the task runs again.
+//! - What keeps its state elsewhere, in the store say, is begun anew, with a growing pause: a [`Loop`]. What holds state that
+//!   is lost with it ends the process, after the drain and with an exit status of its own, so that it is replaced: a
+//!   [`Vital`].
+//! - Which is which stands in the two tables here, and in `docs/architecture.md`; a test compares them.
+//! - A task or thread is begun here, or by a set that is awaited. A task that ends by itself, with its connection say, is a
+//!   [`short`] one: its panic is logged and counted like any other, and costs nobody else anything.
+//!
+//! A process has one registry of them, as it has one log.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io;
+use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures_util::FutureExt as _;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use crate::telemetry;
+
+/// Pause before a loop is begun anew; it doubles while the loop does not run for [`STEADY`].
+const PAUSE_FIRST: Duration = Duration::from_millis(100);
+const PAUSE_MAX: Duration = Duration::from_secs(30);
+const STEADY: Duration = Duration::from_secs(60);
+
+/// Longest error that is shown, in characters.
+const ERROR_MAX: usize = 500;
+
+macro_rules! table {
+    ($(#[$doc:meta])* $kind:ident { $($variant:ident = $name:literal, $what:literal;)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum $kind {
+            $(#[doc = $what] $variant,)*
+        }
+
+        impl $kind {
+            /// Each, with its name and with what it does.
+            pub const TABLE: &'static [(Self, &'static str, &'static str)] = &[$((Self::$variant, $name, $what),)*];
+
+            const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $name,)*
+                }
+            }
+        }
+    };
+}
+
+table! {
+    /// Tasks that are begun anew. They keep their state in the store, or where the next one finds it.
+    Loop {
+        Lease = "lease", "renews this process's lease";
+        Relay = "relay", "starts the loops of the sinks, and wakes them";
+        Sink = "sink", "claims the events of one sink, delivers them and writes the verdicts";
+        SinkStates = "sink-states", "reads which sinks are paused";
+        Sweeper = "sweeper", "deletes what is over, marks what dead owners left, counts";
+        OperatorActs = "operator-acts", "reads what operators did, and forgets the answers of those records";
+        OwnRecords = "own-records", "looks after this process's records where the database went back, or nobody works on them";
+        Questions = "questions", "asks the API about unknown records";
+        TokenKeys = "token-keys", "fetches the keys that tokens are checked with";
+        AdminListener = "admin-listener", "accepts connections of operators and probes";
+    }
+}
+
+table! {
+    /// Tasks and threads that end the process when they end.
+    Vital {
+        Listener = "listener", "accepts connections of callers";
+        Reservations = "reservations", "writes reservations in batches";
+        Completions = "completions", "writes outcomes in batches";
+        StoreThread = "store-thread", "works on the store's connections";
+        SpillWriter = "spill-writer", "writes outcomes that the database does not take to the spill";
+    }
+}
+
+/// How a task stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// It runs.
+    Running,
+    /// It ended, and is begun anew after a pause.
+    Pausing,
+    /// It ended, and the process will.
+    Ended,
+}
+
+impl State {
+    /// As it is shown.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Running => "running",
+            Self::Pausing => "pausing",
+            Self::Ended => "ended",
+        }
+    }
+}
+
+/// A task as an operator sees it.
+#[derive(Clone, Debug)]
+pub struct Shown {
+    /// The task's name.
+    pub name: &'static str,
+    /// Which of several: the sink's name.
+    pub of: String,
+    /// How it stands.
+    pub state: State,
+    /// Rounds that it has gone through; 0 for what has no rounds.
+    pub runs: u64,
+    /// Since the last round ended.
+    pub last_run: Option<Duration>,
+    /// What went wrong last, and how long ago.
+    pub last_error: Option<(String, Duration)>,
+    /// How often it ended though it was not told to.
+    pub ends: u64,
+}
+
+/// What is known of one task.
+#[derive(Debug)]
+struct Status {
+    name: &'static str,
+    of: String,
+    runs: AtomicU64,
+    seen: Mutex<Seen>,
+}
+
+#[derive(Debug)]
+struct Seen {
+    state: State,
+    ends: u64,
+    run: Option<Instant>,
+    error: Option<(String, Instant)>,
+}
+
+/// All tasks of this process.
+static REGISTRY: Mutex<Vec<Arc<Status>>> = Mutex::new(Vec::new());
+
+/// The first vital task that ended.
+static FATAL: LazyLock<watch::Sender<Option<&'static str>>> =
+    LazyLock::new(|| watch::Sender::new(None));
+
+tokio::task_local! {
+    /// Of the loop that is running.
+    static STATUS: Arc<Status>;
+}
+
+fn registry() -> MutexGuard<'static, Vec<Arc<Status>>> {
+    REGISTRY.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Keeps a task in the registry for as long as it is there.
+struct Registered(Arc<Status>);
+
+impl Registered {
+    fn new(name: &'static str, of: String) -> Self {
+        let seen = Seen { state: State::Running, ends: 0, run: None, error: None };
+        let (runs, seen) = (AtomicU64::new(0), Mutex::new(seen));
+        let status = Arc::new(Status { name, of, runs, seen });
+        registry().push(Arc::clone(&status));
+        Self(status)
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        registry().retain(|status| !Arc::ptr_eq(status, &self.0));
+    }
+}
+
+impl Status {
+    fn seen(&self) -> MutexGuard<'_, Seen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// It ended though nobody told it to.
+    fn ended(&self, why: &str, state: State) {
+        let (task, of) = (self.name, self.of.as_str());
+        match state {
+            State::Ended => {
+                tracing::error!(task, of, why, "a background task ended: the process ends as well");
+            }
+            State::Running | State::Pausing => {
+                tracing::error!(task, of, why, "a background task ended, and is begun anew");
+            }
+        }
+        telemetry::task_ended(self.name);
+        let mut seen = self.seen();
+        seen.state = state;
+        seen.ends += 1;
+        seen.error = Some((why.to_owned(), Instant::now()));
+    }
+
+    fn shown(&self) -> Shown {
+        let seen = self.seen();
+        Shown {
+            name: self.name,
+            of: self.of.clone(),
+            state: seen.state,
+            runs: self.runs.load(Ordering::Relaxed),
+            last_run: seen.run.map(|at| at.elapsed()),
+            last_error: seen.error.as_ref().map(|(why, at)| (why.clone(), at.elapsed())),
+            ends: seen.ends,
+        }
+    }
+}
+
+/// Runs a loop until `stop`, again and again where it ends before. Dropping it drops the loop. `of`: which of several.
+pub async fn kept<F: Future<Output = ()>>(
+    task: Loop,
+    of: impl Into<String>,
+    stop: CancellationToken,
+    mut begin: impl FnMut() -> F,
+) {
+    let registered = Registered::new(task.name(), of.into());
+    let status = &registered.0;
+    let mut pause = PAUSE_FIRST;
+    loop {
+        let begun = Instant::now();
+        let running = STATUS.scope(Arc::clone(status), async { begin().await });
+        let why = match AssertUnwindSafe(running).catch_unwind().await {
+            Ok(()) if stop.is_cancelled() => return,
+            Ok(()) => "it returned",
+            Err(_) => "it panicked: the line before says where",
+        };
+        status.ended(why, State::Pausing);
+        if begun.elapsed() >= STEADY {
+            pause = PAUSE_FIRST;
+        }
+        let jittered = tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0));
+        if stop.run_until_cancelled(jittered).await.is_none() {
+            return;
+        }
+        pause = (pause * 2).min(PAUSE_MAX);
+        status.seen().state = State::Running;
+        tracing::info!(task = task.name(), of = status.of, "a background task is begun anew");
+    }
+}
+
+/// Runs a task that may return only once `stop` says so.
+pub async fn vital(task: Vital, stop: CancellationToken, running: impl Future<Output = ()>) {
+    let registered = Registered::new(task.name(), String::new());
+    let why = match AssertUnwindSafe(running).catch_unwind().await {
+        Ok(()) if stop.is_cancelled() => return,
+        Ok(()) => "it returned",
+        Err(_) => "it panicked: the line before says where",
+    };
+    end_process(registered, why);
+}
+
+/// Begins a task that returns when it has nothing more to do, because everybody who could give it work has gone.
+pub fn worker(
+    task: Vital,
+    working: impl Future<Output = ()> + Send + 'static,
+) -> impl Future<Output = ()> + Send + 'static {
+    let registered = Registered::new(task.name(), String::new());
+    async move {
+        if AssertUnwindSafe(working).catch_unwind().await.is_err() {
+            end_process(registered, "it panicked: the line before says where");
+        }
+    }
+}
+
+/// Begins a thread that returns when it has nothing more to do. `name`: for the system's lists.
+///
+/// # Errors
+/// Where the system gives no thread.
+pub fn thread(task: Vital, name: &str, working: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    let registered = Registered::new(task.name(), name.to_owned());
+    std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+        if std::panic::catch_unwind(AssertUnwindSafe(working)).is_err() {
+            end_process(registered, "it panicked: the line before says where");
+        }
+    })?;
+    Ok(())
+}
+
+/// Stays in the registry: it is shown until the process has ended.
+fn end_process(registered: Registered, why: &str) {
+    registered.0.ended(why, State::Ended);
+    FATAL.send_if_modified(|fatal| fatal.replace(registered.0.name).is_none());
+    std::mem::forget(registered);
+}
+
+/// Begins a task that ends by itself.
+pub fn short<T: Send + 'static>(task: impl Future<Output = T> + Send + 'static) -> JoinHandle<T> {
+    tokio::spawn(task)
+}
+
+/// A round of the loop in which this is called came through. Elsewhere it does nothing.
+pub fn ran() {
+    let note = |status: &Arc<Status>| {
+        status.runs.fetch_add(1, Ordering::Relaxed);
+        status.seen().run = Some(Instant::now());
+    };
+    // Err: it runs by itself, in a test.
+    STATUS.try_with(note).ok();
+}
+
+/// A round of the loop in which this is called failed. Elsewhere it does nothing.
+pub fn failed(error: &dyn fmt::Display) {
+    let note = |status: &Arc<Status>| {
+        status.runs.fetch_add(1, Ordering::Relaxed);
+        let why = error.to_string().chars().take(ERROR_MAX).collect();
+        let mut seen = status.seen();
+        seen.run = Some(Instant::now());
+        seen.error = Some((why, Instant::now()));
+    };
+    STATUS.try_with(note).ok();
+}
+
+/// All tasks of this process, in the order of their names.
+#[must_use]
+pub fn all() -> Vec<Shown> {
+    let shown = registry().iter().map(|status| status.shown()).collect::<Vec<_>>();
+    let by_name = shown.into_iter().map(|task| ((task.name, task.of.clone()), task));
+    by_name.collect::<BTreeMap<_, _>>().into_values().collect()
+}
+
+/// The name of a task that does not run, though it should.
+#[must_use]
+pub fn ailing() -> Option<&'static str> {
+    let registry = registry();
+    let ailing = registry.iter().find(|status| status.seen().state != State::Running);
+    ailing.map(|status| status.name)
+}
+
+/// Waits until a vital task has ended, and names it.
+pub async fn fatal() -> &'static str {
+    let mut fatal = FATAL.subscribe();
+    match fatal.wait_for(Option::is_some).await.map(|name| *name) {
+        Ok(Some(name)) => name,
+        // The sender is never dropped.
+        Ok(None) | Err(_) => std::future::pending().await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shown(of: &str) -> Option<Shown> {
+        all().into_iter().find(|task| task.of == of)
+    }
+
+    /// One that is lost at first, and then runs until it is told to stop.
+    async fn life(times: usize, losses: &[Option<&'static str>], stop: CancellationToken) {
+        match losses.get(times) {
+            Some(Some(message)) => panic!("{message}"),
+            Some(None) => {}
+            None => {
+                failed(&"the database is away");
+                ran();
+                stop.cancelled().await;
+            }
+        }
+    }
+
+    fn begins(
+        of: &'static str,
+        losses: &'static [Option<&'static str>],
+        stop: &CancellationToken,
+    ) -> (JoinHandle<()>, Arc<Mutex<Vec<Instant>>>) {
+        let begun = Arc::new(Mutex::new(Vec::new()));
+        let (noted, stopped) = (Arc::clone(&begun), stop.clone());
+        let running = kept(Loop::Sweeper, of, stop.clone(), move || {
+            let mut begun = noted.lock().unwrap();
+            begun.push(Instant::now());
+            life(begun.len() - 1, losses, stopped.clone())
+        });
+        (tokio::spawn(running), begun)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_loop_that_panics_or_returns_is_begun_anew_with_a_growing_pause() {
+        let stop = CancellationToken::new();
+        let losses = &[Some("as it was told to"), None, Some("as it was told to"), None];
+        let (task, begun) = begins("growing", losses, &stop);
+        while shown("growing").is_none_or(|task| task.runs == 0) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        let task_shown = shown("growing").unwrap();
+        assert_eq!((task_shown.ends, task_shown.state), (4, State::Running));
+        assert_eq!(task_shown.last_error.unwrap().0, "the database is away");
+        let begun = begun.lock().unwrap().clone();
+        let slack = Duration::from_millis(10);
+        for (n, pair) in (0_u32..).zip(begun.windows(2)) {
+            let (pause, most) = (pair[1] - pair[0], PAUSE_FIRST * 2_u32.pow(n));
+            assert!(most / 2 <= pause && pause <= most + slack, "{n}: {pause:?}");
+        }
+        stop.cancel();
+        task.await.unwrap();
+        assert!(shown("growing").is_none());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn while_a_loop_is_not_running_the_process_is_ailing() {
+        let stop = CancellationToken::new();
+        let (task, _) = begins("ailing", &[None], &stop);
+        while shown("ailing").is_none_or(|task| task.ends == 0) {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(shown("ailing").unwrap().state, State::Pausing);
+        assert_eq!(shown("ailing").unwrap().last_error.unwrap().0, "it returned");
+        assert!(ailing().is_some());
+        stop.cancel();
+        task.await.unwrap();
+    }
+
+    #[test]
+    fn the_tables_stand_in_the_docs() {
+        let docs = include_str!("../docs/architecture.md");
+        let loops = Loop::TABLE.iter().map(|(_, name, what)| (name, what, "begun anew"));
+        let vital = Vital::TABLE.iter().map(|(_, name, what)| (name, what, "the process ends"));
+        for (name, what, end) in loops.chain(vital) {
+            let row = format!("| `{name}` | {what} | {end} |");
+            assert!(docs.contains(&row), "not in docs/architecture.md: {row}");
+        }
+    }
+}

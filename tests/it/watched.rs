@@ -1,0 +1,106 @@
+//! No background task dies in silence: what can be begun anew is, and where one cannot the process ends after its drain, with a
+//! status of its own.
+
+use http::StatusCode;
+use serde_json::Value;
+
+use crate::support::client::get;
+use crate::support::fleet::{TWO_EVENTS, order, sending, sink};
+use crate::support::orders::Orders;
+use crate::support::process::{self, Gateway, eventually};
+use crate::support::rig::{self, Place, Which, on_both_stores};
+use crate::support::sink::{OK, Sink};
+
+on_both_stores! {
+    a_loop_that_panics_is_told_of_and_begun_anew,
+    a_process_whose_store_worker_is_lost_ends_with_a_status_of_its_own_and_loses_nothing,
+}
+
+struct World {
+    orders: Orders,
+    place: Place,
+    sink: Sink,
+    gateway: Gateway,
+}
+
+async fn world(which: Which, fault: &str) -> World {
+    let (orders, place) = (Orders::start().await, Place::new(which).await);
+    let sunk = Sink::start(|_, _| OK).await;
+    let store = "lease = \"3s\"\nsweep_every = \"100ms\"";
+    let more = format!("{TWO_EVENTS}{}", sink(sunk.port));
+    let toml = rig::config_at(&place, &orders.url(), "127.0.0.1:0", store, "", &more);
+    let config = process::config(place.folder.path(), &toml);
+    let gateway = tokio::task::block_in_place(|| Gateway::with_fault(&config, fault));
+    World { orders, place, sink: sunk, gateway }
+}
+
+/// The task of this name, as the admin listener shows it.
+async fn task(gateway: &Gateway, name: &str) -> Value {
+    let page = get("/api/v1/tasks").to(gateway.admin).await.json();
+    let tasks = page["tasks"].as_array().expect("tasks");
+    let found = tasks.iter().find(|task| task["name"] == name);
+    found.unwrap_or_else(|| panic!("no {name} in {page}")).clone()
+}
+
+async fn ends(gateway: &Gateway, name: &str) -> u64 {
+    let text = get("/metrics").to(gateway.admin).await.body;
+    let text = String::from_utf8_lossy(&text).into_owned();
+    let line = format!("oncegate_task_ends_total{{task=\"{name}\"}} ");
+    text.lines().find_map(|text| text.strip_prefix(&line)).map_or(0, |n| n.parse().unwrap())
+}
+
+async fn a_loop_that_panics_is_told_of_and_begun_anew(which: Which) {
+    let loops = [
+        ("lease", "before-heartbeat@2=panic"),
+        ("sweeper", "before-sweep-records=panic"),
+        ("sink", "before-claim=panic"),
+    ];
+    for (name, fault) in loops {
+        let world = world(which, fault).await;
+        let gateway = &world.gateway;
+        eventually("it is counted", async || ends(gateway, name).await == 1).await;
+        let again = async || {
+            let task = task(gateway, name).await;
+            task["state"] == "running" && task["runs"].as_u64() > Some(0)
+        };
+        eventually("it runs again", again).await;
+        assert_eq!(task(gateway, name).await["ends"], 1, "{name}");
+        let said = async || {
+            let log = gateway.log();
+            log.contains("panicked at src/") && log.contains("is begun anew")
+        };
+        eventually("the log says so", said).await;
+        assert_eq!(order("k").to(gateway.addr).await.status, StatusCode::CREATED, "{name}");
+        eventually("events go out", async || world.sink.ids().len() == 2).await;
+        let ready = get("/readyz").to(gateway.admin).await;
+        assert_eq!(ready.status, StatusCode::OK, "{name}: {ready:?}");
+    }
+}
+
+/// The worker dies in the middle of an outcome: its caller has the answer, the spill has the outcome, and the next process
+/// writes it.
+async fn a_process_whose_store_worker_is_lost_ends_with_a_status_of_its_own_and_loses_nothing(
+    which: Which,
+) {
+    let World { orders, place, sink, mut gateway } = world(which, "batch-begun@2=panic").await;
+    let (to, admin) = (gateway.addr, gateway.admin);
+    orders.hold();
+    let first = sending(order("k"), to);
+    orders.asked(1).await;
+    orders.go();
+    let first = first.await.unwrap();
+    assert_eq!(first.status, StatusCode::CREATED, "{first:?}");
+    assert_eq!(first.header("oncegate-stored"), None, "it is in the spill: {first:?}");
+    let status = tokio::task::block_in_place(|| gateway.exited());
+    assert_eq!(status.code(), Some(70), "{status:?}\n{}", gateway.log());
+    let log = gateway.log();
+    assert!(log.contains("task=\"completions\""), "{log}");
+    assert!(get("/readyz").send(admin).await.is_err());
+
+    let gateway = tokio::task::block_in_place(|| gateway.restart());
+    let retry = order("k").to(gateway.addr).await;
+    assert!(retry.replayed(), "{retry:?}");
+    assert_eq!((retry.body, orders.runs()), (first.body, 1));
+    eventually("its events go out", async || sink.ids().len() == 2).await;
+    assert_eq!(place.records().await, 1);
+}
