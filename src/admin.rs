@@ -2,7 +2,7 @@
 //!
 //! - It is a listener of its own: nothing here is reachable on the port that callers use.
 //! - `/healthz` says that the process runs, `/readyz` that it may be sent requests. Both are open to everybody and say
-//!   nothing about callers. Everything else needs the bearer token; where none is configured (loopback only, the
+//!   nothing about callers; why the store is away is for operators. Everything else needs the bearer token; where none is configured (loopback only, the
 //!   configuration sees to that), it needs a `Host` that names this machine, so that a web page that points its own
 //!   name at 127.0.0.1 reads nothing.
 //! - Every wait for the store is bounded: a store that hangs makes an answer 503, never a request that hangs.
@@ -232,15 +232,19 @@ async fn guard(
     request: Request,
     next: Next,
 ) -> Response {
-    let refused = match &state.token {
-        Some(token) if !bears(token, request.headers()) => Some(Problem::Unauthorized),
-        None if !names_this_machine(request.uri(), request.headers()) => Some(Problem::ForeignHost),
-        None if is_foreign(request.headers()) => Some(Problem::ForeignHost),
-        Some(_) | None => None,
-    };
-    match refused {
+    match no_operator(&state, request.uri(), request.headers()) {
         Some(problem) => problem.into_response(),
         None => next.run(request).await,
+    }
+}
+
+/// Why a request is not an operator's.
+fn no_operator(state: &State, uri: &Uri, headers: &HeaderMap) -> Option<Problem> {
+    match &state.token {
+        Some(token) if !bears(token, headers) => Some(Problem::Unauthorized),
+        None if !names_this_machine(uri, headers) => Some(Problem::ForeignHost),
+        None if is_foreign(headers) => Some(Problem::ForeignHost),
+        Some(_) | None => None,
     }
 }
 
@@ -285,7 +289,11 @@ async fn harden(mut response: Response) -> Response {
     response
 }
 
-async fn readyz(axum::extract::State(state): axum::extract::State<State>) -> Response {
+async fn readyz(
+    axum::extract::State(state): axum::extract::State<State>,
+    uri: Uri,
+    headers: HeaderMap,
+) -> Response {
     let (store, cause) = match tokio::time::timeout(PING_TIMEOUT, state.store.ping()).await {
         Ok(Ok(())) => ("ok", None),
         Ok(Err(error)) => ("unavailable", std::error::Error::source(&error).map(causes)),
@@ -295,6 +303,8 @@ async fn readyz(axum::extract::State(state): axum::extract::State<State>) -> Res
     let ready = state.ready.is_serving() && store == "ok" && ailing.is_none();
     let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     let mut body = json!({ "ready": ready, "gateway": state.ready.as_str(), "store": store, "not_running": ailing });
+    // It names hosts and roles: for operators.
+    let cause = cause.filter(|_| no_operator(&state, &uri, &headers).is_none());
     if let (Some(cause), Some(fields)) = (cause, body.as_object_mut()) {
         fields.insert("cause".to_owned(), cause.into());
     }

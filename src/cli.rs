@@ -3,6 +3,7 @@
 mod check;
 pub mod events;
 pub mod explain;
+mod opening;
 pub mod print;
 pub mod records;
 pub mod relay;
@@ -313,21 +314,36 @@ async fn serve(args: ServeArgs) -> ExitCode {
         Err(code) => return code,
     };
     let listen = config.server.listen.clone();
-    let running = tokio::select! {
+    let mut running = tokio::select! {
         started = serve::start(config) => match started {
             Ok(running) => running,
             Err(error) => return fail(1, &causes(&error)),
         },
         () = signals.next() => return ExitCode::SUCCESS,
     };
+    let code = tokio::select! {
+        opened = running.opened() => opened.err().map(|error| fail(1, &causes(&error))),
+        why = signals.next_or_fatal() => Some(why.into()),
+    };
+    if let Some(code) = code {
+        return stopped(code, running.stop(), &mut signals).await;
+    }
     let listen = running.addr.map_or(listen, |addr| addr.to_string());
     let ready = serde_json::json!({ "listen": listen, "admin": running.admin.to_string() });
     tell_ready(&ready);
-    let stopped = signals.next_or_fatal().await;
+    let why = signals.next_or_fatal().await;
     tracing::info!("stopping: what is reserved is finished first");
+    stopped(why.into(), running.stop(), &mut signals).await
+}
+
+/// The exit status after a stop. A second signal means now: what is reserved, or in flight, is judged by the lease then.
+async fn stopped(
+    code: ExitCode,
+    stop: impl Future<Output = ()>,
+    signals: &mut Signals,
+) -> ExitCode {
     tokio::select! {
-        () = running.stop() => stopped.into(),
-        // A second signal means now. What is reserved is found as unknown once the lease has run out.
+        () = stop => code,
         () = signals.next() => ExitCode::FAILURE,
     }
 }
@@ -338,7 +354,7 @@ async fn relay_alone(args: &RelayArgs) -> ExitCode {
         Ok(begun) => begun,
         Err(code) => return code,
     };
-    let running = tokio::select! {
+    let mut running = tokio::select! {
         started = relay::start(config) => match started {
             Ok(running) => running,
             Err(error @ StartError::Config(_)) => return fail(USAGE, &causes(&error)),
@@ -346,14 +362,17 @@ async fn relay_alone(args: &RelayArgs) -> ExitCode {
         },
         () = signals.next() => return ExitCode::SUCCESS,
     };
-    tell_ready(&serde_json::json!({ "admin": running.admin.to_string() }));
-    let stopped = signals.next_or_fatal().await;
-    tracing::info!("stopping: what is in flight is finished first");
-    tokio::select! {
-        () = running.stop() => stopped.into(),
-        // A second signal means now. What is in flight is delivered again once the lease has run out.
-        () = signals.next() => ExitCode::FAILURE,
+    let code = tokio::select! {
+        opened = running.opened() => opened.err().map(|error| fail(1, &causes(&error))),
+        why = signals.next_or_fatal() => Some(why.into()),
+    };
+    if let Some(code) = code {
+        return stopped(code, running.stop(), &mut signals).await;
     }
+    tell_ready(&serde_json::json!({ "admin": running.admin.to_string() }));
+    let why = signals.next_or_fatal().await;
+    tracing::info!("stopping: what is in flight is finished first");
+    stopped(why.into(), running.stop(), &mut signals).await
 }
 
 /// Why the process stops.

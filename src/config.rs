@@ -117,6 +117,8 @@ pub struct Store {
     pub lease: Duration,
     /// Whether `serve` migrates.
     pub migrate: bool,
+    /// How long a start waits for a Postgres that is away; `None`: until it comes.
+    pub wait_at_start: Option<Duration>,
     /// Where outcomes are kept that the database does not take.
     pub spill: spill::Settings,
     /// With which keys stored content is sealed.

@@ -55,7 +55,8 @@ async fn play(folder: &Path, exit: bool) -> Result<bool, Problem> {
     let consumer = Arc::new(Consumer::start().await?);
     let (config, store) = configure(folder, &orders, &consumer)?;
     let look = serve::open(&config.store, true).await?;
-    let running = serve::start(config).await?;
+    let mut running = serve::start(config).await?;
+    running.opened().await?;
     let Some(gateway) = running.addr else {
         return Err(Problem::Config("the demo's gateway has no address".to_owned()));
     };

@@ -572,7 +572,19 @@ impl Gateway {
         self.refuse(route, Problem::new(Name::Overloaded))
     }
 
-    /// What the gateway does beside the requests, until `stop`; what begins attempts, until `accept`.
+    /// Fetches the keys that tokens are checked with, until `stop`. It needs no store.
+    pub fn keep_keys(&self, tracker: &TaskTracker, stop: &CancellationToken) {
+        let Some(tokens) = self.tokens.clone().filter(|tokens| tokens.are_fetched()) else {
+            return;
+        };
+        let begun = (tokens, stop.clone());
+        tracker.spawn(tasks::kept(Loop::TokenKeys, "", stop.clone(), move || {
+            let (tokens, stop) = begun.clone();
+            async move { tokens.keep(&stop).await }
+        }));
+    }
+
+    /// What the gateway does with the store beside the requests, until `stop`; what begins attempts, until `accept`.
     pub fn begin_loops(
         self: &Arc<Self>,
         tracker: &TaskTracker,
@@ -589,13 +601,6 @@ impl Gateway {
             let (gateway, stop) = begun.clone();
             async move { recover::watch(&gateway, &stop).await }
         }));
-        if let Some(tokens) = self.tokens.clone().filter(|tokens| tokens.are_fetched()) {
-            let begun = (tokens, stop.clone());
-            tracker.spawn(tasks::kept(Loop::TokenKeys, "", stop.clone(), move || {
-                let (tokens, stop) = begun.clone();
-                async move { tokens.keep(&stop).await }
-            }));
-        }
         let asking: Arc<[_]> = self.routes.iter().filter_map(|route| asking(route)).collect();
         if !asking.is_empty() {
             let (gateway, stopped) = (Arc::clone(self), accept.clone());

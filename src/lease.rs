@@ -2,7 +2,7 @@
 //!
 //! What must stay true:
 //!
-//! - Nothing is served before the first heartbeat is committed.
+//! - Nothing is reserved before the first heartbeat is committed.
 //! - `sure_until` is on the safe side: it counts from before the heartbeat was sent, on the monotonic clock, less a
 //!   margin (a fifth of the lease, at least 100 ms) for what lies between the last check and the byte on the wire.
 //!   A heartbeat that is lost, late or in doubt moves it nowhere.
@@ -40,12 +40,19 @@ pub fn margin(ttl: Duration) -> Duration {
     (ttl / 5).max(MARGIN_MIN)
 }
 
-/// Takes an owner id and makes its lease live. To be called before anything is served.
+/// The view of a process that has no lease yet: under it nothing is sent.
+#[must_use]
+pub fn none() -> LeaseView {
+    LeaseView::new(Lease { owner: OwnerId::fresh(), sure_until: now() })
+}
+
+/// Takes an owner id, makes its lease live and puts it into the view. To be called before anything is reserved.
 ///
 /// # Errors
 /// As the store says: without a first heartbeat there is no lease.
-pub async fn start(store: &Arc<dyn Store>, ttl: Duration) -> Result<LeaseView, Error> {
-    fresh(store.as_ref(), ttl).await.map(LeaseView::new)
+pub async fn begin(store: &dyn Store, ttl: Duration, view: &LeaseView) -> Result<(), Error> {
+    view.renew(fresh(store, ttl).await?);
+    Ok(())
 }
 
 async fn fresh(store: &dyn Store, ttl: Duration) -> Result<Lease, Error> {
@@ -159,6 +166,14 @@ impl Contact {
     pub fn begin(lease: Duration, now: Instant) -> Self {
         let reach = Reach { lease: Some(lease), since: Some(now), last: now };
         Self(Arc::new(RwLock::new(reach)))
+    }
+
+    /// Contact with a database that has not answered yet: nobody is judged.
+    #[must_use]
+    pub fn none(lease: Duration, now: Instant) -> Self {
+        let contact = Self::begin(lease, now);
+        contact.lost();
+        contact
     }
 
     /// For a database that one process owns (SQLite under its lock): it may always judge.

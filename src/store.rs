@@ -9,6 +9,7 @@
 //! - A reservation is durable when [`Store::reserve`] says `Held`; a completion and its events are one transaction.
 //! - An [`Error`] says what may be concluded: nothing happened, or nobody knows.
 
+pub mod awaited;
 mod backlog;
 pub mod batch;
 #[cfg(feature = "fault-points")]
@@ -70,7 +71,7 @@ pub enum OpenError {
     /// `store.url` is not understood.
     #[error("store.url is not valid: {0}")]
     Url(String),
-    /// The database cannot be reached or opened.
+    /// The database cannot be opened, or refuses this program: no time mends that.
     #[error("cannot open the store at {place}")]
     Connect {
         /// Where, without secrets.
@@ -79,7 +80,16 @@ pub enum OpenError {
         #[source]
         cause: Cause,
     },
-    /// A migration failed; the schema is as it was before it.
+    /// The database cannot be reached, or does not serve now.
+    #[error("cannot open the store at {place}")]
+    Away {
+        /// Where, without secrets.
+        place: String,
+        /// Why.
+        #[source]
+        cause: Cause,
+    },
+    /// A migration failed, and will again; the schema is as it was before it.
     #[error("migration {version} of the store failed")]
     Migration {
         /// Which.
@@ -99,6 +109,15 @@ pub enum OpenError {
         place: String,
         /// Its encoding.
         found: String,
+    },
+    /// A migration did not go through this time; the schema is as it was before it, unless the commit's answer was lost.
+    #[error("migration {version} of the store did not go through")]
+    Interrupted {
+        /// Which.
+        version: u32,
+        /// Why.
+        #[source]
+        cause: Cause,
     },
     /// The schema is newer than this program.
     #[error(
@@ -128,6 +147,34 @@ pub enum OpenError {
         /// The database file.
         place: String,
     },
+}
+
+impl Error {
+    /// Whether the same may succeed another time, with nobody doing anything about it.
+    #[must_use]
+    pub fn may_pass(&self) -> bool {
+        match self {
+            Self::Unavailable(_) | Self::InDoubt(_) | Self::Late => true,
+            Self::Refused(_) | Self::Unreadable(_) => false,
+        }
+    }
+}
+
+impl OpenError {
+    /// Whether the same may succeed another time, with nobody doing anything about it.
+    #[must_use]
+    pub fn may_pass(&self) -> bool {
+        match self {
+            Self::Away { .. } | Self::Interrupted { .. } => true,
+            Self::Url(_)
+            | Self::Connect { .. }
+            | Self::Migration { .. }
+            | Self::Encoding { .. }
+            | Self::NewerSchema { .. }
+            | Self::OlderSchema { .. }
+            | Self::Locked { .. } => false,
+        }
+    }
 }
 
 /// The error beneath, for the log only: it is never shown to callers.

@@ -4,7 +4,7 @@
 //! Where `serve` leaves the delivery to it (`outbox.relay = false`), it also removes what was delivered long ago; records and
 //! the leases of the dead stay the business of `serve`.
 //!
-//! Order of the start: store, lease, listen, ready. Order of the end: not ready, finish what is in flight and give back the
+//! Order of the start: store, lease, listen, ready; on a database that is away it listens before, and is not ready. Order of the end: not ready, finish what is in flight and give back the
 //! rest, then end the lease, since from then on others take what this process still had.
 
 use std::net::SocketAddr;
@@ -15,13 +15,15 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use super::opening::{self, Opening};
 use super::serve::{self, Relaying, StartError};
 use crate::admin::{self, Readiness, Token};
 use crate::config::{Config, StoreKind};
 use crate::lease::{self, Contact};
-use crate::store::Backlog;
-use crate::sweep;
+use crate::record::LeaseView;
+use crate::store::{self, Backlog, Store};
 use crate::telemetry::Metrics;
+use crate::{relay, sweep};
 
 /// A relay that runs.
 pub struct Running {
@@ -33,63 +35,113 @@ pub struct Running {
     tasks: TaskTracker,
     lease: TaskTracker,
     grace: Duration,
+    /// The start on a store that is not open.
+    waiting: Option<Box<Waiting>>,
 }
 
-/// Builds everything, then spawns it.
+/// A start on the store that is under way, and what begins after it.
+struct Waiting {
+    opening: Opening,
+    later: Later,
+}
+
+/// What needs the store.
+struct Later {
+    store: Arc<dyn Store>,
+    metrics: Arc<Metrics>,
+    view: LeaseView,
+    ttl: Duration,
+    contact: Contact,
+    relay: relay::Settings,
+    sweep: sweep::Settings,
+}
+
+/// Builds everything, listens, and spawns what can work by now. Where the store is not open yet, the rest begins when it is:
+/// see [`Running::opened`].
 ///
 /// # Errors
 /// See [`StartError`]; nothing runs then. [`StartError::Config`] where there is nothing to deliver to, or only `serve` can.
 pub async fn start(config: Config) -> Result<Running, StartError> {
-    if let StoreKind::Sqlite(_) = &config.store.kind {
+    let StoreKind::Postgres(postgres) = &config.store.kind else {
         let wrong = "store.url is a SQLite file, which belongs to one process: there the relay runs only inside \
                      `oncegate serve`. To run it alone, use Postgres";
         return Err(StartError::Config(wrong.to_owned()));
-    }
+    };
     if config.relay.sinks.is_empty() {
         let wrong = "there is no [[sink]] to deliver to: give it the configuration of `serve`";
         return Err(StartError::Config(wrong.to_owned()));
     }
-    let store = serve::open(&config.store, config.store.migrate).await?;
-    let (now, ttl) = (Instant::now(), config.store.lease);
-    let contact = Contact::begin(ttl, now);
+    let (ttl, view) = (config.store.lease, lease::none());
+    let contact = Contact::none(ttl, Instant::now());
+    let (store, gate) = store::awaited::awaited();
+    let (settings, postgres) = (config.store.clone(), postgres.clone());
+    let mut opening = opening::to_relay(settings, postgres, view.clone(), contact.clone(), gate);
+    let opened = opening.soon().await?;
     let (listener, admin) = serve::admin_listener(&config.admin.listen).await?;
-    let view = lease::start(&store, ttl).await?;
-    let claimant = serve::claimant(&view, &serve::may_judge(&contact), false);
 
     let (metrics, ready) = (Arc::new(Metrics::default()), Readiness::default());
     // Shown from the start: an alert on a series that is absent never fires.
     config.relay.sinks.iter().for_each(|sink| metrics.outbox(&sink.name, 0, Duration::ZERO, 0));
     let (stop, end_lease) = (CancellationToken::new(), CancellationToken::new());
     let (tasks, lease) = (TaskTracker::new(), TaskTracker::new());
-    serve::keep_lease(&lease, &store, &view, ttl, &end_lease);
-    // Nobody in this process writes events: it looks by itself.
-    let wake = Arc::new(Notify::new());
-    let relayed = Relaying { settings: config.relay, claimant, wake };
-    serve::keep_relay(&tasks, &store, relayed, &metrics, &stop);
-    let sinks = config.sweep.sinks.clone().into();
-    // It begins nothing that a backlog could keep it from.
-    let (duty, backlog) = (sweep::Duty::Outbox, Backlog::default());
-    let settings = sweep::Settings { duty, backlog, ..config.sweep };
-    serve::keep_sweeper(&tasks, &store, settings, &contact, &metrics, &stop);
     let state = admin::State {
-        store,
-        metrics,
+        store: Arc::clone(&store),
+        metrics: Arc::clone(&metrics),
         ready: ready.clone(),
         token: config.admin.token.as_deref().and_then(Token::new),
         version: env!("CARGO_PKG_VERSION"),
         operations: config.routes.iter().map(|route| route.operation.as_str().to_owned()).collect(),
-        sinks,
+        sinks: config.sweep.sinks.clone().into(),
         explain: None,
     };
     serve::keep_admin(&tasks, listener, admin::router(state), &stop);
-    ready.serving();
     let grace = config.server.shutdown_grace;
-    Ok(Running { admin, ready, stop, end_lease, tasks, lease, grace })
+    let mut running = Running { admin, ready, stop, end_lease, tasks, lease, grace, waiting: None };
+    let (relay, sweep) = (config.relay, config.sweep);
+    let later = Later { store, metrics, view, ttl, contact, relay, sweep };
+    if opened {
+        running.deliver(later);
+    } else {
+        tracing::warn!(%admin, "listening without the store: the relay is not ready");
+        running.waiting = Some(Box::new(Waiting { opening, later }));
+    }
+    Ok(running)
 }
 
 impl Running {
+    /// Waits until the store is open: then it is ready. Where this is dropped the start goes on when it is asked again.
+    ///
+    /// # Errors
+    /// See [`StartError`]: the store will not open. What listens goes on until it is stopped.
+    pub async fn opened(&mut self) -> Result<(), StartError> {
+        let Some(waiting) = &mut self.waiting else { return Ok(()) };
+        let ended = waiting.opening.end().await;
+        if let Some(waiting) = self.waiting.take() {
+            ended?;
+            self.deliver(waiting.later);
+        }
+        Ok(())
+    }
+
+    /// Begins what needs the store.
+    fn deliver(&mut self, later: Later) {
+        let Self { tasks, lease, stop, .. } = self;
+        let Later { store, metrics, view, ttl, contact, relay, sweep } = later;
+        let claimant = serve::claimant(&view, &serve::may_judge(&contact), false);
+        serve::keep_lease(lease, &store, &view, ttl, &self.end_lease);
+        // Nobody in this process writes events: it looks by itself.
+        let relaying = Relaying { settings: relay, claimant, wake: Arc::new(Notify::new()) };
+        serve::keep_relay(tasks, &store, relaying, &metrics, stop);
+        // It begins nothing that a backlog could keep it from.
+        let (duty, backlog) = (sweep::Duty::Outbox, Backlog::default());
+        let settings = sweep::Settings { duty, backlog, ..sweep };
+        serve::keep_sweeper(tasks, &store, settings, &contact, &metrics, stop);
+        self.ready.serving();
+    }
+
     /// Stops: what is in flight is finished within the grace and its verdict is written, the rest is given back.
-    pub async fn stop(self) {
+    pub async fn stop(mut self) {
+        drop(self.waiting.take());
         self.ready.draining();
         self.stop.cancel();
         self.tasks.close();

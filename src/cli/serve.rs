@@ -1,6 +1,8 @@
 //! `serve`: everything is built before anything is spawned; then it runs until it is told to stop.
 //!
-//! Order of the start, on both stores: lock, migrate, drain the spill, mark what the last process left, listen, ready.
+//! Order of the start, on both stores: lock, migrate, drain the spill, mark what the last process left, listen, ready. A
+//! Postgres that is away is not waited for with listening: see `opening`. Until it comes the store is closed to everybody, and
+//! what needs it has not begun.
 //! Order of the end: not ready, stop accepting, let what is reserved finish within the grace, spill what the database has
 //! not taken, stop the relay, give the lease back.
 
@@ -15,27 +17,24 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use super::opening::{self, Early, Needs, Opening};
 use crate::admin::{self, Readiness, Token};
 use crate::config::{self, Config, Relayed, StoreKind};
 use crate::gateway::accept::{self, Listener};
 use crate::gateway::spill::{self, DrainError, Spill, Unwritable};
 use crate::gateway::tokens::Tokens;
 use crate::gateway::upstream::{self, Upstream};
-use crate::gateway::{Gateway, Parts, Serve};
+use crate::gateway::{Gateway, OnUnavailable, Parts, Serve};
 use crate::lease::{self, Contact};
 use crate::record::LeaseView;
-use crate::record::event::wanted::Subscriber;
 use crate::relay::{Claimant, sink};
 use crate::route::{ReplayAuth, Server};
 use crate::store::postgres::Postgres;
-use crate::store::sqlite::{self, Sqlite};
+use crate::store::sqlite::Sqlite;
 use crate::store::{self, OpenError, Store};
 use crate::tasks::{self, Loop, Vital};
 use crate::telemetry::Metrics;
 use crate::{relay, sweep};
-
-/// How many records of dead owners are marked in one statement at the start.
-const MARK_BATCH: u32 = 500;
 
 /// How long the end of the process waits for outcomes on their way into the spill, and for the spill itself.
 const LEAVE_MAX: Duration = Duration::from_secs(5);
@@ -64,6 +63,18 @@ pub enum StartError {
         #[source]
         cause: std::io::Error,
     },
+    /// The store did not come in time.
+    #[error(
+        "the store could not be opened within store.wait_at_start ({})",
+        humantime::format_duration(*limit)
+    )]
+    Waited {
+        /// How long was waited.
+        limit: Duration,
+        /// What kept it from being opened at last.
+        #[source]
+        cause: Box<Self>,
+    },
     /// The key of the digests.
     #[error("the digest key cannot be read or made")]
     DigestKey(#[source] std::io::Error),
@@ -72,14 +83,21 @@ pub enum StartError {
     Config(String),
 }
 
-/// A store that is open.
-pub struct Opened {
-    /// The store.
-    pub store: Arc<dyn Store>,
-    /// Whether this process is the only one that can own records: other owners are dead.
-    pub alone: bool,
-    /// Where outcomes are kept that it does not take; drained of what dead processes left.
-    pub spill: Spill,
+impl StartError {
+    /// Whether the same start may succeed another time, with nobody doing anything about it.
+    #[must_use]
+    pub fn may_pass(&self) -> bool {
+        match self {
+            Self::Open(error) => error.may_pass(),
+            Self::Store(error) => error.may_pass(),
+            Self::Drain(error) => error.may_pass(),
+            Self::Spill(_)
+            | Self::Listen { .. }
+            | Self::Waited { .. }
+            | Self::DigestKey(_)
+            | Self::Config(_) => false,
+        }
+    }
 }
 
 /// Opens the store for a command, beside whatever runs.
@@ -103,57 +121,8 @@ pub async fn open(settings: &config::Store, migrate: bool) -> Result<Arc<dyn Sto
 }
 
 /// The store as the program uses it: what it keeps is sealed, where there are keys.
-fn sealed(store: Arc<dyn Store>, settings: &config::Store) -> Arc<dyn Store> {
+pub(super) fn sealed(store: Arc<dyn Store>, settings: &config::Store) -> Arc<dyn Store> {
     store::sealed::sealed(store::with_fault_points(store), Arc::clone(&settings.keys))
-}
-
-/// Opens the store for `serve`: locked where one process owns it, and cleared of what the last process left.
-///
-/// `sinks`: for what applications announce in the database itself.
-async fn open_to_serve(
-    settings: &config::Store,
-    sinks: &[Subscriber],
-    metrics: &Arc<Metrics>,
-) -> Result<Opened, StartError> {
-    let migrate = settings.migrate;
-    match &settings.kind {
-        StoreKind::Sqlite(location) => {
-            let lock = sqlite::lock(location)?;
-            let cut = lock.found_it_cut();
-            let sqlite = Arc::new(Sqlite::open_locked(location, lock).await?);
-            if cut {
-                sqlite.check_whole().await?;
-            }
-            sqlite.migrate(migrate).await?;
-            let store = sealed(Arc::<Sqlite>::clone(&sqlite), settings);
-            let spill = own_spill(settings, &store, metrics).await?;
-            // The lock says that no other process lives: every lease in the file is a dead one's.
-            sqlite.end_all_leases().await?;
-            while store.mark_dead(None, MARK_BATCH).await? > 0 {}
-            Ok(Opened { store, alone: true, spill })
-        }
-        StoreKind::Postgres(postgres) => {
-            let store = Postgres::open(postgres.clone()).await?;
-            store.migrate(migrate).await?;
-            store.name_sinks(sinks).await?;
-            let store = sealed(Arc::new(store), settings);
-            let spill = own_spill(settings, &store, metrics).await?;
-            Ok(Opened { store, alone: false, spill })
-        }
-    }
-}
-
-/// This process's spill, after what dead ones left there is in the database: before it is marked as lost.
-async fn own_spill(
-    settings: &config::Store,
-    store: &Arc<dyn Store>,
-    metrics: &Arc<Metrics>,
-) -> Result<Spill, StartError> {
-    let database = store.database_id().await?;
-    let keys = &settings.keys;
-    spill::drain(&settings.spill.dir, database, keys, store, metrics).await?;
-    // Last: on a full disk, what was drained is its room.
-    Ok(Spill::open(&settings.spill, database, Arc::clone(metrics))?.sealed_with(Arc::clone(keys)))
 }
 
 /// A gateway that serves.
@@ -167,7 +136,9 @@ pub struct Running {
     lease: TaskTracker,
     gateway: Arc<Gateway>,
     grace: Duration,
-    opened: Opened,
+    spill: Spill,
+    /// The start on a store that is not open.
+    waiting: Option<Box<Waiting>>,
 }
 
 /// The steps of stopping.
@@ -207,71 +178,104 @@ pub(super) fn claimant(lease: &LeaseView, may_judge: &MayJudge, alone: bool) -> 
     Claimant { lease: lease.clone(), may_judge }
 }
 
-/// Builds everything, then spawns it.
+/// What all parts of the process share.
+struct Shared {
+    /// Awaited: see `opening`.
+    store: Arc<dyn Store>,
+    metrics: Arc<Metrics>,
+    /// Wakes the relay.
+    wake: Arc<Notify>,
+    lease: LeaseView,
+    contact: Contact,
+    spill: Spill,
+    /// Whether this process is the only one that can own records: other owners are dead.
+    alone: bool,
+}
+
+impl Shared {
+    /// The parts, and the start on the store, which is not under way yet.
+    fn new(config: &Config) -> (Self, Opening) {
+        let settings = &config.store;
+        let metrics = Arc::new(Metrics::default());
+        let (store, gate) = store::awaited::awaited();
+        let (bytes_max, keys) = (settings.spill.bytes_max, Arc::clone(&settings.keys));
+        let (spill, file) = Spill::new(bytes_max, keys, Arc::clone(&metrics));
+        let alone = matches!(settings.kind, StoreKind::Sqlite(_));
+        let now = Instant::now();
+        let contact = if alone { Contact::sole(now) } else { Contact::none(settings.lease, now) };
+        let (wake, lease) = (Arc::new(Notify::new()), lease::none());
+        let needs = Needs {
+            settings: settings.clone(),
+            sinks: config.relay.sinks.iter().map(sink::Settings::subscriber).collect(),
+            metrics: Arc::clone(&metrics),
+            backlog: config.sweep.backlog.clone(),
+            spill: file,
+            lease: lease.clone(),
+            contact: contact.clone(),
+            gate,
+        };
+        let early = match config.gateway.on_unavailable {
+            OnUnavailable::Refuse => Early::Yes,
+            OnUnavailable::Bypass => Early::No,
+        };
+        let opening = opening::to_serve(needs, early);
+        (Self { store, metrics, wake, lease, contact, spill, alone }, opening)
+    }
+
+    fn gateway(&self, config: &mut Config) -> Result<Arc<Gateway>, StartError> {
+        let parts = Parts {
+            upstreams: upstreams(config)?,
+            servers: servers(config)?,
+            tokens: config.jwt.take().map(Tokens::new).transpose().map_err(StartError::Config)?,
+            routes: std::mem::take(&mut config.routes),
+            store: Arc::clone(&self.store),
+            lease: self.lease.clone(),
+            may_judge: may_judge(&self.contact),
+            spill: self.spill.clone(),
+            digest: config.digest_key_file.open().map_err(StartError::DigestKey)?,
+            metrics: Arc::clone(&self.metrics),
+            wake: Arc::clone(&self.wake),
+            backlog: config.sweep.backlog.clone(),
+        };
+        Gateway::new(config.gateway.clone(), parts)
+            .ok_or_else(|| StartError::Config("there is no default upstream".to_owned()))
+    }
+}
+
+/// Builds everything, listens, and spawns what can work by now. Where the store is not open yet, the rest begins when it is:
+/// see [`Running::opened`].
 ///
 /// # Errors
 /// See [`StartError`]; nothing runs then.
-pub async fn start(config: Config) -> Result<Running, StartError> {
-    let sinks: Vec<_> = config.relay.sinks.iter().map(sink::Settings::subscriber).collect();
-    let (metrics, wake) = (Arc::new(Metrics::default()), Arc::new(Notify::new()));
-    let opened = open_to_serve(&config.store, &sinks, &metrics).await?;
-    let store = Arc::clone(&opened.store);
-    if config.sweep.backlog.most().is_some() {
-        // Known before the first request, lest a restart lets one beyond it.
-        config.sweep.backlog.counted(&store.gauges().await?);
+pub async fn start(mut config: Config) -> Result<Running, StartError> {
+    let (shared, mut opening) = Shared::new(&config);
+    let opened = opening.soon().await?;
+    if !opened {
+        can_spill(&config.store.spill)?;
     }
-    let now = Instant::now();
-    let ttl = config.store.lease;
-    let contact = if opened.alone { Contact::sole(now) } else { Contact::begin(ttl, now) };
-    let view = lease::start(&store, ttl).await?;
-    let operations: Arc<[String]> =
+    let operations =
         config.routes.iter().map(|route| route.operation.as_str().to_owned()).collect();
-    let may_judge = may_judge(&contact);
-    let claimant = claimant(&view, &may_judge, opened.alone);
-    let parts = Parts {
-        upstreams: upstreams(&config)?,
-        servers: servers(&config)?,
-        tokens: config.jwt.map(Tokens::new).transpose().map_err(StartError::Config)?,
-        routes: config.routes,
-        store: Arc::clone(&store),
-        lease: view.clone(),
-        may_judge,
-        spill: opened.spill.clone(),
-        digest: config.digest_key_file.open().map_err(StartError::DigestKey)?,
-        metrics: Arc::clone(&metrics),
-        wake: Arc::clone(&wake),
-        backlog: config.sweep.backlog.clone(),
-    };
-    let gateway = Gateway::new(config.gateway, parts)
-        .ok_or_else(|| StartError::Config("there is no default upstream".to_owned()))?;
-    let server = config.server;
+    let gateway = shared.gateway(&mut config)?;
+    let Config { server, relay, relayed, sweep, .. } = config;
     let listener = Listener::bind(&server.listen)
         .await
         .map_err(|cause| cannot_listen(&server.listen, cause))?;
     let (admin_listener, admin) = admin_listener(&config.admin.listen).await?;
     let addr = listener.local_addr();
 
+    let metrics = &shared.metrics;
     // Shown from the start: an alert on a series that is absent never fires.
-    config.relay.sinks.iter().for_each(|sink| metrics.outbox(&sink.name, 0, Duration::ZERO, 0));
+    relay.sinks.iter().for_each(|sink| metrics.outbox(&sink.name, 0, Duration::ZERO, 0));
     let (tasks, ready) = (TaskTracker::new(), Readiness::default());
     let stop = Stop::new(&ready);
-    let lease = TaskTracker::new();
-    keep_lease(&lease, &store, &view, ttl, &stop.lease);
-    if config.relayed == Relayed::Here {
-        let relayed = Relaying { settings: config.relay, claimant, wake };
-        keep_relay(&tasks, &store, relayed, &metrics, &stop.rest);
-    }
-    let sweep = sweep::Settings { duty: duty(config.relayed), ..config.sweep };
-    keep_sweeper(&tasks, &store, sweep, &contact, &metrics, &stop.rest);
-    gateway.begin_loops(&tasks, &stop.rest, &stop.accept);
     let state = admin::State {
-        store,
-        metrics,
+        store: Arc::clone(&shared.store),
+        metrics: Arc::clone(metrics),
         ready: ready.clone(),
         token: config.admin.token.as_deref().and_then(Token::new),
         version: env!("CARGO_PKG_VERSION"),
         operations,
-        sinks: sinks.into_iter().map(|subscriber| subscriber.sink).collect(),
+        sinks: relay.sinks.iter().map(|sink| sink.name.clone()).collect(),
         explain: Some(Arc::<Gateway>::clone(&gateway)),
     };
     keep_admin(&tasks, admin_listener, admin::router(state), &stop.rest);
@@ -279,8 +283,19 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     let grace = server.shutdown_grace;
     let accepting = accept::serve(listener, server.accept, service, stop.accept.clone(), grace);
     tasks.spawn(tasks::vital(Vital::Listener, stop.accept.clone(), accepting));
-    ready.serving();
-    Ok(Running { addr, admin, stop, tasks, lease, gateway, grace, opened })
+    gateway.keep_keys(&tasks, &stop.rest);
+    let (spill, lease) = (shared.spill.clone(), TaskTracker::new());
+    let mut running =
+        Running { addr, admin, stop, tasks, lease, gateway, grace, spill, waiting: None };
+    let later = Later { shared, ttl: config.store.lease, relay, relayed, sweep };
+    if opened {
+        running.serve(later);
+    } else {
+        let listen = addr.map_or(server.listen, |addr| addr.to_string());
+        tracing::warn!(listen, %admin, "{WITHOUT}");
+        running.waiting = Some(Box::new(Waiting { opening, later }));
+    }
+    Ok(running)
 }
 
 /// Renews the lease until `stop`, then ends it.
@@ -351,6 +366,32 @@ pub(super) fn keep_admin(
     tracker.spawn(tasks::kept(Loop::AdminListener, "", stop.clone(), begin));
 }
 
+/// What is said where the process listens before its store is open.
+const WITHOUT: &str = "listening without the store: what no route names passes through, keyed requests get      store.on_unavailable, and the process is not ready";
+
+/// A spill could be kept, as far as is known by now. What has no room only may have some once it is drained.
+fn can_spill(settings: &spill::Settings) -> Result<(), StartError> {
+    match spill::probe(&settings.dir) {
+        Err(unwritable) if !unwritable.is_for_want_of_room() => Err(unwritable.into()),
+        Ok(()) | Err(_) => Ok(()),
+    }
+}
+
+/// A start on the store that is under way, and what begins after it.
+struct Waiting {
+    opening: Opening,
+    later: Later,
+}
+
+/// What needs the store.
+struct Later {
+    shared: Shared,
+    ttl: Duration,
+    relay: relay::Settings,
+    relayed: Relayed,
+    sweep: sweep::Settings,
+}
+
 /// The admin listener, and where it is.
 pub(super) async fn admin_listener(listen: &str) -> Result<(TcpListener, SocketAddr), StartError> {
     let listener = TcpListener::bind(listen).await.map_err(|cause| cannot_listen(listen, cause))?;
@@ -401,9 +442,42 @@ fn servers(config: &Config) -> Result<HashMap<Server, Arc<Upstream>>, StartError
 }
 
 impl Running {
+    /// Waits until the store is open: then it is ready. Where this is dropped the start goes on when it is asked again.
+    ///
+    /// # Errors
+    /// See [`StartError`]: the store will not open. What listens goes on until it is stopped.
+    pub async fn opened(&mut self) -> Result<(), StartError> {
+        let Some(waiting) = &mut self.waiting else { return Ok(()) };
+        let ended = waiting.opening.end().await;
+        if let Some(waiting) = self.waiting.take() {
+            ended?;
+            self.serve(waiting.later);
+        }
+        Ok(())
+    }
+
+    /// Begins what needs the store.
+    fn serve(&mut self, later: Later) {
+        let Self { stop, tasks, gateway, .. } = self;
+        let Later { shared, ttl, relay, relayed, sweep } = later;
+        let claimant = claimant(&shared.lease, &may_judge(&shared.contact), shared.alone);
+        let Shared { store, metrics, wake, lease, contact, .. } = shared;
+        keep_lease(&self.lease, &store, &lease, ttl, &stop.lease);
+        if relayed == Relayed::Here {
+            let relaying = Relaying { settings: relay, claimant, wake };
+            keep_relay(tasks, &store, relaying, &metrics, &stop.rest);
+        }
+        let sweep = sweep::Settings { duty: duty(relayed), ..sweep };
+        keep_sweeper(tasks, &store, sweep, &contact, &metrics, &stop.rest);
+        gateway.begin_loops(tasks, &stop.rest, &stop.accept);
+        stop.ready.serving();
+    }
+
     /// Stops: what is reserved finishes within the grace, and what is known is durable, in the database or in the spill.
     /// What is left becomes `unknown` once the lease has ended.
-    pub async fn stop(self) {
+    pub async fn stop(mut self) {
+        // A start that is under way is given up: nothing was reserved.
+        drop(self.waiting.take());
         self.stop.ready.draining();
         self.stop.accept.cancel();
         let drained = tokio::time::timeout(self.grace, self.gateway.drained()).await.is_ok();
@@ -420,7 +494,7 @@ impl Running {
         if tokio::time::timeout(self.grace, self.tasks.wait()).await.is_err() {
             tracing::warn!("some connections or deliveries did not end within the grace");
         }
-        if tokio::time::timeout(LEAVE_MAX, self.opened.spill.close()).await.is_err() {
+        if tokio::time::timeout(LEAVE_MAX, self.spill.close()).await.is_err() {
             tracing::warn!("the spill was not closed in time");
         }
         // Last: others judge this process by it. It bounds itself.

@@ -359,10 +359,20 @@ impl Builder<'_> {
         Store {
             spill: self.spill(&raw.spill, &kind),
             keys: Arc::new(self.keys(raw)),
-            kind,
             lease: or(&raw.lease, 15 * SECOND),
             migrate: or(&raw.migrate, true),
+            wait_at_start: self.wait_at_start(&raw.wait_at_start, &kind),
+            kind,
         }
+    }
+
+    fn wait_at_start(&self, field: &Maybe<Option<Duration>>, kind: &StoreKind) -> Option<Duration> {
+        let Placed { value: Some(limit), place } = field.as_ref()? else { return None };
+        if let StoreKind::Sqlite(_) = kind {
+            let wrong = "a SQLite file is there at the start, or it is not: only a Postgres is waited for; leave it out";
+            self.notes.mistake(place, wrong);
+        }
+        Some(*limit)
     }
 
     fn keys(&self, raw: &file::Store) -> Keys {

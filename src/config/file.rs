@@ -130,6 +130,8 @@ pub struct Store {
     pub lease: Maybe<Duration>,
     /// Whether `serve` migrates.
     pub migrate: Maybe<bool>,
+    /// How long a start waits for a database that is away.
+    pub wait_at_start: Maybe<Option<Duration>>,
     /// Connections of the pool.
     pub connections: Maybe<u32>,
     /// For one connection to the database.
@@ -565,6 +567,7 @@ fn store(mut s: Section<'_>) -> Store {
         url: s.text("url"),
         lease: s.duration("lease"),
         migrate: s.flag("migrate"),
+        wait_at_start: s.duration_or("wait_at_start", "forever"),
         connections: s.number("connections", 2..=1000),
         connect_timeout: s.duration("connect_timeout"),
         timeout: s.duration("timeout"),

@@ -27,7 +27,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use tokio::sync::oneshot;
 use uuid::Uuid;
@@ -75,6 +75,12 @@ impl Unwritable {
     fn new(dir: &Path, cause: io::Error) -> Self {
         Self { dir: dir.display().to_string(), cause }
     }
+
+    /// Whether nothing but room is missing, which draining may make.
+    #[must_use]
+    pub fn is_for_want_of_room(&self) -> bool {
+        matches!(self.cause.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+    }
 }
 
 /// Tries whether a spill could be kept in this folder, and leaves nothing of it behind.
@@ -95,43 +101,12 @@ pub struct Spill {
 }
 
 impl Spill {
-    /// A new file in the folder, for outcomes that are owed to this database.
-    ///
-    /// # Errors
-    /// [`Unwritable`].
-    pub fn open(
-        settings: &Settings,
-        database: Uuid,
-        metrics: Arc<Metrics>,
-    ) -> Result<Self, Unwritable> {
-        let dir = &settings.dir;
-        let held = Held::create(dir).map_err(|cause| Unwritable::new(dir, cause))?;
-        tracing::debug!(path = %held.path().display(), "the spill is ready");
-        Self::on(Box::new(held), settings.bytes_max, database, metrics)
-            .map_err(|cause| Unwritable::new(dir, cause))
-    }
-
-    /// A spill on this disk.
-    ///
-    /// # Errors
-    /// Where the disk does not take the first bytes, or no thread can be started.
-    pub fn on(
-        disk: Box<dyn Disk>,
-        bytes_max: u64,
-        database: Uuid,
-        metrics: Arc<Metrics>,
-    ) -> io::Result<Self> {
-        let level = Arc::new(Level::new(bytes_max, metrics));
-        let writer = Writer::begin(disk, FileHead::new(database), Arc::clone(&level))?;
-        let (orders, queue) = sync_channel(QUEUE_MAX);
-        tasks::thread(Vital::SpillWriter, "spill-writer", move || writer.run(&queue))?;
-        Ok(Self { orders, level, keys: Arc::new(Keys::none()) })
-    }
-
-    /// The same, whose outcomes are sealed with these keys, as the store's are.
+    /// A spill whose file is made later. What is to be kept before that waits for it.
     #[must_use]
-    pub fn sealed_with(self, keys: Arc<Keys>) -> Self {
-        Self { keys, ..self }
+    pub fn new(bytes_max: u64, keys: Arc<Keys>, metrics: Arc<Metrics>) -> (Self, Unopened) {
+        let level = Arc::new(Level::new(bytes_max, metrics));
+        let (orders, queue) = sync_channel(QUEUE_MAX);
+        (Self { orders, level: Arc::clone(&level), keys }, Unopened { queue, level })
     }
 
     /// Keeps an outcome until the database has taken it. When this returns `Spilled`, it is durable.
@@ -209,6 +184,35 @@ impl Spill {
             // Ends when the thread drops its side: with the file, or, where it had ended before, at once.
             drop(closed.await);
         }
+    }
+}
+
+/// A spill without its file. Where it is dropped, nothing is kept.
+pub struct Unopened {
+    queue: Receiver<Order>,
+    level: Arc<Level>,
+}
+
+impl Unopened {
+    /// Makes a new file in the folder, for outcomes that are owed to this database.
+    ///
+    /// # Errors
+    /// [`Unwritable`].
+    pub fn open(self, dir: &Path, database: Uuid) -> Result<(), Unwritable> {
+        let held = Held::create(dir).map_err(|cause| Unwritable::new(dir, cause))?;
+        tracing::debug!(path = %held.path().display(), "the spill is ready");
+        self.on(Box::new(held), database).map_err(|cause| Unwritable::new(dir, cause))
+    }
+
+    /// Begins on this disk.
+    ///
+    /// # Errors
+    /// Where the disk does not take the first bytes, or no thread can be started.
+    pub fn on(self, disk: Box<dyn Disk>, database: Uuid) -> io::Result<()> {
+        let Self { queue, level } = self;
+        let writer = Writer::begin(disk, FileHead::new(database), level)?;
+        tasks::thread(Vital::SpillWriter, "spill-writer", move || writer.run(&queue))?;
+        Ok(())
     }
 }
 

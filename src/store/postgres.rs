@@ -26,6 +26,7 @@ mod outbox;
 mod own;
 mod questions;
 mod records;
+mod refusal;
 mod rows;
 mod show;
 mod sinks;
@@ -57,6 +58,7 @@ use crate::record::{Attempt, Fence, OwnerId, Record, RecordId, Scope, Status};
 use crate::tasks::{self, Vital};
 use crate::telemetry;
 use door::{Connection, Dial, Door, Effect, Lane, Task, place};
+use migrate::Schema;
 
 /// How to reach the database.
 #[derive(Clone)]
@@ -96,13 +98,11 @@ impl Postgres {
     /// Connects. Changes nothing in the database: see [`Postgres::migrate`].
     ///
     /// # Errors
-    /// [`OpenError::Url`] where the URL is not understood, [`OpenError::Connect`] where the database is not reached.
+    /// [`OpenError::Url`] where the URL is not understood, [`OpenError::Away`] where the database is not reached now,
+    /// [`OpenError::Connect`] where it refuses.
     pub async fn open(settings: Settings) -> Result<Self, OpenError> {
         let (dial, place) = dial(&settings)?;
-        let mut first = dial
-            .connect()
-            .await
-            .map_err(|cause| OpenError::Connect { place: place.clone(), cause })?;
+        let mut first = dial.connect().await.map_err(|cause| unreached(&place, cause))?;
         migrate::warn_of_lost_commits(&mut first).await;
         drop(first);
         let door = Door::new(dial.clone(), settings.connections.saturating_sub(2));
@@ -128,21 +128,23 @@ impl Postgres {
     /// The version it has now. Several replicas may do this at once.
     ///
     /// # Errors
-    /// [`OpenError::Encoding`], [`OpenError::NewerSchema`], [`OpenError::OlderSchema`] where it is not allowed,
-    /// [`OpenError::Migration`].
+    /// [`OpenError::Encoding`], [`OpenError::NewerSchema`], [`OpenError::OlderSchema`] where it is not allowed, [`OpenError::Migration`], or
+    /// [`OpenError::Interrupted`] where it may go through another time.
     pub async fn migrate(&self, allowed: bool) -> Result<u32, OpenError> {
+        let unreached = |cause| unreached(&self.place, cause);
+        let mut connection = self.dial.connect().await.map_err(unreached)?;
+        let encoding = migrate::wrong_encoding(&mut connection).await;
+        if let Some(found) = encoding.map_err(|error| unreached(error.into()))? {
+            return Err(OpenError::Encoding { place: self.place.clone(), found });
+        }
+        let found = match migrate::look(&mut connection, allowed).await? {
+            Schema::Current(version) => return Ok(version),
+            Schema::Older(version) => version,
+        };
         // As long as it takes: one that is given up in the middle begins again at the next start.
         let dial = self.dial.clone().with_statement_timeout(MIGRATION_TIMEOUT);
-        let mut connection = dial.connect().await.map_err(|cause| self.not_reached(cause))?;
-        let encoding = migrate::wrong_encoding(&mut connection).await;
-        match encoding.map_err(|cause| self.not_reached(cause.into()))? {
-            Some(found) => Err(OpenError::Encoding { place: self.place.clone(), found }),
-            None => migrate::migrate(&mut connection, allowed).await,
-        }
-    }
-
-    fn not_reached(&self, cause: Cause) -> OpenError {
-        OpenError::Connect { place: self.place.clone(), cause }
+        let mut connection = dial.connect().await.map_err(unreached)?;
+        migrate::migrate(&mut connection, found).await
     }
 
     /// Tells the database which sinks there are and what they want, for the events that applications announce there. Writes
@@ -152,6 +154,16 @@ impl Postgres {
     /// See [`Error`].
     pub async fn name_sinks(&self, sinks: &[Subscriber]) -> Result<(), Error> {
         outbox::name_sinks(&self.door, sinks).await
+    }
+}
+
+/// Why there is no connection.
+fn unreached(place: &str, cause: Cause) -> OpenError {
+    let place = place.to_owned();
+    if refusal::lasts(&cause) {
+        OpenError::Connect { place, cause }
+    } else {
+        OpenError::Away { place, cause }
     }
 }
 

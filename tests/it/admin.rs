@@ -108,7 +108,12 @@ async fn readiness_needs_a_serving_gateway_and_a_store_that_answers() {
     let ready = async |gateway: &str, store: &str| {
         let reply = admin.get("/readyz").await;
         let is = gateway == "serving" && store == "ok";
-        assert_eq!(reply.json(), json!({"ready": is, "gateway": gateway, "store": store}));
+        let mut told = json!({"ready": is, "gateway": gateway, "store": store});
+        if store == "unavailable" {
+            told["cause"] =
+                json!("the database is not available: secret-host refused the connection");
+        }
+        assert_eq!(reply.json(), told);
         assert_eq!(reply.status, if is { 200 } else { 503 });
         assert_eq!(admin.get("/healthz").await.body, "ok\n");
     };
@@ -297,6 +302,16 @@ async fn a_database_that_is_away_is_said_without_its_secrets() {
         assert_eq!(reply.json()["type"], "urn:oncegate:problem:store-unavailable");
         assert!(!reply.body.contains("secret-host"), "{}", reply.body);
     }
+    // Why it is not ready is for operators.
+    let guarded = Admin::start(Shelf::default(), Some("t0ken")).await;
+    guarded.shelf.be(Health::Down);
+    for (admin, more) in [(&admin, "origin: https://elsewhere.example\r\n"), (&guarded, "")] {
+        let reply = admin.with("/readyz", "localhost", more).await;
+        assert_eq!(reply.json()["store"], "unavailable");
+        assert!(!reply.body.contains("secret-host"), "{}", reply.body);
+    }
+    let reply = guarded.with("/readyz", "localhost", "authorization: Bearer t0ken\r\n").await;
+    assert!(reply.body.contains("secret-host"), "{}", reply.body);
 }
 
 #[tokio::test]

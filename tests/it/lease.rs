@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate::lease;
+use oncegate::record::LeaseView;
 use oncegate::store::{Beat, Error, Store};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -13,6 +14,13 @@ use crate::support::fake::Fake;
 
 const TTL: Duration = Duration::from_secs(15);
 const LONG: Duration = Duration::from_secs(60);
+
+async fn begun(store: &Arc<dyn Store>) -> Result<LeaseView, Error> {
+    let view = lease::none();
+    assert!(!view.holds(view.current().owner, Instant::now().into_std()), "nothing is sent yet");
+    lease::begin(store.as_ref(), TTL, &view).await?;
+    Ok(view)
+}
 
 fn away() -> Result<Beat, Error> {
     Err(Error::Unavailable("away".into()))
@@ -24,7 +32,7 @@ async fn the_lease_is_relied_on_from_before_the_heartbeat_was_sent_less_a_margin
     fake.beats.lock().unwrap().push_back((Duration::from_secs(4), Ok(Beat::Renewed)));
     let store: Arc<dyn Store> = fake.clone();
     let sent = Instant::now();
-    let view = lease::start(&store, TTL).await.unwrap();
+    let view = begun(&store).await.unwrap();
     assert_eq!(sent.elapsed(), Duration::from_secs(4));
     assert_eq!(view.current().sure_until, (sent + Duration::from_secs(12)).into_std());
 }
@@ -34,14 +42,14 @@ async fn without_a_first_heartbeat_there_is_no_lease() {
     let fake = Arc::new(Fake::default());
     fake.beats.lock().unwrap().push_back((Duration::ZERO, away()));
     let store: Arc<dyn Store> = fake;
-    assert!(lease::start(&store, TTL).await.is_err());
+    assert!(begun(&store).await.is_err());
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_short_outage_ends_no_lease_and_a_hanging_heartbeat_is_sent_again() {
     let fake = Arc::new(Fake::default());
     let store: Arc<dyn Store> = fake.clone();
-    let view = lease::start(&store, TTL).await.unwrap();
+    let view = begun(&store).await.unwrap();
     let owner = view.current().owner;
     let stop = CancellationToken::new();
     fake.beats.lock().unwrap().extend([
@@ -67,7 +75,7 @@ async fn a_short_outage_ends_no_lease_and_a_hanging_heartbeat_is_sent_again() {
 async fn a_lease_that_has_ended_is_not_renewed_a_new_owner_goes_on() {
     let fake = Arc::new(Fake::default());
     let store: Arc<dyn Store> = fake.clone();
-    let view = lease::start(&store, TTL).await.unwrap();
+    let view = begun(&store).await.unwrap();
     let old = view.current().owner;
     fake.beats.lock().unwrap().push_back((Duration::ZERO, Ok(Beat::Ended)));
     let stop = CancellationToken::new();

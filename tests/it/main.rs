@@ -90,6 +90,7 @@ mod tokens;
 mod tunnels;
 mod unknown_events;
 mod upstream;
+mod wait;
 mod watched;
 mod webhooks;
 mod went_back;

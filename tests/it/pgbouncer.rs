@@ -15,7 +15,7 @@ use crate::support::process::{eventually, free_port};
 use crate::support::rig::Place;
 use crate::support::sink::{OK, Sink};
 
-struct Bouncer {
+pub(crate) struct Bouncer {
     child: Child,
     home: PathBuf,
     port: u16,
@@ -43,14 +43,18 @@ fn minor_version() -> u32 {
 impl Bouncer {
     /// Before the shared cluster, with two server connections for each database.
     fn start() -> Self {
+        Self::before(Cluster::shared().port(), "")
+    }
+
+    /// Before the server on this port, with lines of its own.
+    pub(crate) fn before(server: u16, more: &str) -> Self {
         let (home, port) = (own_folder("bouncer"), free_port());
         // Where the setting is known, prepared statements are refused by it; older ones never let them through.
         let prepared = if minor_version() >= 21 { "max_prepared_statements = 0" } else { "" };
         let ini = format!(
-            "[databases]\n* = host=127.0.0.1 port={}\n[pgbouncer]\nlisten_addr = 127.0.0.1\n\
+            "[databases]\n* = host=127.0.0.1 port={server}\n[pgbouncer]\nlisten_addr = 127.0.0.1\n\
              listen_port = {port}\nunix_socket_dir =\nauth_type = trust\nauth_file = {}\n\
-             pool_mode = transaction\ndefault_pool_size = 2\nmax_client_conn = 200\n{prepared}\n",
-            Cluster::shared().port(),
+             pool_mode = transaction\ndefault_pool_size = 2\nmax_client_conn = 200\n{prepared}\n{more}\n",
             home.join("users").display(),
         );
         std::fs::write(home.join("users"), "\"postgres\" \"\"\n").unwrap();
@@ -66,11 +70,19 @@ impl Bouncer {
         Self { child, home, port }
     }
 
+    /// The URL of a server's database, seen through it.
+    pub(crate) fn url_of(&self, direct: &str, server: u16) -> String {
+        direct.replace(&format!(":{server}/"), &format!(":{}/", self.port))
+    }
+
+    pub(crate) fn port(&self) -> u16 {
+        self.port
+    }
+
     /// A fresh database, seen through it.
     async fn place(&self) -> Place {
         let direct = tokio::task::block_in_place(|| Cluster::shared().database());
-        let (port, through) = (Cluster::shared().port(), self.port);
-        let url = direct.replace(&format!(":{port}/"), &format!(":{through}/"));
+        let url = self.url_of(&direct, Cluster::shared().port());
         eventually("it serves", async || {
             tokio_postgres::connect(&url, tokio_postgres::NoTls).await.is_ok()
         })

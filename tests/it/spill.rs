@@ -295,14 +295,17 @@ async fn inside(config: Config, disk: SlowDisk) -> SocketAddr {
     let store = serve::open(&config.store, true).await.unwrap();
     let metrics = Arc::new(Metrics::default());
     let database = store.database_id().await.unwrap();
-    let spill = Spill::on(Box::new(disk), 1 << 20, database, Arc::clone(&metrics)).unwrap();
+    let (spill, file) = Spill::new(1 << 20, Arc::clone(&config.store.keys), Arc::clone(&metrics));
+    file.on(Box::new(disk), database).unwrap();
+    let lease = lease::none();
+    lease::begin(store.as_ref(), config.store.lease, &lease).await.unwrap();
     let upstream = |settings| Arc::new(Upstream::new(settings).unwrap());
     let parts = gateway::Parts {
         tokens: None,
         servers: std::collections::HashMap::new(),
         routes: config.routes,
         upstreams: config.upstreams.into_iter().map(|(name, s)| (name, upstream(s))).collect(),
-        lease: lease::start(&store, config.store.lease).await.unwrap(),
+        lease,
         store,
         may_judge: Arc::new(|| false),
         spill,

@@ -266,6 +266,14 @@ const CASES: &[(&str, &str)] = &[
         "og.toml:2: store.lease: must be at least \"3s\": it is renewed three times in it",
     ),
     (
+        "store.wait_at_start = \"30s\"",
+        "og.toml:2: store.wait_at_start: a SQLite file is there at the start, or it is not: only a Postgres is waited for; leave it out",
+    ),
+    (
+        "store.wait_at_start = \"never\"",
+        "og.toml:2: store.wait_at_start: must be \"forever\", or a duration with its unit such as \"500ms\"",
+    ),
+    (
         "upstream.reuse_for_keyed = \"soon\"",
         "og.toml:2: upstream.reuse_for_keyed: must be \"never\", or a duration with its unit such as \"500ms\"",
     ),

@@ -27,8 +27,6 @@ use crate::telemetry::{Drained, Metrics, causes};
 const AT_ONCE: usize = store::batch::BATCH_MAX;
 /// How long one try of a completion may take.
 const TRY: Duration = Duration::from_secs(10);
-/// How long the database may be away in the middle before the start is given up.
-const PATIENCE: Duration = Duration::from_secs(30);
 const PAUSE: Duration = Duration::from_millis(200);
 /// What is added to the name of a file that could not be drained as a whole.
 const ASIDE: &str = "aside";
@@ -69,6 +67,17 @@ enum Owed {
     Outcome(Arc<Completion>),
     /// That an attempt did not execute. `gone_on`: its record had gone on before the process died.
     Freed { late: Box<LateOutcome>, gone_on: bool },
+}
+
+impl DrainError {
+    /// Whether the same may succeed another time, with nobody doing anything about it.
+    #[must_use]
+    pub fn may_pass(&self) -> bool {
+        match self {
+            Self::Store(error) => error.may_pass(),
+            Self::Unwritable(_) | Self::Folder(_) => false,
+        }
+    }
 }
 
 impl Source {
@@ -115,6 +124,7 @@ struct Tally {
 
 /// Writes to the database what dead processes left in this folder, and removes their files. To be called before anything of
 /// theirs is marked, and before the process makes a file of its own: where the disk is full, this makes room.
+/// `patience`: how long the store may be away in the middle. After a failure it may be asked again.
 ///
 /// # Errors
 /// [`DrainError`]: the process must not serve then.
@@ -124,6 +134,7 @@ pub async fn drain(
     keys: &Arc<Keys>,
     store: &Arc<dyn Store>,
     metrics: &Metrics,
+    patience: Duration,
 ) -> Result<(), DrainError> {
     disk::make_folder(folder).map_err(|cause| Unwritable::new(folder, cause))?;
     let mut alone = 0;
@@ -136,7 +147,9 @@ pub async fn drain(
         };
         match found {
             Found::Nothing => {}
-            Found::Left(left) => alone += u64::from(!pay_off(*left, keys, store, metrics).await?),
+            Found::Left(left) => {
+                alone += u64::from(!pay_off(*left, keys, store, metrics, patience).await?);
+            }
             Found::Alone(why) => {
                 alone += 1;
                 let path = path.display();
@@ -154,12 +167,13 @@ async fn pay_off(
     keys: &Arc<Keys>,
     store: &Arc<dyn Store>,
     metrics: &Metrics,
+    patience: Duration,
 ) -> Result<bool, DrainError> {
     let Left { file, path, head, contents } = left;
     let (file, mut tally) =
         (Arc::new(Source { file, head, keys: Arc::clone(keys) }), Tally::default());
     for places in contents.owed.chunks(AT_ONCE) {
-        pay_some(&file, places, store, metrics, &mut tally).await?;
+        pay_some(&file, places, store, metrics, patience, &mut tally).await?;
     }
     let shown = path.display();
     if contents.torn {
@@ -185,13 +199,17 @@ async fn pay_some(
     places: &[Place],
     store: &Arc<dyn Store>,
     metrics: &Metrics,
+    patience: Duration,
     tally: &mut Tally,
 ) -> Result<(), DrainError> {
     let mut tasks = JoinSet::new();
     for place in places.iter().copied() {
         let (file, store) = (Arc::clone(file), Arc::clone(store));
-        tasks.spawn(async move { pay_one(file, place, &*store).await });
+        tasks.spawn(async move { pay_one(file, place, &*store, patience).await });
     }
+    // All are awaited, also after a failure: while one holds the file it stays locked, and the next try would take it for a
+    // living process's.
+    let mut failed = Ok(());
     while let Some(ended) = tasks.join_next().await {
         match ended.map_err(|panic| Error::InDoubt(panic.into())).flatten() {
             Ok(Some(result)) => {
@@ -204,10 +222,10 @@ async fn pay_some(
                 tally.drained += u64::from(!stuck);
             }
             Ok(None) => tally.stuck += 1,
-            Err(error) => return Err(DrainError::Store(error)),
+            Err(error) => failed = Err(DrainError::Store(error)),
         }
     }
-    Ok(())
+    failed
 }
 
 /// The folder's files that may hold outcomes. Their order means nothing.
@@ -273,6 +291,7 @@ async fn pay_one(
     file: Arc<Source>,
     place: Place,
     store: &dyn Store,
+    patience: Duration,
 ) -> Result<Option<Drained>, Error> {
     let reading = tokio::task::spawn_blocking(move || file.read(place));
     let read = reading.await.map_err(io::Error::other).flatten();
@@ -284,7 +303,8 @@ async fn pay_one(
             return Ok(None);
         }
     };
-    let give_up = Instant::now() + PATIENCE;
+    let give_up = Instant::now() + patience;
+    let mut told = false;
     loop {
         let settled = match &owed {
             Owed::Outcome(completion) => settle(completion, store).await,
@@ -294,7 +314,9 @@ async fn pay_one(
             Ok(result) => return Ok(Some(result)),
             Err(error) if Instant::now() >= give_up => return Err(error),
             Err(error) => {
-                tracing::warn!(error = %causes(&error), "an outcome in the spill is not taken yet");
+                if !std::mem::replace(&mut told, true) {
+                    tracing::warn!(error = %causes(&error), "an outcome in the spill is not taken yet");
+                }
                 tokio::time::sleep(PAUSE).await;
             }
         }

@@ -28,6 +28,7 @@ use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Config, Row};
 use tokio_postgres_rustls::MakeRustlsConnect;
 
+use super::refusal::NoHost;
 use super::sqlstate::{self, Meaning};
 use super::trouble::Trouble;
 use crate::store::batch::RunError;
@@ -130,8 +131,7 @@ impl Dial {
         {
             return Err(cause);
         }
-        let told = failures.iter().map(|(place, cause)| format!("{place}: {}", causes(&**cause)));
-        Err(told.collect::<Vec<_>>().join("; ").into())
+        Err(NoHost::new(&failures).into())
     }
 
     async fn connect_to(&self, host: &Config) -> Result<Connection, Cause> {

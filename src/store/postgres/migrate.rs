@@ -4,12 +4,14 @@
 //! the process dies in the middle, the transaction is rolled back and the schema is as it was. Released files never
 //! change; a change is a new file.
 
+use std::cmp::Ordering;
+
 use tokio_postgres::Row;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::types::Type;
 
 use super::door::{Connection, Effect, Transaction};
-use super::failed;
+use super::{failed, refusal};
 use crate::fault::{self, Point};
 use crate::store::batch::RunError;
 use crate::store::{Cause, Error, OpenError};
@@ -138,17 +140,27 @@ pub(super) async fn wrong_encoding(connection: &mut Connection) -> Result<Option
     Ok((encoding != "UTF8").then_some(encoding))
 }
 
-pub(super) async fn migrate(connection: &mut Connection, allowed: bool) -> Result<u32, OpenError> {
+/// How a schema is to this program that may be used, or be made so.
+pub(super) enum Schema {
+    /// It is the program's.
+    Current(u32),
+    /// It is older, down to none.
+    Older(u32),
+}
+
+/// Which schema there is.
+pub(super) async fn look(connection: &mut Connection, allowed: bool) -> Result<Schema, OpenError> {
     let found = version(connection).await.map_err(|error| broken(0, error))?;
-    if found > known() {
-        return Err(OpenError::NewerSchema { found, known: known() });
+    match found.cmp(&known()) {
+        Ordering::Greater => Err(OpenError::NewerSchema { found, known: known() }),
+        Ordering::Equal => Ok(Schema::Current(found)),
+        Ordering::Less if allowed => Ok(Schema::Older(found)),
+        Ordering::Less => Err(OpenError::OlderSchema { found, known: known() }),
     }
-    if found == known() {
-        return Ok(found);
-    }
-    if !allowed {
-        return Err(OpenError::OlderSchema { found, known: known() });
-    }
+}
+
+/// Brings a schema up that was at the version `found`.
+pub(super) async fn migrate(connection: &mut Connection, found: u32) -> Result<u32, OpenError> {
     make_table(connection).await?;
     let mut at = found;
     match bring_up(connection, &mut at).await {
@@ -220,19 +232,20 @@ fn version_of(rows: &[Row]) -> u32 {
 }
 
 fn broken(version: u32, error: RunError) -> OpenError {
-    let cause: Cause = match failed(error) {
-        Error::Unavailable(cause)
-        | Error::InDoubt(cause)
-        | Error::Refused(cause)
-        | Error::Unreadable(cause) => cause,
-        Error::Late => "too late".into(),
+    let (cause, refused): (Cause, bool) = match failed(error) {
+        Error::Unavailable(cause) | Error::InDoubt(cause) => (cause, false),
+        Error::Refused(cause) | Error::Unreadable(cause) => (cause, true),
+        Error::Late => ("too late".into(), false),
     };
+    if refused || refusal::lasts(&cause) {
+        return OpenError::Migration { version, cause };
+    }
     let cause = if waited_in_vain(&cause) { Cause::from(IN_USE) } else { cause };
-    OpenError::Migration { version, cause }
+    OpenError::Interrupted { version, cause }
 }
 
 const IN_USE: &str = "a table was in use for longer than 5 s, as by a dump or another long transaction; nothing was changed: \
-     start again when that has ended";
+     it goes through once that has ended (`serve` tries again by itself)";
 
 fn waited_in_vain(cause: &Cause) -> bool {
     let error = cause.downcast_ref::<tokio_postgres::Error>();

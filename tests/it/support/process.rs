@@ -59,6 +59,49 @@ pub fn relay(config: &Path) -> Command {
     command
 }
 
+/// Starts a command; its output, and what its line says by which it is ready.
+fn spawn(
+    mut command: Command,
+    config: &Path,
+    stderr: Stdio,
+) -> (Child, Arc<Mutex<String>>, mpsc::Receiver<String>) {
+    let mut child = command
+        // What is kept beside the database by default is kept in the test's own folder.
+        .current_dir(config.parent().expect("a folder"))
+        .env("RUST_BACKTRACE", "1")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(stderr)
+        .spawn()
+        .expect("the program starts");
+    // The test's own end of it, if it is one, is closed here.
+    drop(command);
+    let log = Arc::new(Mutex::new(String::new()));
+    let stdout = child.stdout.take().expect("its output");
+    let stderr = child.stderr.take();
+    let (ready, line) = mpsc::channel();
+    let out = Arc::clone(&log);
+    std::thread::spawn(move || {
+        for text in BufReader::new(stdout).lines().map_while(Result::ok) {
+            if let Some(json) = text.strip_prefix("ready ") {
+                let _ = ready.send(json.to_owned());
+            }
+            out.lock().expect("the log").push_str(&format!("{text}\n"));
+        }
+    });
+    if let Some(mut stderr) = stderr {
+        let err = Arc::clone(&log);
+        std::thread::spawn(move || {
+            let mut chunk = [0; 4096];
+            while let Ok(read @ 1..) = stderr.read(&mut chunk) {
+                let text = String::from_utf8_lossy(&chunk[..read]).into_owned();
+                err.lock().expect("the log").push_str(&text);
+            }
+        });
+    }
+    (child, log, line)
+}
+
 impl Gateway {
     /// Starts `relay` with this configuration file and waits until it is ready.
     pub fn relay(config: &Path) -> Self {
@@ -94,41 +137,8 @@ impl Gateway {
         Self::launch_with(command, config, Stdio::piped())
     }
 
-    fn launch_with(mut command: Command, config: &Path, stderr: Stdio) -> Result<Self, String> {
-        let mut child = command
-            // What is kept beside the database by default is kept in the test's own folder.
-            .current_dir(config.parent().expect("a folder"))
-            .env("RUST_BACKTRACE", "1")
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(stderr)
-            .spawn()
-            .expect("the program starts");
-        // The test's own end of it, if it is one, is closed here.
-        drop(command);
-        let log = Arc::new(Mutex::new(String::new()));
-        let stdout = child.stdout.take().expect("its output");
-        let stderr = child.stderr.take();
-        let (ready, line) = mpsc::channel();
-        let out = Arc::clone(&log);
-        std::thread::spawn(move || {
-            for text in BufReader::new(stdout).lines().map_while(Result::ok) {
-                if let Some(json) = text.strip_prefix("ready ") {
-                    let _ = ready.send(json.to_owned());
-                }
-                out.lock().expect("the log").push_str(&format!("{text}\n"));
-            }
-        });
-        if let Some(mut stderr) = stderr {
-            let err = Arc::clone(&log);
-            std::thread::spawn(move || {
-                let mut chunk = [0; 4096];
-                while let Ok(read @ 1..) = stderr.read(&mut chunk) {
-                    let text = String::from_utf8_lossy(&chunk[..read]).into_owned();
-                    err.lock().expect("the log").push_str(&text);
-                }
-            });
-        }
+    fn launch_with(command: Command, config: &Path, stderr: Stdio) -> Result<Self, String> {
+        let (mut child, log, line) = spawn(command, config, stderr);
         match line.recv_timeout(PATIENCE) {
             Ok(json) => {
                 let ready: serde_json::Value = serde_json::from_str(&json).expect("a ready line");
@@ -151,6 +161,12 @@ impl Gateway {
                 Err(log.lock().expect("the log").clone())
             }
         }
+    }
+
+    /// Starts a command that listens at these addresses, and does not wait until it is ready.
+    pub fn unready(command: Command, config: &Path, addr: SocketAddr, admin: SocketAddr) -> Self {
+        let (child, log, _) = spawn(command, config, Stdio::piped());
+        Self { child, addr, admin, config: config.into(), log }
     }
 
     /// The same configuration again, after the process has ended.

@@ -1,0 +1,340 @@
+//! From the settings to an open store, however long the database is away.
+//!
+//! A start on Postgres is tried until it succeeds, or fails in a way that no time mends; `store.wait_at_start` bounds it. Each
+//! try begins at the beginning, and everything in it may be done again. What must stay true: the order within a try is
+//! migrate, drain the spill, count, lease; and the gate (`store::awaited`) is opened after all of it. A SQLite file is there or
+//! it is not: its start is tried once.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::Notify;
+use tokio::time::Instant;
+use uuid::Uuid;
+
+use super::serve::{StartError, sealed};
+use crate::config::{self, StoreKind};
+use crate::gateway::spill::{self, Unopened};
+use crate::lease::{self, Contact};
+use crate::record::LeaseView;
+use crate::record::event::wanted::Subscriber;
+use crate::store::awaited::Gate;
+use crate::store::postgres::{self, Postgres};
+use crate::store::sqlite::{self, Location, Sqlite};
+use crate::store::{Backlog, Store};
+use crate::telemetry::{Metrics, causes};
+
+/// How long a start may take before the process listens without its store.
+const HEAD_START: Duration = Duration::from_secs(1);
+
+/// First pause between two tries; it doubles up to [`PAUSE_MAX`], so that the start goes on soon after the database has come.
+const PAUSE_FIRST: Duration = Duration::from_millis(100);
+const PAUSE_MAX: Duration = Duration::from_secs(3);
+
+/// How often the log says that the store is still not open; and that there is another reason.
+const TELL_EVERY: Duration = Duration::from_secs(60);
+const TELL_NEWS_EVERY: Duration = Duration::from_secs(10);
+
+/// How long the store may be away while the spill is drained: of a SQLite file, before the start fails; of a Postgres, before the
+/// start is tried anew.
+const DRAIN_ON_SQLITE: Duration = Duration::from_secs(30);
+const DRAIN_ON_POSTGRES: Duration = Duration::from_secs(1);
+
+/// How many records of dead owners are marked in one statement at the start.
+const MARK_BATCH: u32 = 500;
+
+/// A start on a store that is under way. Dropped, it is given up, and nothing that it did does harm.
+pub(super) struct Opening {
+    trying: Pin<Box<dyn Future<Output = Result<(), StartError>>>>,
+    /// Is told of the first try that failed and may succeed another time.
+    failed: Arc<Notify>,
+    /// None: nothing is served without the store while it is at hand.
+    head_start: Option<Duration>,
+}
+
+impl Opening {
+    /// Whether the store is open, or takes longer than is to be waited for without listening.
+    pub(super) async fn soon(&mut self) -> Result<bool, StartError> {
+        let late = async {
+            match self.head_start {
+                Some(head_start) => tokio::time::sleep(head_start).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            biased;
+            opened = self.trying.as_mut() => opened.map(|()| true),
+            () = self.failed.notified() => Ok(false),
+            () = late => Ok(false),
+        }
+    }
+
+    /// Waits until the store is open. Not to be asked again after it has told.
+    pub(super) async fn end(&mut self) -> Result<(), StartError> {
+        self.trying.as_mut().await
+    }
+}
+
+/// Whether requests are served before the store is open, although it is at hand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Early {
+    /// Where it takes a while: what no route names needs no store.
+    Yes,
+    /// Not, lest they go past it.
+    No,
+}
+
+/// What a start needs, and what it sets.
+pub(super) struct Needs {
+    pub(super) settings: config::Store,
+    /// For what applications announce in the database itself.
+    pub(super) sinks: Vec<Subscriber>,
+    pub(super) metrics: Arc<Metrics>,
+    /// Counted before the first request, lest a restart lets one beyond it.
+    pub(super) backlog: Backlog,
+    pub(super) spill: Unopened,
+    pub(super) lease: LeaseView,
+    pub(super) contact: Contact,
+    pub(super) gate: Gate,
+}
+
+/// Opens the store of `serve`: locked where one process owns it, and cleared of what the last process left.
+pub(super) fn to_serve(needs: Needs, early: Early) -> Opening {
+    let failed = Arc::new(Notify::new());
+    match needs.settings.kind.clone() {
+        StoreKind::Sqlite(location) => {
+            let trying = Box::pin(async move { on_sqlite(&location, needs).await });
+            Opening { trying, failed, head_start: None }
+        }
+        StoreKind::Postgres(postgres) => {
+            let tell = Arc::clone(&failed);
+            let trying = Box::pin(async move { on_postgres(postgres, needs, &tell).await });
+            let head_start = (early == Early::Yes).then_some(HEAD_START);
+            Opening { trying, failed, head_start }
+        }
+    }
+}
+
+/// Opens the store of a relay: it keeps no outcomes, and marks nothing.
+pub(super) fn to_relay(
+    settings: config::Store,
+    postgres: postgres::Settings,
+    lease: LeaseView,
+    contact: Contact,
+    gate: Gate,
+) -> Opening {
+    let failed = Arc::new(Notify::new());
+    let tell = Arc::clone(&failed);
+    let trying = Box::pin(async move {
+        let mut server = Server::new(postgres);
+        let store = until(settings.wait_at_start, &gate, &tell, async || {
+            let store = server.store(&settings).await?;
+            lease::begin(&*store, settings.lease, &lease).await?;
+            Ok(store)
+        })
+        .await?;
+        contact.reached(Instant::now().into_std());
+        gate.open(store);
+        Ok(())
+    });
+    Opening { trying, failed, head_start: Some(HEAD_START) }
+}
+
+async fn on_sqlite(location: &Location, needs: Needs) -> Result<(), StartError> {
+    let settings = &needs.settings;
+    let lock = sqlite::lock(location)?;
+    let cut = lock.found_it_cut();
+    let sqlite = Arc::new(Sqlite::open_locked(location, lock).await?);
+    if cut {
+        sqlite.check_whole().await?;
+    }
+    sqlite.migrate(settings.migrate).await?;
+    let store = sealed(Arc::<Sqlite>::clone(&sqlite), settings);
+    let database = needs.drain(&store, DRAIN_ON_SQLITE).await?;
+    // The lock says that no other process lives: every lease in the file is a dead one's.
+    sqlite.end_all_leases().await?;
+    while store.mark_dead(None, MARK_BATCH).await? > 0 {}
+    needs.begin(&store).await?;
+    needs.finish(store, database)
+}
+
+async fn on_postgres(
+    postgres: postgres::Settings,
+    needs: Needs,
+    failed: &Notify,
+) -> Result<(), StartError> {
+    let settings = &needs.settings;
+    let mut server = Server::new(postgres);
+    let tried = until(settings.wait_at_start, &needs.gate, failed, async || {
+        let store = server.store(settings).await?;
+        server.name_sinks(&needs.sinks).await?;
+        let database = needs.drain(&store, DRAIN_ON_POSTGRES).await?;
+        needs.begin(&store).await?;
+        Ok((store, database))
+    });
+    let (store, database) = tried.await?;
+    needs.finish(store, database)
+}
+
+impl Needs {
+    /// What dead processes left in the spill is in the database then: before it is marked as lost. The database's id.
+    async fn drain(&self, store: &Arc<dyn Store>, patience: Duration) -> Result<Uuid, StartError> {
+        let database = store.database_id().await?;
+        let config::Store { spill, keys, .. } = &self.settings;
+        spill::drain(&spill.dir, database, keys, store, &self.metrics, patience).await?;
+        Ok(database)
+    }
+
+    async fn begin(&self, store: &Arc<dyn Store>) -> Result<(), StartError> {
+        if self.backlog.most().is_some() {
+            self.backlog.counted(&store.gauges().await?);
+        }
+        lease::begin(&**store, self.settings.lease, &self.lease).await?;
+        Ok(())
+    }
+
+    /// From now on the store is open.
+    fn finish(self, store: Arc<dyn Store>, database: Uuid) -> Result<(), StartError> {
+        // Not before the drain: on a full disk, what was drained is its room.
+        self.spill.open(&self.settings.spill.dir, database)?;
+        self.contact.reached(Instant::now().into_std());
+        self.gate.open(store);
+        Ok(())
+    }
+}
+
+/// A Postgres, from the first try that reached it on.
+struct Server {
+    settings: postgres::Settings,
+    reached: Option<Arc<Postgres>>,
+}
+
+impl Server {
+    fn new(settings: postgres::Settings) -> Self {
+        Self { settings, reached: None }
+    }
+
+    /// Its store with this program's schema.
+    async fn store(&mut self, settings: &config::Store) -> Result<Arc<dyn Store>, StartError> {
+        let postgres = match &self.reached {
+            Some(postgres) => Arc::clone(postgres),
+            None => {
+                let opened = Arc::new(Postgres::open(self.settings.clone()).await?);
+                Arc::clone(self.reached.insert(opened))
+            }
+        };
+        postgres.migrate(settings.migrate).await?;
+        Ok(sealed(postgres, settings))
+    }
+
+    async fn name_sinks(&self, sinks: &[Subscriber]) -> Result<(), StartError> {
+        if let Some(postgres) = &self.reached {
+            postgres.name_sinks(sinks).await?;
+        }
+        Ok(())
+    }
+}
+
+/// Tries until it succeeds, or fails for good, or the time is over.
+async fn until<T>(
+    limit: Option<Duration>,
+    gate: &Gate,
+    failed: &Notify,
+    mut attempt: impl AsyncFnMut() -> Result<T, StartError>,
+) -> Result<T, StartError> {
+    let (begun, mut pause, mut news) = (Instant::now(), PAUSE_FIRST, News::default());
+    loop {
+        let error = match attempt().await {
+            Err(error) if error.may_pass() => error,
+            ended => {
+                if ended.is_ok() {
+                    news.over(begun.elapsed());
+                }
+                return ended;
+            }
+        };
+        let left = limit.map(|limit| limit.saturating_sub(begun.elapsed()));
+        if let (Some(limit), Some(Duration::ZERO)) = (limit, left) {
+            return Err(StartError::Waited { limit, cause: Box::new(error) });
+        }
+        let why = causes(&error);
+        news.tell(&why);
+        gate.explain(why);
+        failed.notify_one();
+        let jittered = pause.mul_f64(0.5 + fastrand::f64() / 2.0);
+        tokio::time::sleep(left.map_or(jittered, |left| jittered.min(left))).await;
+        pause = (pause * 2).min(PAUSE_MAX);
+    }
+}
+
+/// What the log was told of tries that failed: the first, and then one now and then.
+#[derive(Default)]
+struct News(Option<(Instant, String)>);
+
+impl News {
+    fn tell(&mut self, why: &str) {
+        let due = self.0.as_ref().is_none_or(|(at, told)| {
+            let every = if told == why { TELL_EVERY } else { TELL_NEWS_EVERY };
+            at.elapsed() >= every
+        });
+        if due {
+            tracing::warn!(error = why, "the store cannot be opened yet: it is tried until it can");
+            self.0 = Some((Instant::now(), why.to_owned()));
+        }
+    }
+
+    fn over(&self, after: Duration) {
+        if self.0.is_some() {
+            tracing::info!(?after, "the store is open now");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::{OpenError, awaited};
+
+    /// A start whose tries come to this, by the time that has gone by: how it ends, and when.
+    async fn tried(
+        limit: Option<Duration>,
+        comes_to: impl Fn(Duration) -> Result<(), OpenError>,
+    ) -> (Result<(), StartError>, Duration) {
+        let ((_, gate), begun) = (awaited::awaited(), Instant::now());
+        let attempt = async || comes_to(begun.elapsed()).map_err(StartError::from);
+        let ended = until(limit, &gate, &Notify::new(), attempt).await;
+        (ended, begun.elapsed())
+    }
+
+    fn away(_: Duration) -> Result<(), OpenError> {
+        Err(OpenError::Away { place: "here".to_owned(), cause: "refused".into() })
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_start_goes_on_within_seconds_of_the_databases_coming() {
+        const HOUR: Duration = Duration::from_secs(3600);
+        let (ended, after) = tried(None, |at| if at < HOUR { away(at) } else { Ok(()) }).await;
+        assert!(ended.is_ok() && after >= HOUR && after <= HOUR + PAUSE_MAX, "{after:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_start_waits_no_longer_than_it_may() {
+        for limit in [Duration::ZERO, Duration::from_millis(250), Duration::from_secs(30)] {
+            let (ended, after) = tried(Some(limit), away).await;
+            assert!(matches!(ended, Err(StartError::Waited { .. })), "{ended:?}");
+            assert!(after >= limit && after <= limit + Duration::from_millis(5), "{after:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_no_time_mends_ends_a_start_whenever_it_is_found() {
+        let newer = |at| match at < Duration::from_secs(5) {
+            true => away(at),
+            false => Err(OpenError::NewerSchema { found: 2, known: 1 }),
+        };
+        let (ended, _) = tried(None, newer).await;
+        let newer = matches!(ended, Err(StartError::Open(OpenError::NewerSchema { .. })));
+        assert!(newer, "{ended:?}");
+    }
+}
