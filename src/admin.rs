@@ -2,9 +2,9 @@
 //!
 //! - It is a listener of its own: nothing here is reachable on the port that callers use.
 //! - `/healthz` says that the process runs, `/readyz` that it may be sent requests. Both are open to everybody and say
-//!   nothing about callers; why the store is away is for operators. Everything else needs the bearer token; where none is configured (loopback only, the
-//!   configuration sees to that), it needs a `Host` that names this machine, so that a web page that points its own
-//!   name at 127.0.0.1 reads nothing.
+//!   nothing about callers; why the store is away is for operators. Everything else needs the bearer token; where none is
+//!   configured (loopback only, the configuration sees to that), it needs a `Host` that names this machine, so that a web page
+//!   that points its own name at 127.0.0.1 reads nothing.
 //! - Every wait for the store is bounded: a store that hangs makes an answer 503, never a request that hangs.
 //! - A query parameter that is not known is refused by name, since a filter that is ignored shows the wrong records.
 //! - Keys, tenants and bodies are shown, escaped, and never logged.
@@ -296,17 +296,19 @@ async fn readyz(
 ) -> Response {
     let (store, cause) = match tokio::time::timeout(PING_TIMEOUT, state.store.ping()).await {
         Ok(Ok(())) => ("ok", None),
-        Ok(Err(error)) => ("unavailable", std::error::Error::source(&error).map(causes)),
+        Ok(Err(error)) => ("unavailable", Some(causes(&error))),
         Err(_) => ("no answer in time", None),
     };
     let ailing = crate::tasks::ailing();
     let ready = state.ready.is_serving() && store == "ok" && ailing.is_none();
     let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    let mut body = json!({ "ready": ready, "gateway": state.ready.as_str(), "store": store, "not_running": ailing });
+    let mut body = json!({ "ready": ready, "gateway": state.ready.as_str(), "store": store });
     // It names hosts and roles: for operators.
     let cause = cause.filter(|_| no_operator(&state, &uri, &headers).is_none());
-    if let (Some(cause), Some(fields)) = (cause, body.as_object_mut()) {
-        fields.insert("cause".to_owned(), cause.into());
+    let more = [("cause", cause), ("not_running", ailing.map(str::to_owned))];
+    if let Some(fields) = body.as_object_mut() {
+        let told = more.into_iter().filter_map(|(name, text)| Some((name, text?)));
+        fields.extend(told.map(|(name, text)| (name.to_owned(), text.into())));
     }
     as_json(status, "application/json", &body)
 }

@@ -36,8 +36,8 @@ const PAUSE_MAX: Duration = Duration::from_secs(3);
 const TELL_EVERY: Duration = Duration::from_secs(60);
 const TELL_NEWS_EVERY: Duration = Duration::from_secs(10);
 
-/// How long the store may be away while the spill is drained: of a SQLite file, before the start fails; of a Postgres, before the
-/// start is tried anew.
+/// How long the store may be away while the spill is drained: of a SQLite file, before the start fails; of a Postgres,
+/// before the start is tried anew.
 const DRAIN_ON_SQLITE: Duration = Duration::from_secs(30);
 const DRAIN_ON_POSTGRES: Duration = Duration::from_secs(1);
 

@@ -4,8 +4,9 @@
 //! Where `serve` leaves the delivery to it (`outbox.relay = false`), it also removes what was delivered long ago; records and
 //! the leases of the dead stay the business of `serve`.
 //!
-//! Order of the start: store, lease, listen, ready; on a database that is away it listens before, and is not ready. Order of the end: not ready, finish what is in flight and give back the
-//! rest, then end the lease, since from then on others take what this process still had.
+//! Order of the start: store, lease, listen, ready; on a database that is away it listens before, and is not ready. Order of
+//! the end: not ready, finish what is in flight and give back the rest, then end the lease, since from then on others take
+//! what this process still had.
 
 use std::net::SocketAddr;
 use std::sync::Arc;

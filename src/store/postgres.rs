@@ -128,8 +128,8 @@ impl Postgres {
     /// The version it has now. Several replicas may do this at once.
     ///
     /// # Errors
-    /// [`OpenError::Encoding`], [`OpenError::NewerSchema`], [`OpenError::OlderSchema`] where it is not allowed, [`OpenError::Migration`], or
-    /// [`OpenError::Interrupted`] where it may go through another time.
+    /// [`OpenError::Encoding`], [`OpenError::NewerSchema`], [`OpenError::OlderSchema`] where it is not allowed,
+    /// [`OpenError::Migration`], or [`OpenError::Interrupted`] where it may go through another time.
     pub async fn migrate(&self, allowed: bool) -> Result<u32, OpenError> {
         let unreached = |cause| unreached(&self.place, cause);
         let mut connection = self.dial.connect().await.map_err(unreached)?;

@@ -143,7 +143,7 @@ async fn without_room_for_its_file_nothing_is_executed_until_there_is_room() {
     assert_eq!(running.status, StatusCode::CREATED);
     assert_eq!(running.header("oncegate-stored"), Some("false"), "it is owed");
     assert!(order("before").to(gateway.addr).await.replayed());
-    assert!(gateway.log().contains("the database file cannot be written"), "{}", gateway.log());
+    gateway.says("the database file cannot be written");
 
     limit(&gateway, None);
     eventually("it is ready again", async || ready(&gateway).await).await;

@@ -535,7 +535,7 @@ async fn a_question_that_panics_is_asked_again_under_the_same_attempt(which: Whi
     let gateway = Gateway::with_fault(&config, "question-answered=panic");
     let record = lost("k", &gateway).await;
     completed(&place, "k").await;
-    assert!(gateway.log().contains("fault point QuestionAnswered"), "{}", gateway.log());
+    gateway.says("fault point QuestionAnswered");
     let retry = order("k").to(gateway.addr).await;
     assert_eq!((retry.replayed(), retry.record()), (true, record));
     assert_eq!((shop.orders.runs_of("k"), shop.questions().len()), (1, 2));

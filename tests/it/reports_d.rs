@@ -283,7 +283,14 @@ async fn d13_an_upgrade_is_never_a_tunnel_past_a_reservation() {
             .as_bytes(),
         )
     };
-    for (count, upgrade) in ["websocket", "h2c", "TLS/1.0"].into_iter().enumerate() {
+    // What is asked for cannot be had together with a reservation, and is refused before one is made.
+    let answer = Raw::sending(gateway.addr, request("asked", "websocket")).await.answer().await;
+    assert_eq!(status(&answer), 400, "{answer}");
+    assert!(answer.contains("urn:oncegate:problem:upgrade-refused"), "{answer}");
+    assert!(upstream.seen().is_empty(), "nothing was forwarded");
+    assert_eq!(place.records().await, 0);
+    // What is only offered goes no further.
+    for (count, upgrade) in ["h2c", "TLS/1.0"].into_iter().enumerate() {
         let key = format!("good-{count}");
         for replayed in [false, true] {
             let answer = Raw::sending(gateway.addr, request(&key, upgrade)).await.answer().await;
@@ -297,7 +304,7 @@ async fn d13_an_upgrade_is_never_a_tunnel_past_a_reservation() {
     }
     // The upstream switches all the same: bytes that follow go nowhere.
     let before = upstream.seen().len();
-    let mut raw = Raw::sending(gateway.addr, request("bad", "websocket")).await;
+    let mut raw = Raw::sending(gateway.addr, request("bad", "h2c")).await;
     let answer = raw.answer().await;
     assert_eq!(status(&answer), 502, "{answer}");
     assert!(header(&answer, "upgrade").is_none());

@@ -185,7 +185,7 @@ async fn what_a_failover_has_lost_is_told_and_made_good() {
     mended_are(&gateway, "completed_again", 1).await;
     mended_are(&gateway, "unknown", 2).await;
     assert_eq!(mended(&gateway, "overtaken").await, 0);
-    assert!(gateway.log().contains("the database went back"), "the log tells");
+    gateway.says("the database went back");
     let open = "select key from idempotency_records where status = 'in_progress'";
     assert_eq!(place.rows(open).await, [[Some("running".to_owned())]]);
     orders.go();
@@ -265,7 +265,7 @@ async fn what_was_begun_anew_after_a_failover_is_told_of() {
     assert_eq!(orders.runs_of("k"), 2, "this is what is told");
     gateway.signal("CONT");
     mended_are(&gateway, "overtaken", 1).await;
-    assert!(gateway.log().contains("it may have been executed twice"), "the log tells");
+    gateway.says("it may have been executed twice");
     let stands = order("k").to(other.addr).await;
     assert_ne!(stands.record(), first.record());
     let kept = place.rows("select id::text from idempotency_records where key = 'k'").await;
@@ -377,7 +377,7 @@ source.backup(target)";
     assert_eq!((before.status, after.status), (StatusCode::CREATED, StatusCode::CREATED));
     restore("copy.db", "oncegate.db");
     mended_are(&rig.gateway, "written_back", 1).await;
-    assert!(rig.gateway.log().contains("the database went back"), "the log tells");
+    rig.gateway.says("the database went back");
     let mut gateway = rig.gateway;
     gateway.kill9();
     let gateway = gateway.restart();

@@ -1,7 +1,8 @@
 //! Which failures of reaching a database no time mends: somebody has to change something.
 //!
 //! What must stay true: what is not known to last is taken for passing. A server that starts, recovers or is full, a name that
-//! does not resolve yet, a pooler without a server (08P01) and a standby in the middle of a fail-over all come right by themselves.
+//! does not resolve yet, a pooler without a server (08P01) and a standby in the middle of a fail-over all come right by
+//! themselves.
 
 use std::error::Error as _;
 use std::{fmt, io};

@@ -151,13 +151,7 @@ impl Gateway {
             Err(_) => {
                 let _ = child.kill();
                 let _ = child.wait();
-                // The readers end with the process; a moment later the log is whole.
-                let ended = Instant::now();
-                while log.lock().expect("the log").is_empty()
-                    && ended.elapsed() < Duration::from_secs(1)
-                {
-                    std::thread::yield_now();
-                }
+                whole(&log);
                 Err(log.lock().expect("the log").clone())
             }
         }
@@ -174,7 +168,16 @@ impl Gateway {
         Self::start(&self.config)
     }
 
-    /// All output so far.
+    /// Waits until its log says this: lines are written behind what they tell of.
+    pub fn says(&self, text: &str) {
+        let begun = Instant::now();
+        while !self.log().contains(text) {
+            assert!(begun.elapsed() < PATIENCE, "not in the log: {text}\n{}", self.log());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// All output so far. Of a process that has ended it is whole.
     pub fn log(&self) -> String {
         signals::locked(&self.log).clone()
     }
@@ -195,6 +198,7 @@ impl Gateway {
     /// SIGKILL, and waits for the end.
     pub fn kill9(&mut self) {
         signals::end(&mut self.child);
+        whole(&self.log);
     }
 
     /// Sends a signal by its name, `TERM` say.
@@ -215,7 +219,17 @@ impl Gateway {
 
     /// Waits for the end.
     pub fn exited(&mut self) -> ExitStatus {
-        ended(&mut self.child).unwrap_or_else(|| panic!("the gateway did not end:\n{}", self.log()))
+        let status = ended(&mut self.child);
+        whole(&self.log);
+        status.unwrap_or_else(|| panic!("the gateway did not end:\n{}", self.log()))
+    }
+}
+
+/// Waits until both readers of an ended process's output have read it: each holds the log.
+fn whole(log: &Arc<Mutex<String>>) {
+    let ended = Instant::now();
+    while Arc::strong_count(log) > 1 && ended.elapsed() < Duration::from_secs(5) {
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
