@@ -41,8 +41,8 @@ pub(crate) struct Fixed {
     pub(crate) seconds: u64,
 }
 
-pub(crate) const ON_POSTGRES: Fixed = Fixed { seed: 113, seconds: 20 };
-pub(crate) const ON_SQLITE: Fixed = Fixed { seed: 56, seconds: 15 };
+pub(crate) const ON_POSTGRES: Fixed = Fixed { seed: 16, seconds: 20 };
+pub(crate) const ON_SQLITE: Fixed = Fixed { seed: 33, seconds: 15 };
 
 pub(crate) const PAST_POSTGRES: Fixed = Fixed { seed: 40, seconds: 8 };
 

@@ -27,7 +27,7 @@ use crate::support::process::{self, Gateway, eventually};
 use crate::support::rig::Place;
 use crate::support::sink::{Act, OK, SECRET, Seen, Sink};
 
-const SEED: u64 = 637;
+const SEED: u64 = 369;
 const SECONDS: u64 = 10;
 const GATEWAYS: usize = 3;
 const CUSTOMERS: usize = 6;
@@ -630,7 +630,7 @@ fn the_fixed_seed_does_every_kind_of_harm() {
         let breaks = wires(seed, length).into_iter();
         let breaks = kinds(breaks.map(|step| format!("{:?}", step.harm)).collect());
         let wanted = ["StoreCut", "StoreAway", "StoreMute", "SinkCut", "Crash", "Stop"];
-        blows.len() == 3 && wanted.iter().all(|kind| breaks.contains(*kind))
+        blows.len() == 5 && wanted.iter().all(|kind| breaks.contains(*kind))
     };
-    assert!(all(SEED));
+    assert!(all(SEED), "this one does: {:?}", (0..1_000_000).find(|seed| all(*seed)));
 }

@@ -77,6 +77,12 @@ impl Processes {
                     self.gateways[gateway].signal("CONT");
                     self.sleeps.push(Sleep { gateway, since, until: notes.clock.now() });
                 }
+                Blow::LogStalls { gateway, ms } => {
+                    self.gateways[gateway].stall_log(true);
+                    sleep(ms).await;
+                    self.gateways[gateway].stall_log(false);
+                }
+                Blow::LogClosed { gateway } => self.gateways[gateway].close_log(),
                 Blow::Restart { gateway } => {
                     self.gateways[gateway].terminate();
                     sleep(500).await;

@@ -178,6 +178,15 @@ pub(crate) enum Blow {
     Restart {
         gateway: usize,
     },
+    /// Nobody reads its log, and the pipe is soon full.
+    LogStalls {
+        gateway: usize,
+        ms: u64,
+    },
+    /// Its log has no reader any more, until it is started anew.
+    LogClosed {
+        gateway: usize,
+    },
 }
 
 /// What the nemesis does to the wires, and to the database.
@@ -379,7 +388,7 @@ fn about(kind: u64, scope: &Scope, nth: usize) -> Vec<u64> {
 pub(crate) fn processes(seed: u64, gateways: usize, length_ms: u64) -> Vec<Step<Blow>> {
     steps(&mut random(seed, &[4]), length_ms, |random| {
         let gateway = random.usize(0..gateways);
-        match random.u8(0..10) {
+        match random.u8(0..12) {
             0..5 => {
                 let down_ms = if random.bool() { 0 } else { random.u64(0..2500) };
                 (Blow::Kill { gateway, down_ms }, down_ms + 400)
@@ -389,6 +398,11 @@ pub(crate) fn processes(seed: u64, gateways: usize, length_ms: u64) -> Vec<Step<
                 let ms = random.u64(100..6000);
                 (Blow::Pause { gateway, ms }, ms)
             }
+            9 => {
+                let ms = random.u64(500..4000);
+                (Blow::LogStalls { gateway, ms }, ms)
+            }
+            10 => (Blow::LogClosed { gateway }, 100),
             _ => (Blow::Restart { gateway }, 500),
         }
     })
@@ -473,10 +487,10 @@ mod tests {
     #[test]
     fn the_fixed_seeds_do_every_kind_of_harm() {
         let (seed, ms) = (ON_POSTGRES.seed, ON_POSTGRES.seconds * 1000);
-        assert_eq!(kinds(&processes(seed, 2, ms)).len(), 3);
+        assert_eq!(kinds(&processes(seed, 2, ms)).len(), 5);
         assert_eq!(kinds(&wires(seed, 2, true, ms)).len(), 11);
         let (seed, ms) = (ON_SQLITE.seed, ON_SQLITE.seconds * 1000);
-        assert_eq!(kinds(&processes(seed, 1, ms)).len(), 3);
+        assert_eq!(kinds(&processes(seed, 1, ms)).len(), 5);
         assert_eq!(kinds(&wires(seed, 1, false, ms)).len(), 6);
     }
 

@@ -4,10 +4,13 @@ use std::io::{BufRead, BufReader, Read};
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::mpsc;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+
+use rustix::pipe::fcntl_setpipe_size;
 
 use super::signals;
 
@@ -27,6 +30,7 @@ pub struct Gateway {
     pub admin: SocketAddr,
     pub config: PathBuf,
     log: Arc<Mutex<String>>,
+    ear: Arc<AtomicU8>,
 }
 
 impl Drop for Gateway {
@@ -59,11 +63,37 @@ pub fn relay(config: &Path) -> Command {
     command
 }
 
+/// What is done with standard error: it is read, left alone for a while, or closed for good.
+const READS: u8 = 0;
+const STALLS: u8 = 1;
+const CLOSED: u8 = 2;
+const ENDED: u8 = 3;
+
+/// Reads standard error, as far as it is listened to.
+fn listen(mut stderr: ChildStderr, log: &Mutex<String>, ear: &AtomicU8) {
+    let mut chunk = [0; 4096];
+    while let Ok(read @ 1..) = stderr.read(&mut chunk) {
+        let text = String::from_utf8_lossy(&chunk[..read]).into_owned();
+        log.lock().expect("the log").push_str(&text);
+        if ear.load(Ordering::SeqCst) == STALLS {
+            // A page is soon full.
+            let _ = fcntl_setpipe_size(&stderr, 4096);
+        }
+        while ear.load(Ordering::SeqCst) == STALLS {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        if ear.load(Ordering::SeqCst) == CLOSED {
+            return;
+        }
+    }
+}
+
 /// Starts a command; its output, and what its line says by which it is ready.
 fn spawn(
     mut command: Command,
     config: &Path,
     stderr: Stdio,
+    ear: &Arc<AtomicU8>,
 ) -> (Child, Arc<Mutex<String>>, mpsc::Receiver<String>) {
     let mut child = command
         // What is kept beside the database by default is kept in the test's own folder.
@@ -89,15 +119,9 @@ fn spawn(
             out.lock().expect("the log").push_str(&format!("{text}\n"));
         }
     });
-    if let Some(mut stderr) = stderr {
-        let err = Arc::clone(&log);
-        std::thread::spawn(move || {
-            let mut chunk = [0; 4096];
-            while let Ok(read @ 1..) = stderr.read(&mut chunk) {
-                let text = String::from_utf8_lossy(&chunk[..read]).into_owned();
-                err.lock().expect("the log").push_str(&text);
-            }
-        });
+    if let Some(stderr) = stderr {
+        let (err, ear) = (Arc::clone(&log), Arc::clone(ear));
+        std::thread::spawn(move || listen(stderr, &err, &ear));
     }
     (child, log, line)
 }
@@ -138,7 +162,8 @@ impl Gateway {
     }
 
     fn launch_with(command: Command, config: &Path, stderr: Stdio) -> Result<Self, String> {
-        let (mut child, log, line) = spawn(command, config, stderr);
+        let ear = Arc::default();
+        let (mut child, log, line) = spawn(command, config, stderr, &ear);
         match line.recv_timeout(PATIENCE) {
             Ok(json) => {
                 let ready: serde_json::Value = serde_json::from_str(&json).expect("a ready line");
@@ -146,7 +171,7 @@ impl Gateway {
                 let admin = read("admin").expect("an address");
                 // A relay alone has no other.
                 let addr = read("listen").unwrap_or(admin);
-                Ok(Self { child, addr, admin, config: config.into(), log })
+                Ok(Self { child, addr, admin, config: config.into(), log, ear })
             }
             Err(_) => {
                 let _ = child.kill();
@@ -159,13 +184,24 @@ impl Gateway {
 
     /// Starts a command that listens at these addresses, and does not wait until it is ready.
     pub fn unready(command: Command, config: &Path, addr: SocketAddr, admin: SocketAddr) -> Self {
-        let (child, log, _) = spawn(command, config, Stdio::piped());
-        Self { child, addr, admin, config: config.into(), log }
+        let ear = Arc::default();
+        let (child, log, _) = spawn(command, config, Stdio::piped(), &ear);
+        Self { child, addr, admin, config: config.into(), log, ear }
     }
 
     /// The same configuration again, after the process has ended.
     pub fn restart(&self) -> Self {
         Self::start(&self.config)
+    }
+
+    /// From the next line on nobody reads its log, and its pipe is soon full; or it is read again.
+    pub fn stall_log(&self, stalls: bool) {
+        self.ear.store(if stalls { STALLS } else { READS }, Ordering::SeqCst);
+    }
+
+    /// From the next line on its log has no reader any more.
+    pub fn close_log(&self) {
+        self.ear.store(CLOSED, Ordering::SeqCst);
     }
 
     /// Waits until its log says this: lines are written behind what they tell of.
@@ -197,6 +233,8 @@ impl Gateway {
 
     /// SIGKILL, and waits for the end.
     pub fn kill9(&mut self) {
+        // What it wrote is read all the same.
+        let _ = self.ear.compare_exchange(STALLS, ENDED, Ordering::SeqCst, Ordering::SeqCst);
         signals::end(&mut self.child);
         whole(&self.log);
     }
