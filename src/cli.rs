@@ -397,13 +397,19 @@ impl From<Stopped> for ExitCode {
 struct Signals {
     terminate: Signal,
     interrupt: Signal,
+    /// Taken, and nothing else: a file that may not grow any more, the log's say, is an error of its write.
+    _too_large: Signal,
 }
+
+/// SIGXFSZ, on all systems that this runs on.
+const TOO_LARGE: i32 = 25;
 
 impl Signals {
     fn new() -> std::io::Result<Self> {
         let terminate = signal(SignalKind::terminate())?;
         let interrupt = signal(SignalKind::interrupt())?;
-        Ok(Self { terminate, interrupt })
+        let too_large = signal(SignalKind::from_raw(TOO_LARGE))?;
+        Ok(Self { terminate, interrupt, _too_large: too_large })
     }
 
     async fn next(&mut self) {

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use http::StatusCode;
+use rustix::process::Resource;
 
 use crate::support::client::get;
 use crate::support::fault::Fault;
@@ -19,8 +20,12 @@ use crate::support::orders::Orders;
 use crate::support::postgres::Cluster;
 use crate::support::process::{self, Gateway, PATIENCE, eventually};
 use crate::support::rig::{self, Place, Which, on_both_stores};
+use crate::support::signals;
 use crate::support::sink::{Act, OK, Sink};
 use crate::support::upstream::{Reply, Upstream};
+
+/// Where the log's file ends that may not grow: everything else that is written is shorter.
+const ENDS_AT: usize = 4 << 20;
 
 /// What is wrong with standard error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,6 +34,8 @@ enum Broken {
     Gone,
     /// The disk is full.
     Full,
+    /// It is a file that may not grow any more.
+    Ends,
     /// Its reader stalls, and it blocks.
     Stalled,
     /// Its reader stalls, and it does not block.
@@ -56,6 +63,12 @@ impl Stderr {
             Broken::Full => {
                 let full = File::options().write(true).open("/dev/full").unwrap();
                 Self { given: full.into(), _reader: None }
+            }
+            Broken::Ends => {
+                let file = folder.join("log");
+                std::fs::write(&file, vec![b'x'; ENDS_AT]).unwrap();
+                let file = File::options().append(true).open(file).unwrap();
+                Self { given: file.into(), _reader: None }
             }
             Broken::Stalled | Broken::NonBlocking => {
                 let (given, reader) = stalled();
@@ -117,6 +130,9 @@ async fn nothing_is_lost_but_lines(broken: Broken) {
     let stderr = Stderr::of(broken, place.folder.path());
     let mut gateway =
         tokio::task::block_in_place(|| Gateway::logging_to(stderr.given, &config, ""));
+    if broken == Broken::Ends {
+        signals::limit(gateway.pid(), Resource::Fsize, Some(ENDS_AT as u64));
+    }
     let to = gateway.addr;
 
     orders.hold();
@@ -147,7 +163,9 @@ async fn nothing_is_lost_but_lines(broken: Broken) {
     eventually("readiness tells", async || ready(&gateway).await == StatusCode::OK).await;
     assert_eq!((orders.runs_of("new"), orders.runs()), (1, 7));
     match broken {
-        Broken::Gone | Broken::Full => assert!(lost(&gateway, "write_failed").await > 0),
+        Broken::Gone | Broken::Full | Broken::Ends => {
+            assert!(lost(&gateway, "write_failed").await > 0)
+        }
         Broken::Stalled | Broken::NonBlocking => {}
     }
     gateway.terminate();
@@ -163,6 +181,11 @@ async fn a_log_whose_reader_died_costs_no_outcome() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_log_on_a_full_disk_costs_no_outcome() {
     nothing_is_lost_but_lines(Broken::Full).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_log_whose_file_may_not_grow_costs_no_outcome() {
+    nothing_is_lost_but_lines(Broken::Ends).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
