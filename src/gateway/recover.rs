@@ -270,6 +270,9 @@ impl Gateway {
     }
 
     async fn mend(&self, number: u64) -> Result<Mended, Error> {
+        if self.desk.ends().is_over(number) {
+            return Ok(Mended::Stands);
+        }
         match self.desk.ends().get(number) {
             Some(End::Completed(completed)) => self.complete_again(*completed).await,
             Some(End::Unknown(fence, open)) => self.lose_again(&open, fence).await,

@@ -40,8 +40,13 @@ async fn api() -> Orders {
     let orders = Orders::start().await;
     orders.answer(|execution| {
         let unsure = execution.key().is_some_and(|key| key.starts_with("unsure"));
-        let odd = Response::builder().status(502).body(Full::<Bytes>::default());
-        if unsure { odd.unwrap() } else { created(execution) }
+        let freed = execution.key() == Some("freed");
+        let odd = |status| Response::builder().status(status).body(Full::<Bytes>::default());
+        match (unsure, freed) {
+            (true, _) => odd(502).unwrap(),
+            (_, true) => odd(429).unwrap(),
+            _ => created(execution),
+        }
     });
     orders
 }
@@ -285,9 +290,15 @@ async fn a_server_that_was_restarted_has_another_life_and_what_it_knows_is_left_
     let life = store.life().await.unwrap();
     assert_eq!(store.life().await.unwrap(), life);
     let orders = api().await;
-    let toml = rig::config_at(&place, &orders.url(), "127.0.0.1:0", "lease = \"60s\"", "", "");
+    let policy = "timeout = \"2s\"";
+    let toml = rig::config_at(&place, &orders.url(), "127.0.0.1:0", "lease = \"60s\"", policy, "");
     let config = process::config(place.folder.path(), &toml);
     let gateway = tokio::task::block_in_place(|| Gateway::start(&config));
+    // Unknown at first; its late answer frees it.
+    orders.hold();
+    assert_eq!(order("freed").to(gateway.addr).await.problem(), "upstream-timeout");
+    orders.go();
+    eventually("it is free", async || place.status_of("freed").await.is_none()).await;
     for key in ["a", "unsure", "released", "anew"] {
         order(key).to(gateway.addr).await;
     }
@@ -315,6 +326,7 @@ async fn a_server_that_was_restarted_has_another_life_and_what_it_knows_is_left_
         assert_eq!(mended(&gateway, result).await, 0, "{result}");
     }
     assert_eq!(place.status_of("released").await, None, "an operator forgot it");
+    assert_eq!(place.status_of("freed").await, None, "it did not execute");
 }
 
 /// Rows are put back by hand, as nothing that is known of could do it.

@@ -155,6 +155,10 @@ impl Underway {
 
     /// It is about to be freed: from here on its row may be gone, and is not brought back.
     pub(in crate::gateway) fn frees(&mut self) {
+        if self.timing == Timing::Late {
+            // That nobody knew how it ended is remembered.
+            self.settler.forget(self.fence.id);
+        }
         self.opens(None);
     }
 

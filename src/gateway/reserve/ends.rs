@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use crate::gateway::spill::{decode, encode};
-use crate::record::{Caller, Fence, Fingerprint};
+use crate::record::{Caller, Fence, Fingerprint, RecordId};
 use crate::store::{Completion, Proposal};
 
 /// Into so many blocks the memory is divided: so much of it goes at a time.
@@ -178,6 +178,23 @@ impl Ends {
         (ends, blocks.next)
     }
 
+    /// This record's row may rightly be gone from now on: none of its ends is missed.
+    pub(super) fn forget(&self, record: RecordId) {
+        let now = Instant::now();
+        let mut blocks = self.blocks();
+        let all = blocks.blocks.iter_mut().flat_map(|block| &mut block.ends);
+        all.filter(|noted| noted.fence.id == record).for_each(|noted| noted.until = now);
+    }
+
+    /// Whether this end is not missed any more: its retention may be over, or its record was freed.
+    pub(in crate::gateway) fn is_over(&self, number: u64) -> bool {
+        let blocks = self.blocks();
+        let block = blocks.blocks.iter().rev().find(|block| block.first <= number);
+        let index = |block: &Block| usize::try_from(number - block.first).ok();
+        let noted = block.and_then(|block| block.ends.get(index(block)?));
+        noted.is_some_and(|noted| noted.until <= Instant::now())
+    }
+
     /// One of them; `None`: it is remembered no more.
     pub(in crate::gateway) fn get(&self, number: u64) -> Option<End> {
         let blocks = self.blocks();
@@ -266,6 +283,19 @@ mod tests {
         assert!(ends.since(0, Instant::now()).0.is_empty(), "all of them are older");
         let weight: usize = ends.blocks().blocks.iter().map(|block| block.bytes.capacity()).sum();
         assert!(weight <= 160_000, "{weight}");
+    }
+
+    #[test]
+    fn the_end_of_a_record_that_was_freed_is_not_missed() {
+        let begun = Instant::now();
+        let (ends, freed, other) = (Ends::new(160_000), completion("k", 1), completion("l", 1));
+        for unknown in [&freed, &other] {
+            ends.unknown(unknown.fence, &open(unknown));
+        }
+        ends.forget(freed.fence.id);
+        let (missed, _) = ends.since(0, begun);
+        assert_eq!(missed.iter().map(|end| end.fence).collect::<Vec<_>>(), [other.fence]);
+        assert!(ends.is_over(0) && !ends.is_over(1));
     }
 
     #[test]

@@ -38,6 +38,9 @@ const PAUSE_MAX: Duration = Duration::from_millis(500);
 /// How often a reservation that may still be committed is looked for.
 const WITHDRAW_EVERY: Duration = Duration::from_secs(2);
 
+/// A reservation whose outcome is kept for less is not brought back.
+const BROUGHT_BACK: Duration = Duration::from_secs(3600);
+
 /// How long one try of a completion may take.
 const TRY: Duration = Duration::from_secs(10);
 
@@ -482,8 +485,17 @@ impl Settler {
         Ok(marked)
     }
 
+    /// The row of this record is about to go, rightly.
+    pub(super) fn forget(&self, record: RecordId) {
+        self.ends.forget(record);
+    }
+
     /// Puts the row of an attempt that is in progress here back, where the database has forgotten it. Whether it was gone.
     pub(crate) async fn bring_back(&self, open: &Proposal, fence: Fence) -> Result<bool, Error> {
+        // Somebody else may have completed it while this process slept, and what was kept so briefly may be over since.
+        if open.retention < BROUGHT_BACK {
+            return Ok(false);
+        }
         let proposal = Proposal { owner: self.lease.current().owner, ..open.clone() };
         match self.store.reinstate(proposal, fence.attempt).await? {
             Reinstated::Yes => {
