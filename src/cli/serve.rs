@@ -367,7 +367,8 @@ pub(super) fn keep_admin(
 }
 
 /// What is said where the process listens before its store is open.
-const WITHOUT: &str = "listening without the store: what no route names passes through, keyed requests get      store.on_unavailable, and the process is not ready";
+const WITHOUT: &str = "listening without the store: what no route names passes through, keyed requests get \
+     what store.on_unavailable says, and the process is not ready";
 
 /// A spill could be kept, as far as is known by now. What has no room only may have some once it is drained.
 fn can_spill(settings: &spill::Settings) -> Result<(), StartError> {

@@ -329,6 +329,28 @@ async fn a_server_that_was_restarted_has_another_life_and_what_it_knows_is_left_
     assert_eq!(place.status_of("freed").await, None, "it did not execute");
 }
 
+/// That nobody knows is owed to the database still, when a late answer says that it did not execute.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_key_that_a_late_answer_freed_while_the_database_was_away_stays_free() {
+    let (fault, rig) = rig::behind_a_fault("lease = \"60s\"", "timeout = \"500ms\"").await;
+    rig.orders.answer_status(429);
+    rig.orders.hold();
+    let first = sending(order("k"), rig.gateway.addr);
+    rig.orders.asked(1).await;
+    fault.refuse();
+    fault.cut();
+    assert_eq!(first.await.unwrap().problem(), "upstream-timeout");
+    rig.orders.go();
+    rig.gateway.says("a late answer came");
+    fault.pass();
+    let admin = rig.gateway.admin;
+    eventually("nothing is owed", async || metric(admin, "oncegate_settling").await == 0).await;
+    assert_eq!(rig.place.status_of("k").await, None, "it did not execute");
+    assert_eq!(mended(&rig.gateway, "reservation").await, 0);
+    rig.orders.answer_created();
+    assert_eq!(order("k").to(rig.gateway.addr).await.status, StatusCode::CREATED);
+}
+
 /// Rows are put back by hand, as nothing that is known of could do it.
 async fn what_is_in_progress_and_nobody_works_on_is_looked_after(which: Which) {
     let rig = Rig::with(which, "lease = \"60s\"", "wait = \"100ms\"", "").await;

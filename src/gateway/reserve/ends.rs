@@ -56,7 +56,12 @@ struct Blocks {
     block_max: usize,
     /// The number of the next end.
     next: u64,
+    /// Records that a late answer freed, the newest last.
+    freed: VecDeque<RecordId>,
 }
+
+/// Of how many records it is remembered that a late answer freed them.
+const FREED_MAX: usize = 4096;
 
 struct Block {
     /// The number of its first end; the others follow.
@@ -119,7 +124,12 @@ impl Ends {
     /// Of at most this many bytes.
     pub(super) fn new(bytes: u64) -> Self {
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-        let blocks = Blocks { blocks: VecDeque::new(), block_max: bytes / BLOCKS, next: 0 };
+        let blocks = Blocks {
+            blocks: VecDeque::new(),
+            block_max: bytes / BLOCKS,
+            next: 0,
+            freed: VecDeque::new(),
+        };
         Self(Arc::new(Mutex::new(blocks)))
     }
 
@@ -182,8 +192,17 @@ impl Ends {
     pub(super) fn forget(&self, record: RecordId) {
         let now = Instant::now();
         let mut blocks = self.blocks();
+        if blocks.freed.len() == FREED_MAX {
+            blocks.freed.pop_front();
+        }
+        blocks.freed.push_back(record);
         let all = blocks.blocks.iter_mut().flat_map(|block| &mut block.ends);
         all.filter(|noted| noted.fence.id == record).for_each(|noted| noted.until = now);
+    }
+
+    /// Whether this record's row may rightly be gone: another end of its attempt may still be owed to the database.
+    pub(super) fn was_freed(&self, record: RecordId) -> bool {
+        self.blocks().freed.contains(&record)
     }
 
     /// Whether this end is not missed any more: its retention may be over, or its record was freed.
@@ -296,6 +315,7 @@ mod tests {
         let (missed, _) = ends.since(0, begun);
         assert_eq!(missed.iter().map(|end| end.fence).collect::<Vec<_>>(), [other.fence]);
         assert!(ends.is_over(0) && !ends.is_over(1));
+        assert!(ends.was_freed(freed.fence.id) && !ends.was_freed(other.fence.id));
     }
 
     #[test]

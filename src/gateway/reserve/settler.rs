@@ -479,7 +479,7 @@ impl Settler {
             self.bring_back(open, fence).await?;
             marked = self.store.mark_unknown(scope, fence).await?;
         }
-        if marked == Changed::Yes {
+        if marked == Changed::Yes && !self.ends.was_freed(fence.id) {
             self.ends.unknown(fence, open);
         }
         Ok(marked)
@@ -493,7 +493,7 @@ impl Settler {
     /// Puts the row of an attempt that is in progress here back, where the database has forgotten it. Whether it was gone.
     pub(crate) async fn bring_back(&self, open: &Proposal, fence: Fence) -> Result<bool, Error> {
         // Somebody else may have completed it while this process slept, and what was kept so briefly may be over since.
-        if open.retention < BROUGHT_BACK {
+        if open.retention < BROUGHT_BACK || self.ends.was_freed(fence.id) {
             return Ok(false);
         }
         let proposal = Proposal { owner: self.lease.current().owner, ..open.clone() };
