@@ -14,6 +14,7 @@ use oncegate::store::postgres::Postgres;
 use crate::crash::{self, Clients, settle_and_judge};
 use crate::postgres::settings;
 use crate::support::client::{Answer, get};
+use crate::support::fault::Fault;
 use crate::support::fleet::{self, TWO_EVENTS, command, metric, order, sending};
 use crate::support::orders::{Orders, created};
 use crate::support::postgres::Cluster;
@@ -329,26 +330,36 @@ async fn a_server_that_was_restarted_has_another_life_and_what_it_knows_is_left_
     assert_eq!(place.status_of("freed").await, None, "it did not execute");
 }
 
-/// That nobody knows is owed to the database still, when a late answer says that it did not execute.
+/// That nobody knows is owed to the database still, when a late answer says that it did not execute: first the row goes,
+/// then what was owed finds none.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_key_that_a_late_answer_freed_while_the_database_was_away_stays_free() {
-    let (fault, rig) = rig::behind_a_fault("lease = \"60s\"", "timeout = \"500ms\"").await;
-    rig.orders.answer_status(429);
-    rig.orders.hold();
-    let first = sending(order("k"), rig.gateway.addr);
-    rig.orders.asked(1).await;
+async fn a_key_that_a_late_answer_freed_while_its_end_was_owed_stays_free() {
+    let (orders, place) = (Orders::start().await, Place::new(Which::Postgres).await);
+    let (fault, url) = Fault::before_postgres(&place.url, Cluster::shared().port()).await;
+    let policy = "timeout = \"500ms\"";
+    let toml = rig::config_at(&place, &orders.url(), "127.0.0.1:0", "lease = \"60s\"", policy, "");
+    let config = process::config(place.folder.path(), &toml.replace(&place.url, &url));
+    let go = place.folder.path().join("go");
+    let held = format!("settling=pause:{}", go.display());
+    let gateway = tokio::task::block_in_place(|| Gateway::with_fault(&config, &held));
+    orders.answer_status(429);
+    orders.hold();
+    let first = sending(order("k"), gateway.addr);
+    orders.asked(1).await;
     fault.refuse();
     fault.cut();
     assert_eq!(first.await.unwrap().problem(), "upstream-timeout");
-    rig.orders.go();
-    rig.gateway.says("a late answer came");
+    eventually("it is owed", async || go.with_extension("reached").exists()).await;
     fault.pass();
-    let admin = rig.gateway.admin;
-    eventually("nothing is owed", async || metric(admin, "oncegate_settling").await == 0).await;
-    assert_eq!(rig.place.status_of("k").await, None, "it did not execute");
-    assert_eq!(mended(&rig.gateway, "reservation").await, 0);
-    rig.orders.answer_created();
-    assert_eq!(order("k").to(rig.gateway.addr).await.status, StatusCode::CREATED);
+    orders.go();
+    eventually("it is free", async || place.status_of("k").await.is_none()).await;
+    std::fs::write(&go, "").unwrap();
+    let owed = async || metric(gateway.admin, "oncegate_settling").await;
+    eventually("nothing is owed", async || owed().await == 0).await;
+    assert_eq!(place.status_of("k").await, None, "it did not execute");
+    assert_eq!(mended(&gateway, "reservation").await, 0);
+    orders.answer_created();
+    assert_eq!(order("k").to(gateway.addr).await.status, StatusCode::CREATED);
 }
 
 /// Rows are put back by hand, as nothing that is known of could do it.
