@@ -19,7 +19,7 @@ use crate::support::fleet::{TWO_EVENTS, order, sending, sink};
 use crate::support::orders::Orders;
 use crate::support::postgres::Cluster;
 use crate::support::process::{self, Gateway, PATIENCE, eventually};
-use crate::support::rig::{self, Place, Which, on_both_stores};
+use crate::support::rig::{self, Place, Rig, Which, on_both_stores};
 use crate::support::signals;
 use crate::support::sink::{Act, OK, Sink};
 use crate::support::upstream::{Reply, Upstream};
@@ -276,6 +276,29 @@ fn a_command_ends_though_nobody_reads_its_errors() {
         let status = process::ended(&mut child);
         assert_eq!(status.and_then(|status| status.code()), Some(2), "{args:?}: {status:?}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_command_whose_output_cannot_be_written_has_done_what_it_says_and_tells() {
+    let rig = Rig::start(Which::Sqlite, "").await;
+    rig.orders.answer_status(502);
+    let record = order("k").to(rig.gateway.addr).await.record();
+    let run = |args: &[&str]| {
+        Command::new(env!("CARGO_BIN_EXE_oncegate"))
+            .args(args)
+            .arg("--config")
+            .arg(&rig.gateway.config)
+            .stdout(File::options().write(true).open("/dev/full").unwrap())
+            .output()
+            .unwrap()
+    };
+    for args in [&["records", "release", record.as_str()][..], &["sinks", "list"]] {
+        let ended = run(args);
+        let errors = String::from_utf8_lossy(&ended.stderr).into_owned();
+        assert_eq!(ended.status.code(), Some(1), "{args:?}: {errors}");
+        assert!(errors.contains("oncegate: cannot write the output"), "{errors}");
+    }
+    assert_eq!(rig.place.status_of("k").await, None, "it is released");
 }
 
 /// A panic is a line like any other, counted, and costs only the task that it happens in.

@@ -362,6 +362,27 @@ async fn a_key_that_a_late_answer_freed_while_its_end_was_owed_stays_free() {
     assert_eq!(order("k").to(gateway.addr).await.status, StatusCode::CREATED);
 }
 
+/// Removed by hand here, as it would be if somebody else had completed it while this process slept, and its time was over.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reservation_that_may_have_expired_is_not_brought_back() {
+    let rig = Rig::with(Which::Postgres, "", "retention = \"10m\"", "").await;
+    rig.orders.hold();
+    let first = sending(order("k"), rig.gateway.addr);
+    rig.orders.asked(1).await;
+    let gone = "delete from idempotency_records where key = 'k' returning id";
+    assert_eq!(rig.place.rows(gone).await.len(), 1);
+    rig.orders.go();
+    let first = first.await.unwrap();
+    assert_eq!(
+        (first.status, first.header("oncegate-stored")),
+        (StatusCode::CREATED, Some("false"))
+    );
+    assert_eq!(mended(&rig.gateway, "reservation").await, 0);
+    assert_eq!(rig.place.status_of("k").await, None);
+    let noted = "select count(*) from audit_log where action = 'late_outcome'";
+    assert_eq!(rig.place.count(noted).await, 1, "what it came to is kept");
+}
+
 /// Rows are put back by hand, as nothing that is known of could do it.
 async fn what_is_in_progress_and_nobody_works_on_is_looked_after(which: Which) {
     let rig = Rig::with(which, "lease = \"60s\"", "wait = \"100ms\"", "").await;
