@@ -12,6 +12,7 @@ use crate::support::rig::{self, Place, Which, on_both_stores};
 use crate::support::sink::{OK, Sink};
 
 on_both_stores! {
+    while_a_loop_is_not_running_the_process_is_not_ready,
     a_loop_that_panics_is_told_of_and_begun_anew,
     a_process_whose_store_worker_is_lost_ends_with_a_status_of_its_own_and_loses_nothing,
 }
@@ -75,6 +76,22 @@ async fn a_loop_that_panics_is_told_of_and_begun_anew(which: Which) {
         let ready = get("/readyz").to(gateway.admin).await;
         assert_eq!(ready.status, StatusCode::OK, "{name}: {ready:?}");
     }
+}
+
+/// It panics five times in a row: the pauses grow to a second and a half.
+async fn while_a_loop_is_not_running_the_process_is_not_ready(which: Which) {
+    let panics = (1..=5).map(|n| format!("before-sweep-records@{n}=panic")).collect::<Vec<_>>();
+    let world = world(which, &panics.join(",")).await;
+    let gateway = &world.gateway;
+    eventually("readiness names it", async || {
+        let ready = get("/readyz").to(gateway.admin).await;
+        ready.status == StatusCode::SERVICE_UNAVAILABLE && ready.json()["not_running"] == "sweeper"
+    })
+    .await;
+    assert_eq!(order("k").to(gateway.addr).await.status, StatusCode::CREATED, "it serves");
+    let again = async || get("/readyz").to(gateway.admin).await.status == StatusCode::OK;
+    eventually("it is ready again", async || ends(gateway, "sweeper").await == 5 && again().await)
+        .await;
 }
 
 /// The worker dies in the middle of an outcome: its caller has the answer, the spill has the outcome, and the next process
