@@ -338,11 +338,15 @@ impl Desk {
                 }
                 Standing::Paused { no, probe_at, failed_probes } => {
                     round.stood = Some((no, failed_probes));
-                    if probe_at.is_some_and(|at| at <= Instant::now()) {
+                    if probe_at.is_none_or(|at| at > Instant::now()) {
+                        probe_at
+                    } else if self.room.free() > 0 {
                         self.probe(no, failed_probes, round).await;
                         continue;
+                    } else {
+                        // All slots are taken by what was sent before the pause: a probe is a delivery as well.
+                        None
                     }
-                    probe_at
                 }
             };
             let waits = async {

@@ -4,10 +4,11 @@
 //! that fails is no attempt: its event goes back, behind all that is due, with what it met. So no attempts are used up in an
 //! outage. A process that dies here leaves a probe and a claim that run out, as every other.
 //!
-//! Events that always fail look like an outage from here. So the first probe goes at once, and with the newest event,
-//! farthest from those that made the pause; most of the next ones take untried events from anywhere in the backlog, and
-//! where the sink chokes on what it is sent they soon follow each other. A crowd of bad ones that stands before the good
-//! ones mostly costs a probe for each pause, and no wait. A bad one that fails again says nothing new while others go well.
+//! Events that always fail look like an outage from here. So the first probe goes with the first free slot, and with the
+//! newest event, farthest from those that made the pause; most of the next ones take untried events from anywhere in the
+//! backlog, and where the sink chokes on what it is sent they soon follow each other. A crowd of bad ones that stands
+//! before the good ones mostly costs a probe for each pause, and no wait. A bad one that fails again says nothing new
+//! while others go well.
 
 use std::sync::Arc;
 use std::time::Duration;
