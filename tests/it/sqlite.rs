@@ -136,6 +136,24 @@ async fn many_may_open_and_migrate_a_new_file_at_once() {
     }
 }
 
+/// SQLite does not wait for that lock by itself: of two processes that opened a new file at once one had an error.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_switch_to_a_write_ahead_log_waits_for_who_writes_meanwhile() {
+    let (_dir, path) = database();
+    let other = rusqlite::Connection::open(&path).unwrap();
+    other.execute_batch("CREATE TABLE somebodys (n); BEGIN IMMEDIATE").unwrap();
+    let mut opening = Box::pin(unmigrated(&path));
+    // Long enough for an open that does not wait; it goes on all the same where this thread is late.
+    let early = tokio::time::timeout(Duration::from_millis(300), &mut opening).await;
+    assert!(
+        early.is_err(),
+        "opened, or refused, beside a writer: {:?}",
+        early.map(|done| done.err())
+    );
+    other.execute_batch("COMMIT").unwrap();
+    opening.await.unwrap().ping().await.unwrap_err();
+}
+
 #[tokio::test]
 async fn a_place_that_cannot_be_written_is_a_clear_error() {
     let (dir, path) = database();

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rusqlite::{Connection, ErrorCode, OpenFlags, Params, ffi};
 use tokio::sync::oneshot;
@@ -35,6 +35,8 @@ const FLAGS: OpenFlags = OpenFlags::SQLITE_OPEN_READ_WRITE.union(OpenFlags::SQLI
 const BUSY: Duration = Duration::from_secs(5);
 /// The same for the checkpoint, which may hold the write lock while it waits for readers.
 const BUSY_CHECKPOINT: Duration = Duration::from_millis(100);
+/// Pause between two tries where SQLite does not wait by itself.
+const BUSY_PAUSE: Duration = Duration::from_millis(10);
 /// Jobs that may wait for one thread; beyond it the database counts as unavailable.
 const QUEUE_MAX: usize = 8192;
 /// Bytes of log below which no checkpoint is worth its syncs.
@@ -315,7 +317,7 @@ fn set_up(conn: &Connection, role: Role) -> rusqlite::Result<Option<String>> {
     conn.busy_timeout(if role == Role::Checkpoint { BUSY_CHECKPOINT } else { BUSY })?;
     conn.set_prepared_statement_cache_capacity(96);
     if role == Role::Writer {
-        let mode: String = conn.query_row("PRAGMA journal_mode = WAL", [], |row| row.get(0))?;
+        let mode = to_wal(conn)?;
         if mode != "wal" {
             return Ok(Some(mode));
         }
@@ -330,6 +332,24 @@ fn set_up(conn: &Connection, role: Role) -> rusqlite::Result<Option<String>> {
         conn.execute_batch("PRAGMA query_only = ON")?;
     }
     Ok(None)
+}
+
+/// Switches to a write-ahead log, where the file has none yet; the mode that it has then. SQLite reads the mode first and
+/// asks for the lock in the same transaction, where its own time-out does not apply: the wait for others who switch it, or
+/// write, is here.
+fn to_wal(conn: &Connection) -> rusqlite::Result<String> {
+    let end = Instant::now() + BUSY;
+    loop {
+        match conn.query_row("PRAGMA journal_mode = WAL", [], |row| row.get(0)) {
+            Err(error)
+                if error.sqlite_error_code() == Some(ErrorCode::DatabaseBusy)
+                    && Instant::now() < end =>
+            {
+                thread::sleep(BUSY_PAUSE);
+            }
+            other => return other,
+        }
+    }
 }
 
 /// A write that changes nothing: a file that cannot be written is found here and not by the first request. Where another
