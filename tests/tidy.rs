@@ -431,6 +431,40 @@ fn problems_metrics_and_settings_stand_in_the_docs() {
     assert!(missing.is_empty(), "not in docs/: {}", missing.join(", "));
 }
 
+/// `a05a` is A5: the ids at the begin of a test's name, as the legend writes them.
+fn ids(name: &str) -> impl Iterator<Item = String> + '_ {
+    let id = |word: &str| {
+        let (letter, rest) = word.split_at_checked(1)?;
+        if !"abcdefr".contains(letter) {
+            return None;
+        }
+        let digits: String = rest.chars().take_while(char::is_ascii_digit).collect();
+        let number: u32 = digits.parse().ok()?;
+        Some(format!("{}{number}", letter.to_ascii_uppercase()))
+    };
+    name.split('_').map_while(id)
+}
+
+#[test]
+fn each_test_id_has_its_line_in_the_legend_and_no_line_is_without_a_test() {
+    let text = std::fs::read_to_string(root().join("docs/testing.md")).unwrap();
+    let legend = text.split("\n## Test ids\n").nth(1).unwrap().split("\n## ").next().unwrap();
+    let rows = legend.lines().filter_map(|line| line.strip_prefix("| ")?.split_once(" | "));
+    let explained: BTreeSet<String> = rows
+        .map(|(id, _)| id.to_owned())
+        .filter(|id| id.ends_with(|c: char| c.is_ascii_digit()))
+        .collect();
+    let mut used = BTreeSet::new();
+    for (_, text) in rust_files() {
+        for (at, _) in text.match_indices("fn ") {
+            let name = text[at + 3..].split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+            used.extend(name.take(1).flat_map(ids));
+        }
+    }
+    let differ: Vec<_> = used.symmetric_difference(&explained).collect();
+    assert!(differ.is_empty(), "in the legend or in a test's name, and not in both: {differ:?}");
+}
+
 /// The quoted words that follow one of the openings, with any white space between the parts.
 fn quoted_after(code: &str, openings: &[&str]) -> BTreeSet<String> {
     let dense: String =

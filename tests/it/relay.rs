@@ -353,7 +353,7 @@ async fn f33_retry_after_is_kept_and_never_beyond_the_maximum() {
         let seen = sink.seen();
         let pause = (seen[1].at - seen[0].at).as_millis();
         if pause > 1000 {
-            // F44: the time that is signed is the attempt's, not the event's.
+            // The time that is signed is the attempt's, not the event's.
             assert!(seen[1].signed_at() > seen[0].signed_at());
         }
         assert!((least..most + 400).contains(&pause), "{headers}: {pause}");

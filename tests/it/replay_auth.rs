@@ -1,4 +1,4 @@
-//! Who may read a stored answer within a scope: D12, and everything that an answer shows by the way.
+//! Who may read a stored answer within a scope (D12), and everything that an answer shows by the way.
 
 use std::path::Path;
 use std::time::Duration;

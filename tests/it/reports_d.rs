@@ -1,4 +1,4 @@
-//! The key: where it is required, what it may be, and where it must not show. The reports of group D, with E5, E6, F4 and F6.
+//! The key: where it is required, what it may be, and where it must not show. Groups D and E of the test ids.
 
 use std::time::{Duration, SystemTime};
 
@@ -405,7 +405,7 @@ async fn e05_e06_callers_learn_when_to_come_back_and_until_when_it_is_kept(which
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn f04_nothing_of_the_operators_is_on_the_callers_port() {
+async fn nothing_of_the_operators_is_on_the_callers_port() {
     let rig = Rig::start(Which::Sqlite, "").await;
     let targets = [
         "/",
@@ -431,7 +431,7 @@ async fn f04_nothing_of_the_operators_is_on_the_callers_port() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn f06_replays_use_up_nothing_of_the_apis_limits() {
+async fn replays_use_up_nothing_of_the_apis_limits() {
     let rig = Rig::start(Which::Sqlite, "").await;
     let left = std::sync::atomic::AtomicUsize::new(1);
     rig.orders.answer(move |_| {

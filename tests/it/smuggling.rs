@@ -1,4 +1,4 @@
-//! Two opinions about where a request ends, on a keyed route: group A of the proxy's cases, and F3. Whatever a caller
+//! Two opinions about where a request ends, on a keyed route. Whatever a caller
 //! sends, one key makes at most one request upstream, and what is refused leaves no record.
 
 use crate::support::process::{self, Gateway};

@@ -694,7 +694,7 @@ async fn tenants_and_operations_do_not_share_keys(store: Tested) {
 }
 
 async fn a_late_process_changes_nothing(store: Tested) {
-    // A7 and A8: an earlier attempt, and an earlier id, wake up late.
+    // An earlier attempt, and an earlier id, wake up late.
     let retried = scope();
     let second = brought_to(&store, &retried, Status::InProgress, Attempt::FIRST.next()).await;
     let first = Fence { attempt: Attempt::FIRST, ..second };

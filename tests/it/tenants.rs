@@ -1,4 +1,4 @@
-//! Whose key it is: the reports D9, D10 and D11, every source of tenants, derived keys, and what a caller cannot say of itself.
+//! Whose key it is: D9, D10 and D11, every source of tenants, derived keys, and what a caller cannot say of itself.
 
 use http::StatusCode;
 
@@ -309,7 +309,7 @@ fingerprint = { ignore_query = ["trace"] }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn b02_what_connection_names_is_gone_before_the_scope_is_read() {
+async fn what_connection_names_is_gone_before_the_scope_is_read() {
     let rig = Rig::start(Which::Sqlite, "").await;
     for (lines, problem) in [
         ("Connection: X-Tenant-Id\r\n", "tenant-missing"),

@@ -197,7 +197,6 @@ async fn permission_is_asked_once_before_the_first_byte() {
 
 #[tokio::test]
 async fn each_dial_is_a_connection_of_its_own_and_closes_with_its_answer() {
-    // F6
     let scripted = Scripted::always(Reply::keep(OK)).await;
     let upstream = upstream(scripted.addr);
     for round in 1..=20 {
@@ -336,7 +335,7 @@ async fn a_connection_that_the_upstream_has_closed_carries_no_reserved_request()
 
 #[tokio::test]
 async fn a_request_that_met_a_dead_pooled_connection_unsent_goes_out_on_another() {
-    // F6: the FIN is there, but the connection's task has not seen it yet.
+    // The FIN is there, but the connection's task has not seen it yet.
     let closing = Closing::start();
     let upstream = upstream(closing.addr);
     let request = || post("hi").map(|body| body.map_err(|never| match never {}).boxed_unsync());
@@ -376,7 +375,6 @@ async fn letting_go_of_a_request_or_an_answer_closes_the_connection() {
 
 #[tokio::test]
 async fn a_cut_answer_is_an_error_of_its_body() {
-    // E1
     for bytes in [
         "HTTP/1.1 201 Created\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n",
         "HTTP/1.1 201 Created\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n",
@@ -394,7 +392,6 @@ async fn a_cut_answer_is_an_error_of_its_body() {
 
 #[tokio::test]
 async fn an_answer_that_ends_nowhere_or_switches_protocols_is_broken() {
-    // E6, E8, A3
     for bytes in [
         "HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\n",
         "HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\nxx",
@@ -418,7 +415,6 @@ async fn interim_answers_are_skipped() {
 
 #[tokio::test]
 async fn an_answer_with_a_big_or_odd_head_is_still_an_answer() {
-    // E2
     let many: String = (0..150).map(|n| format!("X-{n}: {n}\r\n")).collect();
     let big = format!("X-Big: {}\r\n", "b".repeat(70_000));
     for (lines, name, value) in [
@@ -445,7 +441,6 @@ async fn an_answer_with_a_big_or_odd_head_is_still_an_answer() {
 
 #[tokio::test]
 async fn an_answer_without_a_reason_or_with_an_odd_status_is_still_an_answer() {
-    // E2
     for (line, status) in [("200", 200), ("200 ", 200), ("299 X\u{e9}", 299), ("999 No", 999)] {
         let bytes = format!("HTTP/1.1 {line}\r\nContent-Length: 2\r\n\r\nok");
         let scripted = Scripted::always(Reply::keep(bytes)).await;
