@@ -68,8 +68,8 @@ use self::tunnel::Tunnels;
 use self::upstream::{Body, Upstream};
 use crate::fault::{self, Point};
 use crate::record::LeaseView;
-use crate::record::lookup::Verdict;
-use crate::route::{Found, Mode, OnUnknown, Route, Routes, Server};
+use crate::record::lookup::LookupResult;
+use crate::route::{Mode, OnUnknown, Route, RouteMatch, Routes, Server};
 use crate::scope::{DigestKey, Params};
 use crate::store::{Asking, Backlog, Due, Store};
 use crate::tasks::{self, Loop};
@@ -192,7 +192,7 @@ enum Asked {
 fn asking(route: &Route) -> Option<Asking> {
     match &route.policy.on_unknown {
         OnUnknown::Lookup(lookup) => {
-            Some(Asking { operation: route.operation.clone(), settle: lookup.settle })
+            Some(Asking { operation: route.operation.clone(), delay: lookup.delay })
         }
         OnUnknown::Hold | OnUnknown::Retry => None,
     }
@@ -254,8 +254,8 @@ impl Gateway {
         let mut request = accept::timed(request);
         headers::to_origin_form(&mut request);
         match self.routes.find(request.method(), request.uri().path()) {
-            Found::Nothing => self.pass(&self.default, request).await,
-            Found::Ambiguous { split, decoded } => {
+            RouteMatch::Nothing => self.pass(&self.default, request).await,
+            RouteMatch::Ambiguous { split, decoded } => {
                 if [&split, &decoded].iter().any(|route| route.policy.mode == Mode::Protect) {
                     return Problem::new(Name::PathAmbiguous).into_response(None);
                 }
@@ -263,7 +263,7 @@ impl Gateway {
                 observe::tell(&self.metrics, &split, Would::Refuse, None, Some(&problem));
                 self.pass(&self.upstream(&split), request).await
             }
-            Found::Keyed { route, params } => match route.policy.mode {
+            RouteMatch::Keyed { route, params } => match route.policy.mode {
                 Mode::Protect => {
                     let exposed = self.settings.expose_headers;
                     let mut response = self.keyed(route, &params, request).await;
@@ -454,13 +454,13 @@ impl Gateway {
     /// For a retry on a route that looks up: what became of the attempt before? It is asked about under its own fence, so
     /// whatever still comes of it counts. Only "not found" lets the next attempt be sent, and only if nothing came in between.
     async fn ask_first(&self, route: &Route, ask: &Ask, question: Question) -> Asked {
-        let verdict = self.ask(route, &question).await;
+        let result = self.ask(route, &question).await;
         let context = question.context();
         let closing = self.closing(route, context.as_deref());
-        Asked::Over(Box::new(match verdict {
-            Verdict::Found(answer) => closing.adopt(question.asked(), answer).await,
-            Verdict::Failed(_) => closing.put_back(question.asked()).await,
-            Verdict::NotFound => match self.desk.raise(question, ask).await {
+        Asked::Over(Box::new(match result {
+            LookupResult::Found(answer) => closing.adopt(question.asked(), answer).await,
+            LookupResult::Failed(_) => closing.put_back(question.asked()).await,
+            LookupResult::NotFound => match self.desk.raise(question, ask).await {
                 Raised::Held(reservation) => return Asked::Send(reservation),
                 Raised::Not(question) => closing.put_back(question.asked()).await,
                 Raised::Doubt(record) => Finish::StillUnknown { record },
@@ -468,12 +468,12 @@ impl Gateway {
         }))
     }
 
-    async fn ask(&self, route: &Route, question: &Question) -> Verdict {
+    async fn ask(&self, route: &Route, question: &Question) -> LookupResult {
         let lookup = question.lookup();
         let upstream = self.upstreams.get(&lookup.upstream).unwrap_or(&self.default);
-        let verdict = lookup::ask(route, lookup, upstream, &question.about(), &self.metrics).await;
+        let result = lookup::ask(route, lookup, upstream, &question.about(), &self.metrics).await;
         fault::point(Point::QuestionAnswered).await;
-        verdict
+        result
     }
 
     /// Asks about records whose outcome is unknown, so that they resolve without a retry, until `stop`. Records whose route
@@ -511,12 +511,14 @@ impl Gateway {
         let Some(route) = self.routes.by_operation(due.scope.operation.as_str()) else { return };
         let OnUnknown::Lookup(lookup) = &route.policy.on_unknown else { return };
         let Some(question) = self.desk.question(&due, lookup).await else { return };
-        let verdict = self.ask(&route, &question).await;
+        let result = self.ask(&route, &question).await;
         let context = question.context();
         let closing = self.closing(&route, context.as_deref());
-        drop(match verdict {
-            Verdict::Found(answer) => closing.adopt(question.asked(), answer).await,
-            Verdict::NotFound | Verdict::Failed(_) => closing.put_back(question.asked()).await,
+        drop(match result {
+            LookupResult::Found(answer) => closing.adopt(question.asked(), answer).await,
+            LookupResult::NotFound | LookupResult::Failed(_) => {
+                closing.put_back(question.asked()).await
+            }
         });
     }
 

@@ -278,13 +278,13 @@ pub enum Change {
     /// The attempt is known not to have executed.
     Release,
     /// Nobody can know any more what the attempt did: its owner lost it, or died.
-    Lose,
+    MarkUnknown,
     /// The route's policy allows another attempt.
     Retry,
     /// The upstream is asked what became of the attempt: somebody holds the record meanwhile.
-    Ask,
+    LookUp,
     /// The upstream was asked and knows nothing of the attempt: whoever holds the record goes on to the next one.
-    Raise,
+    NextAttempt,
     /// An operator says what happened.
     OperatorComplete,
     /// An operator says that nothing happened (for a completed record: that it shall be forgotten).
@@ -298,10 +298,10 @@ impl Change {
     pub const ALL: [Self; 9] = [
         Self::Complete,
         Self::Release,
-        Self::Lose,
+        Self::MarkUnknown,
         Self::Retry,
-        Self::Ask,
-        Self::Raise,
+        Self::LookUp,
+        Self::NextAttempt,
         Self::OperatorComplete,
         Self::OperatorRelease,
         Self::Expire,
@@ -330,30 +330,29 @@ pub fn transition(status: Status, attempt: Attempt, change: Change) -> Option<Ne
             Some(Next::Status(Status::Completed))
         }
         (Status::InProgress | Status::Unknown, Change::Release) => Some(released),
-        (Status::InProgress, Change::Lose) => Some(Next::Status(Status::Unknown)),
-        (Status::Unknown, Change::Retry | Change::Ask) | (Status::InProgress, Change::Raise) => {
-            Some(Next::Status(Status::InProgress))
-        }
+        (Status::InProgress, Change::MarkUnknown) => Some(Next::Status(Status::Unknown)),
+        (Status::Unknown, Change::Retry | Change::LookUp)
+        | (Status::InProgress, Change::NextAttempt) => Some(Next::Status(Status::InProgress)),
         (Status::Unknown, Change::OperatorComplete) => Some(Next::Status(Status::Completed)),
         (Status::Unknown | Status::Completed, Change::OperatorRelease) => Some(Next::Gone),
         (Status::Completed, Change::Expire) => Some(Next::Gone),
         (
             Status::InProgress,
             Change::Retry
-            | Change::Ask
+            | Change::LookUp
             | Change::OperatorComplete
             | Change::OperatorRelease
             | Change::Expire,
         )
-        | (Status::Unknown, Change::Lose | Change::Raise | Change::Expire)
+        | (Status::Unknown, Change::MarkUnknown | Change::NextAttempt | Change::Expire)
         | (
             Status::Completed,
             Change::Complete
             | Change::Release
-            | Change::Lose
+            | Change::MarkUnknown
             | Change::Retry
-            | Change::Ask
-            | Change::Raise
+            | Change::LookUp
+            | Change::NextAttempt
             | Change::OperatorComplete,
         ) => None,
     }
@@ -361,11 +360,11 @@ pub fn transition(status: Status, attempt: Attempt, change: Change) -> Option<Ne
 
 /// How long the upstream is left alone before it is asked what became of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Settle {
+pub struct LookupDelay {
     /// Counted from the moment in which the outcome was lost.
-    pub lost: Duration,
+    pub after_loss: Duration,
     /// Counted from the end of a dead owner's lease, until which it may have been sending.
-    pub orphaned: Duration,
+    pub after_lease: Duration,
 }
 
 /// A response's body as far as it is kept.

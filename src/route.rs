@@ -24,7 +24,7 @@ use percent_encoding::percent_decode;
 use crate::fingerprint;
 use crate::record::event::Templates;
 use crate::record::outcome::Lists;
-use crate::record::{Operation, Settle, lookup};
+use crate::record::{LookupDelay, Operation, lookup};
 use crate::scope::{self, Params};
 
 pub use self::near::{Look, Named, Near, Reading};
@@ -138,7 +138,7 @@ pub struct Lookup {
     /// The question, and what its answer means.
     pub template: lookup::Template,
     /// How long the upstream is left alone before.
-    pub settle: Settle,
+    pub delay: LookupDelay,
     /// How long the answer may take.
     pub timeout: Duration,
     /// Which upstream, by its name in the configuration.
@@ -166,7 +166,7 @@ pub struct Routes {
 
 /// What a request's method and path name.
 #[derive(Debug)]
-pub enum Found {
+pub enum RouteMatch {
     /// No keyed route: the request passes through.
     Nothing,
     /// A keyed route.
@@ -238,9 +238,9 @@ impl Routes {
 
     /// The route of a request, by its method and its path as received.
     #[must_use]
-    pub fn find(&self, method: &Method, path: &str) -> Found {
+    pub fn find(&self, method: &Method, path: &str) -> RouteMatch {
         let Some(table) = self.table(method) else {
-            return Found::Nothing;
+            return RouteMatch::Nothing;
         };
         let path = path.split('?').next().unwrap_or_default();
         let split = self.look_up(table, &split_then_decoded(path));
@@ -249,13 +249,13 @@ impl Routes {
         let found = match (split, decoded) {
             (Some((one, _)), Some((other, _))) if one != other => route(one)
                 .zip(route(other))
-                .map(|(split, decoded)| Found::Ambiguous { split, decoded }),
+                .map(|(split, decoded)| RouteMatch::Ambiguous { split, decoded }),
             (Some((index, params)), _) | (None, Some((index, params))) => {
-                route(index).map(|route| Found::Keyed { route, params })
+                route(index).map(|route| RouteMatch::Keyed { route, params })
             }
             (None, None) => None,
         };
-        found.unwrap_or(Found::Nothing)
+        found.unwrap_or(RouteMatch::Nothing)
     }
 
     /// The table of a method, also where it is written in lower case: some upstreams do not care.
@@ -442,9 +442,9 @@ mod tests {
 
     fn named(routes: &Routes, method: &str, path: &str) -> String {
         match routes.find(&Method::from_bytes(method.as_bytes()).unwrap(), path) {
-            Found::Nothing => "-".to_owned(),
-            Found::Ambiguous { .. } => "?".to_owned(),
-            Found::Keyed { route, params } => {
+            RouteMatch::Nothing => "-".to_owned(),
+            RouteMatch::Ambiguous { .. } => "?".to_owned(),
+            RouteMatch::Keyed { route, params } => {
                 let params = params.iter().map(|(name, value)| format!(" {name}={value}"));
                 format!("{}{}", route.operation, params.collect::<String>())
             }

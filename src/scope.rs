@@ -53,7 +53,7 @@ impl Params {
 
 /// What is asked, as far as the scope needs it.
 #[derive(Clone, Copy, Debug)]
-pub struct Asked<'a> {
+pub struct RequestHead<'a> {
     /// The method.
     pub method: &'a Method,
     /// The target as received: path and query.
@@ -157,7 +157,7 @@ impl Part {
     }
 
     /// The part's value as JSON text; `None` where it is absent, blank, or there several times.
-    fn value(&self, asked: &Asked<'_>, body: Option<&Body>) -> Option<String> {
+    fn value(&self, asked: &RequestHead<'_>, body: Option<&Body>) -> Option<String> {
         let text = match self {
             Self::Json(path) => {
                 let body = body?;
@@ -344,10 +344,10 @@ fn unquote(line: &str) -> Result<String, &'static str> {
     }
 }
 
-/// Makes a key from the parts that the route names. Asked only where the header is absent.
+/// Makes a key from the parts that the route names. RequestHead only where the header is absent.
 /// `None`: a part is absent, and the request counts as having no key.
 #[must_use]
-pub fn derive_key(recipe: &Recipe, asked: &Asked<'_>, body: &[u8]) -> Option<Key> {
+pub fn derive_key(recipe: &Recipe, asked: &RequestHead<'_>, body: &[u8]) -> Option<Key> {
     let derive @ Derive(parts) = recipe.derive_key.as_ref()?;
     let body = if derive.reads_body() { Tree::parse(body) } else { None };
     let body = body.map(|tree| Body { value: tree.to_value(), tree });
@@ -366,13 +366,17 @@ pub fn derive_key(recipe: &Recipe, asked: &Asked<'_>, body: &[u8]) -> Option<Key
 /// [`Refusal::TenantMissing`] where the source yields nothing, several values, or what cannot be a tenant.
 pub fn read_tenant(
     recipe: &Recipe,
-    asked: &Asked<'_>,
+    asked: &RequestHead<'_>,
     digest: &DigestKey,
 ) -> Result<Tenant, Refusal> {
     tenant(&recipe.tenant, asked, digest).map_err(Refusal::TenantMissing)
 }
 
-fn tenant(source: &Source, asked: &Asked<'_>, digest: &DigestKey) -> Result<Tenant, &'static str> {
+fn tenant(
+    source: &Source,
+    asked: &RequestHead<'_>,
+    digest: &DigestKey,
+) -> Result<Tenant, &'static str> {
     const INVALID: &str = "the tenant is not 1 to 255 bytes of visible UTF-8";
     let text = match source {
         Source::Fixed(tenant) => return Ok(tenant.clone()),

@@ -38,10 +38,10 @@ pub use self::outbox::{
 pub use self::own::{Life, OpenPiece, Reinstated, Whence};
 pub use self::sinks::{NextProbe, Pause, PauseReason, SinkOrder, SinkState, SinkTurn, Trouble};
 use crate::record::event::Event;
-use crate::record::event::doubt::Doubt;
+use crate::record::event::notice::Notice;
 use crate::record::{
-    Answer, Attempt, Caller, Fence, Fingerprint, KeptBody, Operation, OwnerId, Record, RecordId,
-    Scope, Settle, Spelling, Status,
+    Answer, Attempt, Caller, Fence, Fingerprint, KeptBody, LookupDelay, Operation, OwnerId, Record,
+    RecordId, Scope, Spelling, Status,
 };
 
 /// Why the store did not do it, by what the caller may conclude.
@@ -220,7 +220,7 @@ pub enum Takeover {
     /// An unknown record whose policy allows another attempt: same id, attempt + 1, the fingerprint stays.
     Unknown(Fence),
     /// An unknown record about which the upstream may be asked now: same id, same attempt, the request's context stays.
-    Question(Fence, Settle, Asker),
+    Question(Fence, LookupDelay, Asker),
 }
 
 /// Why the upstream is asked about an unknown record.
@@ -238,7 +238,7 @@ pub struct Asking {
     /// The operation.
     pub operation: Operation,
     /// How long the upstream is left alone before.
-    pub settle: Settle,
+    pub delay: LookupDelay,
 }
 
 /// An unknown record about which the upstream may be asked now.
@@ -429,7 +429,7 @@ pub struct AuditRow {
     pub detail: Option<String>,
 }
 
-/// Of which doubts it is asked what has not been told yet.
+/// Of which unknown records it is asked what has not been told yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Untold {
     /// Those that began, and those that were told of and are over.
@@ -560,11 +560,11 @@ pub trait Store: Send + Sync + 'static {
     async fn turn_sink(&self, sink: &str, no: i64, turn: &SinkTurn) -> Result<Changed, Error>;
 
     /// Records that became unknown, or are no longer, of which that has not been told yet; up to `limit`.
-    async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Doubt>, Error>;
+    async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Notice>, Error>;
 
-    /// Writes the event that tells of a doubt, in one transaction with the mark that it was told. `Changed::No`: somebody else
+    /// Writes the event of a notice, in one transaction with the mark that it was told. `Changed::No`: somebody else
     /// has told of it. Without an event only the mark is set, or the note removed.
-    async fn tell(&self, doubt: &Doubt, event: Option<&Event>) -> Result<Changed, Error>;
+    async fn tell(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error>;
 
     /// Deletes expired completed records, up to `limit`. How many.
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error>;

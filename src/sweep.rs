@@ -20,8 +20,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::lease::Contact;
-use crate::record::event::doubt::News;
-use crate::record::event::wanted::Subscriber;
+use crate::record::event::notice::NoticeKind;
+use crate::record::event::subscription::Subscriber;
 use crate::store::{Backlog, Error, Gauges, Store, Tide, Untold};
 use crate::tasks;
 use crate::telemetry::{Metrics, Swept};
@@ -217,19 +217,20 @@ impl Sweeper {
         }
     }
 
-    /// Tells of doubts that began or ended. Where nothing is announced, only the notes of those that once were go.
+    /// Writes the notices of records that became unknown or were resolved. Where nothing is announced, only the notes of
+    /// those that once were go.
     async fn tell(&self, limit: u32) -> Result<u64, Error> {
         let sinks = self.settings.unknown_events.as_deref();
         let which = if sinks.is_some() { Untold::All } else { Untold::Resolved };
-        let doubts = self.store.untold(which, limit).await?;
-        for doubt in &doubts {
-            let event = sinks.and_then(|sinks| doubt.event(sinks));
-            if let (News::Resolved(_), None, Some(_)) = (doubt.news, &event, sinks) {
-                tracing::warn!(record = %doubt.record, "a record is resolved, and nothing tells any more whose it was");
+        let notices = self.store.untold(which, limit).await?;
+        for notice in &notices {
+            let event = sinks.and_then(|sinks| notice.event(sinks));
+            if let (NoticeKind::Resolved(_), None, Some(_)) = (notice.kind, &event, sinks) {
+                tracing::warn!(record = %notice.record, "a record is resolved, and nothing tells any more whose it was");
             }
-            self.store.tell(doubt, event.as_ref()).await?;
+            self.store.tell(notice, event.as_ref()).await?;
         }
-        Ok(doubts.len() as u64)
+        Ok(notices.len() as u64)
     }
 
     /// Tells the backlog, and the log where that changes what is begun.

@@ -198,7 +198,7 @@ label_enum!(
 
 label_enum!(
     /// What came of a question about an unknown outcome.
-    Asked {
+    LookupEnd {
         /// It had been executed.
         Found = "found",
         /// It had not.
@@ -309,7 +309,7 @@ struct ByWould {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ByAsked {
     operation: String,
-    result: Asked,
+    result: LookupEnd,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -695,7 +695,7 @@ impl Metrics {
     }
 
     /// The upstream was asked what became of an attempt.
-    pub fn asked(&self, operation: &str, result: Asked) {
+    pub fn asked(&self, operation: &str, result: LookupEnd) {
         self.lookups.get_or_create(&ByAsked { operation: operation.to_owned(), result }).inc();
     }
 

@@ -18,7 +18,7 @@ use crate::config::{self, StoreKind};
 use crate::gateway::spill::{self, Unopened};
 use crate::lease::{self, Contact};
 use crate::record::LeaseView;
-use crate::record::event::wanted::Subscriber;
+use crate::record::event::subscription::Subscriber;
 use crate::store::awaited::Gate;
 use crate::store::postgres::{self, Postgres};
 use crate::store::sqlite::{self, Location, Sqlite};

@@ -8,7 +8,7 @@ use http::Method;
 use crate::config::{Config, StoreKind, Warning};
 use crate::gateway::OnUnavailable;
 use crate::gateway::tokens::KeySource;
-use crate::record::event::wanted::{Pattern, Wanted};
+use crate::record::event::subscription::{TypeFilter, TypePattern};
 use crate::relay::sink::broker::Login;
 use crate::relay::sink::{self, Target};
 use crate::route::{Mode, OnUnknown, ReplayAuth, Route};
@@ -223,14 +223,14 @@ fn is_this_machine(host: &str) -> bool {
 
 /// A pattern that no event has is most likely a slip of the pen.
 fn about_filter(config: &Config, sink: &sink::Settings, warn: &mut impl FnMut(&str, String)) {
-    let Wanted::Some(patterns) = &sink.events else { return };
+    let TypeFilter::Matching(patterns) = &sink.events else { return };
     let doubts: &[&str] = match config.sweep.unknown_events {
         Some(_) => &["record.unknown", "record.resolved"],
         None => &[],
     };
-    let emitted = |pattern: &Pattern| {
+    let emitted = |pattern: &TypePattern| {
         let of_routes = config.routes.iter().flat_map(|route| route.events.kinds());
-        of_routes.chain(doubts.iter().copied()).any(|kind| pattern.describes(kind))
+        of_routes.chain(doubts.iter().copied()).any(|kind| pattern.matches(kind))
     };
     for pattern in patterns.iter().filter(|pattern| !emitted(pattern)) {
         let by_others = match config.store.kind {
@@ -257,7 +257,7 @@ fn tenant_is_a_claim(route: &Route) -> bool {
 
 fn settles_early(route: &Route) -> bool {
     match &route.policy.on_unknown {
-        OnUnknown::Lookup(lookup) => lookup.settle.lost < route.policy.timeout,
+        OnUnknown::Lookup(lookup) => lookup.delay.after_loss < route.policy.timeout,
         OnUnknown::Hold | OnUnknown::Retry => false,
     }
 }

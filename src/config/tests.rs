@@ -542,10 +542,10 @@ fn a_look_up_is_taken_from_the_policy_and_settles_after_the_timeout_by_itself() 
         let route = config.routes.iter().next().unwrap().clone();
         let OnUnknown::Lookup(lookup) = &route.policy.on_unknown else { panic!("no look-up") };
         let warned = check::warnings(&config).iter().any(|w| w.place == "policy.lookup");
-        let Lookup { settle, timeout, upstream, .. } = &**lookup;
+        let Lookup { delay, timeout, upstream, .. } = &**lookup;
         (
-            settle.lost.as_secs(),
-            settle.orphaned.as_secs(),
+            delay.after_loss.as_secs(),
+            delay.after_lease.as_secs(),
             timeout.as_secs(),
             upstream.clone(),
             warned,

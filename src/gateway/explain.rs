@@ -15,7 +15,7 @@ use super::room::Limits;
 use super::tokens::Tokens;
 use super::{Gateway, Settings, headers};
 use crate::explain::{self, Becomes, Canonical, Explain, Explained, Sample};
-use crate::route::{Found, Mode, Route, Routes};
+use crate::route::{Mode, Route, RouteMatch, Routes};
 use crate::scope::{DigestKey, Params};
 use crate::telemetry::Metrics;
 
@@ -70,11 +70,11 @@ async fn explain(routes: &Routes, intake: &Intake, sample: Sample) -> Explained 
         return Explained::of(Becomes::Refused, why, look).problem(problem);
     }
     match routes.find(request.method(), request.uri().path()) {
-        Found::Nothing => {
+        RouteMatch::Nothing => {
             let why = "No route names its method and path.";
             Explained::of(Becomes::PassesWithoutRoute, why, look)
         }
-        Found::Ambiguous { split, decoded } => {
+        RouteMatch::Ambiguous { split, decoded } => {
             let why = format!(
                 "Its path names {} where it is split before it is decoded, and {} the other way round.",
                 split.operation, decoded.operation
@@ -82,7 +82,7 @@ async fn explain(routes: &Routes, intake: &Intake, sample: Sample) -> Explained 
             let problem = Problem::new(Name::PathAmbiguous).document(None);
             Explained::of(Becomes::Refused, why, look).problem(problem)
         }
-        Found::Keyed { route, params } => {
+        RouteMatch::Keyed { route, params } => {
             let observes = match route.policy.mode {
                 Mode::Protect => "",
                 Mode::Observe => " The route only observes: the request is forwarded in any case.",

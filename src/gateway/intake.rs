@@ -34,7 +34,7 @@ use crate::record::event::RequestParts;
 use crate::record::{Fence, Fingerprint, Key, Scope};
 use crate::route::{ReplayAuth, Route};
 use crate::scope::jwt::Token;
-use crate::scope::{self, Asked, DigestKey, Params};
+use crate::scope::{self, DigestKey, Params, RequestHead};
 use crate::telemetry::{Metrics, Step};
 
 /// The largest body whose fingerprint is made in place: half a millisecond, or less.
@@ -141,7 +141,7 @@ impl Intake {
         };
         room.received(body.len());
         let host = head.headers.get(HOST).and_then(|host| host.to_str().ok()).map(str::to_owned);
-        let mut asked = Asked {
+        let mut asked = RequestHead {
             method: &head.method,
             target: &target,
             headers: &head.headers,
@@ -201,9 +201,14 @@ impl Intake {
     }
 
     /// The key that the route makes of a request without one.
-    async fn derive_key(&self, route: &Arc<Route>, asked: &Asked<'_>, body: &Bytes) -> Option<Key> {
+    async fn derive_key(
+        &self,
+        route: &Arc<Route>,
+        asked: &RequestHead<'_>,
+        body: &Bytes,
+    ) -> Option<Key> {
         if route.scope.derive_key.as_ref()?.reads_body() {
-            let derived = |route: &Route, asked: &Asked<'_>, body: &Bytes| {
+            let derived = |route: &Route, asked: &RequestHead<'_>, body: &Bytes| {
                 scope::derive_key(&route.scope, asked, &plain(route, asked, body))
             };
             return self.look(route, asked, body, derived).await;
@@ -215,7 +220,7 @@ impl Intake {
     async fn ask(
         &self,
         route: &Arc<Route>,
-        asked: &Asked<'_>,
+        asked: &RequestHead<'_>,
         key: Key,
         body: &Bytes,
     ) -> Result<Ask, scope::Refusal> {
@@ -239,9 +244,9 @@ impl Intake {
     async fn look<T: Send + 'static>(
         &self,
         route: &Arc<Route>,
-        asked: &Asked<'_>,
+        asked: &RequestHead<'_>,
         body: &Bytes,
-        read: fn(&Route, &Asked<'_>, &Bytes) -> T,
+        read: fn(&Route, &RequestHead<'_>, &Bytes) -> T,
     ) -> T {
         let looks = route.fingerprint.looks_into_bodies();
         let in_place_max = if looks { IN_PLACE_PATHS_MAX } else { IN_PLACE_MAX };
@@ -254,7 +259,7 @@ impl Intake {
         self.aside(move || {
             let (method, target, headers, params) = (&method, target.as_str(), &headers, &params);
             // Neither host nor token says anything of a body.
-            let asked = Asked { method, target, headers, params, host: None, token: None };
+            let asked = RequestHead { method, target, headers, params, host: None, token: None };
             read(&route, &asked, &body)
         })
         .await
@@ -300,13 +305,13 @@ fn clean(headers: &mut HeaderMap, recipe: &scope::Recipe) {
 }
 
 /// A body without its content codings, where they can be taken off; else as it came.
-fn plain<'b>(route: &Route, asked: &Asked<'_>, body: &'b Bytes) -> Cow<'b, [u8]> {
+fn plain<'b>(route: &Route, asked: &RequestHead<'_>, body: &'b Bytes) -> Cow<'b, [u8]> {
     fingerprint::plain(&route.fingerprint, asked.headers, body)
 }
 
 /// What the request is compared by, and what is kept of it for its events.
-fn compared(route: &Route, asked: &Asked<'_>, body: &Bytes) -> (Fingerprint, Option<Bytes>) {
-    let Asked { method, target, headers, .. } = *asked;
+fn compared(route: &Route, asked: &RequestHead<'_>, body: &Bytes) -> (Fingerprint, Option<Bytes>) {
+    let RequestHead { method, target, headers, .. } = *asked;
     let parts = fingerprint::Parts { method, target, headers, body };
     let print = fingerprint::fingerprint(&route.fingerprint, &parts);
     if !route.events.need_request() {
@@ -333,7 +338,7 @@ fn readers(route: &Route) -> Readers {
     match route.policy.replay_auth {
         ReplayAuth::Scope => Readers::Scope,
         ReplayAuth::SameCredential => Readers::Caller,
-        ReplayAuth::Subrequest(_) => Readers::Asked,
+        ReplayAuth::Subrequest(_) => Readers::Subrequest,
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! The question reads; it executes nothing, so it needs no reservation. But only whoever holds the record asks: the store
 //! lets one at a time, over all replicas. What must stay true: an answer counts only if it came whole and in time;
-//! everything else is [`Verdict::Failed`], and leaves the record as unknown as it was.
+//! everything else is [`LookupResult::Failed`], and leaves the record as unknown as it was.
 //!
 //! When the process dies here, the record is in progress under a dead owner: it is unknown again, and is asked about later.
 
@@ -14,48 +14,49 @@ use http_body_util::Full;
 use super::forward::{self, Evidence};
 use super::headers;
 use super::upstream::Upstream;
-use crate::record::lookup::{About, Verdict};
+use crate::record::event::RecordContext;
+use crate::record::lookup::LookupResult;
 use crate::record::{Answer, KeptBody, Spelling};
 use crate::route::{Lookup, Route};
-use crate::telemetry::{Asked, Metrics, causes};
+use crate::telemetry::{LookupEnd, Metrics, causes};
 
 /// Asks, once, and says what the answer means.
 pub(super) async fn ask(
     route: &Route,
     lookup: &Lookup,
     upstream: &Upstream,
-    about: &About<'_>,
+    about: &RecordContext<'_>,
     metrics: &Metrics,
-) -> Verdict {
+) -> LookupResult {
     let body_max = route.policy.response_body_max;
-    let verdict = match lookup.template.request(about) {
-        Err(error) => Verdict::Failed(error),
+    let result = match lookup.template.request(about) {
+        Err(error) => LookupResult::Failed(error),
         Ok(question) => {
             let exchange = exchange(upstream, question, body_max);
             match tokio::time::timeout(lookup.timeout, exchange).await {
-                Ok(Ok(reply)) => lookup.template.judge(about, &reply),
-                Ok(Err(error)) => Verdict::Failed(error),
-                Err(_) => Verdict::Failed("no answer in time".to_owned()),
+                Ok(Ok(reply)) => lookup.template.interpret(about, &reply),
+                Ok(Err(error)) => LookupResult::Failed(error),
+                Err(_) => LookupResult::Failed("no answer in time".to_owned()),
             }
         }
     };
     let (operation, record) = (route.operation.as_str(), about.record);
-    let asked = match &verdict {
-        Verdict::Found(answer) => {
+    let asked = match &result {
+        LookupResult::Found(answer) => {
             tracing::info!(%record, operation, status = answer.status.as_u16(), "a look-up found the outcome");
-            Asked::Found
+            LookupEnd::Found
         }
-        Verdict::NotFound => {
+        LookupResult::NotFound => {
             tracing::info!(%record, operation, "a look-up found nothing");
-            Asked::NotFound
+            LookupEnd::NotFound
         }
-        Verdict::Failed(why) => {
+        LookupResult::Failed(why) => {
             tracing::warn!(%record, operation, %why, "a look-up failed; the outcome stays unknown");
-            Asked::Failed
+            LookupEnd::Failed
         }
     };
     metrics.asked(operation, asked);
-    verdict
+    result
 }
 
 async fn exchange(

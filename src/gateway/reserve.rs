@@ -101,7 +101,7 @@ pub(super) enum Readers {
     /// Everybody within the scope.
     Scope,
     /// Whoever is let before an answer is given (see `rights`). What is not kept goes to the same caller only.
-    Asked,
+    Subrequest,
     /// The same caller only.
     Caller,
 }
@@ -110,7 +110,7 @@ impl Readers {
     /// Whether two callers, or their digests, are strangers to each other, where that counts.
     pub(super) fn part<C: PartialEq>(self, one: Option<&C>, other: Option<&C>) -> bool {
         match self {
-            Self::Scope | Self::Asked => false,
+            Self::Scope | Self::Subrequest => false,
             Self::Caller => one != other,
         }
     }
@@ -126,7 +126,7 @@ impl Ask {
     fn shares(&self, caller: Option<&Caller>) -> bool {
         match self.readers {
             Readers::Scope => true,
-            Readers::Asked | Readers::Caller => self.caller.as_ref() == caller,
+            Readers::Subrequest | Readers::Caller => self.caller.as_ref() == caller,
         }
     }
 }

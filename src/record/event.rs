@@ -12,10 +12,10 @@
 //! for every stored outcome; only the default event, of a route that names none, asks for 2xx.
 
 pub(in crate::record) mod context;
-pub mod doubt;
+pub mod notice;
 mod ordered;
+pub mod subscription;
 pub(in crate::record) mod template;
-pub mod wanted;
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::SystemTime;
@@ -28,8 +28,9 @@ use serde_json::value::RawValue;
 use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 
+pub use self::context::RecordContext;
+use self::subscription::{Subscriber, subscribed_to};
 use self::template::{Expression, Text, Tree};
-use self::wanted::{Subscriber, who_want};
 use crate::record::{Answer, Attempt, KeptBody, Operation, RecordId, Scope, lookup};
 
 /// The namespace of the ids of events.
@@ -244,7 +245,7 @@ impl Templates {
 
 fn variables(origin: &Origin<'_>) -> Value {
     let Origin { record, scope, context, answer, .. } = *origin;
-    context::values(&context::of(&context::Subject { record, scope, context }, Some(answer)))
+    context::values(&context::of(&RecordContext { record, scope, context }, Some(answer)))
 }
 
 /// A time that can be written: a clock far off must not stop a completion.
@@ -289,11 +290,11 @@ fn compile(spec: &Spec, subscribers: &[Subscriber], compiler: &mut template::Com
 
 /// The sinks that an event names, or all, as far as they want its type.
 fn sinks_of(spec: &Spec, subscribers: &[Subscriber]) -> Vec<String> {
-    let wanting = who_want(subscribers, &spec.kind);
+    let subscribed = subscribed_to(subscribers, &spec.kind);
     match &spec.sinks {
         // In the order in which the event names them.
-        Some(named) => named.iter().filter(|sink| wanting.contains(sink)).cloned().collect(),
-        None => wanting,
+        Some(named) => named.iter().filter(|sink| subscribed.contains(sink)).cloned().collect(),
+        None => subscribed,
     }
 }
 

@@ -1,9 +1,9 @@
 //! What is asked of the upstream about an attempt whose end nobody knows, and what its answer means.
 //!
-//! Pure: templates make the question of the record and its kept request, and judge the answer to it. Three verdicts, and
+//! Pure: templates make the question of the record and its kept request, and interpret the answer to it. Three results, and
 //! "not found" is never a guess: it needs an answer that was understood. Every value that `found` names must be there, an
 //! answer that is not JSON has no `response.json`, only numbers with numbers and texts with texts are compared in order,
-//! and `found` is true or false; whatever goes wrong is [`Verdict::Failed`].
+//! and `found` is true or false; whatever goes wrong is [`LookupResult::Failed`].
 //!
 //! What must stay true: a value cannot change what is asked. In the path each value is percent-encoded as one piece, is never
 //! empty (an empty filter finds everything) and makes no dot segment; a header with a line break does not exist.
@@ -16,9 +16,10 @@ use http::{HeaderName, HeaderValue, Method, Request, StatusCode, Uri};
 use percent_encoding::percent_decode_str;
 use serde_json::Value as Json;
 
-use super::event::context::{self, Subject};
+use super::event::RecordContext;
+use super::event::context;
 use super::event::template::{Compiler, Expression, Leaf, Text, Tree};
-use super::{Answer, KeptBody, RecordId, Scope, Spelling};
+use super::{Answer, KeptBody, Spelling};
 
 /// Longest target of a question, in bytes.
 const TARGET_MAX: usize = 8 * 1024;
@@ -44,7 +45,7 @@ pub struct Spec {
 
 /// A field that cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Fault {
+pub struct FieldError {
     /// Which: `found`, say.
     pub field: String,
     /// What is wrong with it.
@@ -72,20 +73,9 @@ impl PartialEq for Template {
 
 impl Eq for Template {}
 
-/// What is asked about.
-#[derive(Clone, Copy, Debug)]
-pub struct About<'a> {
-    /// The record.
-    pub record: RecordId,
-    /// Its scope.
-    pub scope: &'a Scope,
-    /// What was kept of the request.
-    pub context: Option<&'a [u8]>,
-}
-
 /// What the upstream's answer means.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum LookupResult {
     /// It was executed, and this is its answer from now on.
     Found(Answer),
     /// It was not executed so far.
@@ -99,38 +89,38 @@ impl Template {
     ///
     /// # Errors
     /// One for each field that cannot be used.
-    pub fn compile(spec: &Spec) -> Result<Self, Vec<Fault>> {
+    pub fn compile(spec: &Spec) -> Result<Self, Vec<FieldError>> {
         let mut asking = Compiler { before_answer: true, ..Compiler::default() };
         let path = asking.path("path", &spec.path);
         let header = |(name, value): &(HeaderName, String)| {
             Some((name.clone(), asking.text("headers", Some(value))?))
         };
         let headers: Vec<_> = spec.headers.iter().filter_map(header).collect();
-        let mut judging = Compiler::default();
-        let found = judging.decision("found", &spec.found);
-        let named = &asking.named | &judging.named;
-        let status = judging.tree("status", &spec.status);
-        let body = spec.body.as_ref().map(|body| judging.tree("body", body));
-        let wrong = asking.errors.iter().chain(&judging.errors);
-        let mut faults: Vec<_> = wrong
-            .map(|wrong| Fault { field: wrong.field.clone(), text: wrong.to_string() })
+        let mut reading = Compiler::default();
+        let found = reading.decision("found", &spec.found);
+        let named = &asking.named | &reading.named;
+        let status = reading.tree("status", &spec.status);
+        let body = spec.body.as_ref().map(|body| reading.tree("body", body));
+        let wrong = asking.errors.iter().chain(&reading.errors);
+        let mut errors: Vec<_> = wrong
+            .map(|wrong| FieldError { field: wrong.field.clone(), text: wrong.to_string() })
             .collect();
         let fixed =
             !matches!(&status, Tree::Leaf(Leaf::Expression(_) | Leaf::Text(Text::Template { .. })));
-        let known = faults.iter().any(|fault| fault.field == "status");
+        let known = errors.iter().any(|error| error.field == "status");
         if fixed && !known && kept_status(&spec.status).is_none() {
-            faults.push(Fault {
+            errors.push(FieldError {
                 field: "status".into(),
                 text: "must be a status from 200 to 599, or a template that gives one".into(),
             });
         }
         match (path, found) {
-            (Some(path), Some(found)) if faults.is_empty() => {
-                let needs = asking.needs.into_iter().chain(judging.needs).collect();
+            (Some(path), Some(found)) if errors.is_empty() => {
+                let needs = asking.needs.into_iter().chain(reading.needs).collect();
                 let spec = spec.clone();
                 Ok(Self { spec, path, headers, found, status, body, needs, named })
             }
-            (_, _) => Err(faults),
+            (_, _) => Err(errors),
         }
     }
 
@@ -151,8 +141,8 @@ impl Template {
     ///
     /// # Errors
     /// Why it cannot be asked about this record.
-    pub fn request(&self, about: &About<'_>) -> Result<Request<()>, String> {
-        let variables = context::values(&context::of(&subject(about), None));
+    pub fn request(&self, about: &RecordContext<'_>) -> Result<Request<()>, String> {
+        let variables = context::values(&context::of(about, None));
         let target = self.path.render(&variables)?;
         let mut request = Request::new(());
         *request.uri_mut() = checked(&target)?;
@@ -167,21 +157,25 @@ impl Template {
 
     /// What the upstream's answer to the question means.
     #[must_use]
-    pub fn judge(&self, about: &About<'_>, reply: &Answer) -> Verdict {
+    pub fn interpret(&self, about: &RecordContext<'_>, reply: &Answer) -> LookupResult {
         if self.spec.not_found.contains(&reply.status) {
-            return Verdict::NotFound;
+            return LookupResult::NotFound;
         }
         if !reply.status.is_success() {
-            return Verdict::Failed(format!("the status is {}", reply.status.as_u16()));
+            return LookupResult::Failed(format!("the status is {}", reply.status.as_u16()));
         }
-        self.verdict(about, reply).unwrap_or_else(Verdict::Failed)
+        self.interpret_success(about, reply).unwrap_or_else(LookupResult::Failed)
     }
 
-    fn verdict(&self, about: &About<'_>, reply: &Answer) -> Result<Verdict, String> {
+    fn interpret_success(
+        &self,
+        about: &RecordContext<'_>,
+        reply: &Answer,
+    ) -> Result<LookupResult, String> {
         let KeptBody::Whole(bytes) = &reply.body else {
             return Err("the answer is too large".to_owned());
         };
-        let mut known = context::of(&subject(about), Some(reply));
+        let mut known = context::of(about, Some(reply));
         if serde_json::from_slice::<serde::de::IgnoredAny>(bytes).is_err()
             && let Some(response) = known.get_mut("response").and_then(Json::as_object_mut)
         {
@@ -189,7 +183,7 @@ impl Template {
         }
         let variables = context::values(&known);
         if !self.found.verdict(&variables)? {
-            return Ok(Verdict::NotFound);
+            return Ok(LookupResult::NotFound);
         }
         let status = kept_status(&self.status.render(&variables, usize::MAX)?)
             .ok_or_else(|| "the kept status would not be one from 200 to 599".to_owned())?;
@@ -206,12 +200,8 @@ impl Template {
         };
         let headers = kind.map(|kind| (CONTENT_TYPE, kind)).into_iter().collect();
         let spelling = Spelling::default();
-        Ok(Verdict::Found(Answer { status, headers, spelling, body: KeptBody::Whole(body) }))
+        Ok(LookupResult::Found(Answer { status, headers, spelling, body: KeptBody::Whole(body) }))
     }
-}
-
-fn subject<'a>(about: &About<'a>) -> Subject<'a> {
-    Subject { record: about.record, scope: about.scope, context: about.context }
 }
 
 /// A status as it may be kept: a number, or its digits.
@@ -247,7 +237,7 @@ mod tests {
     use uuid::Uuid;
 
     use super::*;
-    use crate::record::{Key, Operation, Tenant};
+    use crate::record::{Key, Operation, Scope, Tenant};
 
     fn spec() -> Spec {
         Spec {
@@ -269,22 +259,22 @@ mod tests {
         }
     }
 
-    fn about(scope: &Scope) -> About<'_> {
-        About { record: Uuid::nil().into(), scope, context: None }
+    fn about(scope: &Scope) -> RecordContext<'_> {
+        RecordContext { record: Uuid::nil().into(), scope, context: None }
     }
 
     fn asked(spec: &Spec, key: &str) -> Result<Request<()>, String> {
         Template::compile(spec).unwrap().request(&about(&scope(key)))
     }
 
-    fn judged(spec: &Spec, status: u16, body: &str) -> Verdict {
+    fn interpreted(spec: &Spec, status: u16, body: &str) -> LookupResult {
         let reply = Answer {
             status: StatusCode::from_u16(status).unwrap(),
             headers: HeaderMap::from_iter([(CONTENT_TYPE, HeaderValue::from_static("x/y"))]),
             spelling: Spelling::default(),
             body: KeptBody::Whole(Bytes::copy_from_slice(body.as_bytes())),
         };
-        Template::compile(spec).unwrap().judge(&about(&scope("k")), &reply)
+        Template::compile(spec).unwrap().interpret(&about(&scope("k")), &reply)
     }
 
     #[test]
@@ -318,7 +308,7 @@ mod tests {
         let scope = scope("k");
         let ask = |context: &str| {
             let context = Some(context.as_bytes());
-            let request = template.request(&About { context, ..about(&scope) });
+            let request = template.request(&RecordContext { context, ..about(&scope) });
             request.map(|request| request.uri().to_string())
         };
         assert_eq!(ask(r#"{"request":{"json":{"ref":"a b"}}}"#).unwrap(), "/orders?ref=a%20b");
@@ -337,9 +327,9 @@ mod tests {
 
     #[test]
     fn only_an_answer_that_was_understood_says_not_found() {
-        let verdict = |body: &str| judged(&spec(), 200, body);
-        assert_eq!(verdict(r#"{"total":0,"items":[]}"#), Verdict::NotFound);
-        let Verdict::Found(answer) = verdict(r#"{"total":1,"items":[{"id":7}]}"#) else {
+        let result = |body: &str| interpreted(&spec(), 200, body);
+        assert_eq!(result(r#"{"total":0,"items":[]}"#), LookupResult::NotFound);
+        let LookupResult::Found(answer) = result(r#"{"total":1,"items":[{"id":7}]}"#) else {
             panic!("not found");
         };
         assert_eq!(answer.status, StatusCode::CREATED);
@@ -356,30 +346,30 @@ mod tests {
             r#"{"total":1}"#,
             r#"{"total":1,"items":[]}"#,
         ] {
-            assert!(matches!(verdict(body), Verdict::Failed(_)), "{body}: {:?}", verdict(body));
+            assert!(matches!(result(body), LookupResult::Failed(_)), "{body}: {:?}", result(body));
         }
         for status in [301, 404, 429, 500] {
-            let verdict = judged(&spec(), status, r#"{"total":0}"#);
-            assert!(matches!(verdict, Verdict::Failed(_)), "{status}");
+            let result = interpreted(&spec(), status, r#"{"total":0}"#);
+            assert!(matches!(result, LookupResult::Failed(_)), "{status}");
         }
         let by_status = Spec { not_found: vec![StatusCode::NOT_FOUND], ..spec() };
-        assert_eq!(judged(&by_status, 404, "gone"), Verdict::NotFound);
-        assert!(matches!(judged(&by_status, 410, "gone"), Verdict::Failed(_)));
+        assert_eq!(interpreted(&by_status, 404, "gone"), LookupResult::NotFound);
+        assert!(matches!(interpreted(&by_status, 410, "gone"), LookupResult::Failed(_)));
         let truth = Spec { found: "response.json".to_owned(), ..spec() };
         for body in ["<html>", "[]", "[1]", "{}", "0", "1", "\"x\"", "null"] {
-            assert!(matches!(judged(&truth, 200, body), Verdict::Failed(_)), "{body}");
+            assert!(matches!(interpreted(&truth, 200, body), LookupResult::Failed(_)), "{body}");
         }
-        assert_eq!(judged(&truth, 200, "false"), Verdict::NotFound);
+        assert_eq!(interpreted(&truth, 200, "false"), LookupResult::NotFound);
         let order = Spec { found: "response.json.order is not none".to_owned(), ..spec() };
-        assert_eq!(judged(&order, 200, r#"{"order":null}"#), Verdict::NotFound);
+        assert_eq!(interpreted(&order, 200, r#"{"order":null}"#), LookupResult::NotFound);
     }
 
     #[test]
     fn values_of_different_kinds_are_not_compared() {
-        let judge = |found: &str, total: &str| {
+        let interpret = |found: &str, total: &str| {
             let body = Some(json!("x"));
             let spec = Spec { found: found.to_owned(), body, ..spec() };
-            judged(&spec, 200, &format!("{{\"total\":{total}}}"))
+            interpreted(&spec, 200, &format!("{{\"total\":{total}}}"))
         };
         let none = [r#""0""#, r#""""#, "[]", "[1]", "{}", r#"{"a":1}"#, "true", "false", "null"];
         for total in none {
@@ -395,8 +385,8 @@ mod tests {
                 "[response] | selectattr('json.total', 'ge', 0) | length == 1",
                 "response.json.total is defined and response.json.total > 0",
             ] {
-                let verdict = judge(found, total);
-                assert!(matches!(verdict, Verdict::Failed(_)), "{found}, {total}: {verdict:?}");
+                let result = interpret(found, total);
+                assert!(matches!(result, LookupResult::Failed(_)), "{found}, {total}: {result:?}");
             }
         }
         for (found, total, is_found) in [
@@ -411,13 +401,13 @@ mod tests {
             ("response.json.total is not none and response.json.total > 0", "null", false),
             ("response.json.total is number and response.json.total > 0", r#""1""#, false),
         ] {
-            let verdict = judge(found, total);
-            let as_said = match verdict {
-                Verdict::Found(_) => is_found,
-                Verdict::NotFound => !is_found,
-                Verdict::Failed(_) => false,
+            let result = interpret(found, total);
+            let as_said = match result {
+                LookupResult::Found(_) => is_found,
+                LookupResult::NotFound => !is_found,
+                LookupResult::Failed(_) => false,
             };
-            assert!(as_said, "{found}, {total}: {verdict:?}");
+            assert!(as_said, "{found}, {total}: {result:?}");
         }
     }
 
@@ -429,15 +419,17 @@ mod tests {
             body: None,
             ..spec()
         };
-        let Verdict::Found(answer) = judged(&own, 200, "{\"code\" : 202}") else {
+        let LookupResult::Found(answer) = interpreted(&own, 200, "{\"code\" : 202}") else {
             panic!("not found")
         };
         assert_eq!(answer.status, StatusCode::ACCEPTED);
         assert_eq!(answer.headers["content-type"], "x/y");
         assert_eq!(answer.body, KeptBody::Whole(Bytes::from_static(b"{\"code\" : 202}")));
-        let Verdict::Failed(_) = judged(&own, 200, "{\"code\":1000}") else { panic!("a status") };
+        let LookupResult::Failed(_) = interpreted(&own, 200, "{\"code\":1000}") else {
+            panic!("a status")
+        };
         let text = Spec { body: Some(json!("<id>{{ response.json.code }}</id>")), ..own };
-        let Verdict::Found(answer) = judged(&text, 200, "{\"code\":202}") else {
+        let LookupResult::Found(answer) = interpreted(&text, 200, "{\"code\":202}") else {
             panic!("not found")
         };
         assert_eq!(answer.body, KeptBody::Whole(Bytes::from_static(b"<id>202</id>")));
@@ -458,9 +450,9 @@ mod tests {
             (Spec { status: json!("x"), ..spec() }, "status"),
             (Spec { body: Some(json!({"a": ["{{ nobody }}"]})), ..spec() }, "body"),
         ] {
-            let faults = Template::compile(&bad).unwrap_err();
-            assert_eq!(faults.len(), 1, "{faults:?}");
-            assert!(faults[0].field.starts_with(field), "{faults:?}");
+            let errors = Template::compile(&bad).unwrap_err();
+            assert_eq!(errors.len(), 1, "{errors:?}");
+            assert!(errors[0].field.starts_with(field), "{errors:?}");
         }
     }
 
@@ -475,7 +467,7 @@ mod tests {
                 .collect::<Vec<_>>();
             proptest::prop_assert_eq!(decoded, [("client_ref".to_owned(), query)]);
             let _asked = asked(&Spec { path: "/{{ key }}".to_owned(), ..spec() }, &key);
-            let _judged = judged(&spec(), 200, &body);
+            let _interpreted = interpreted(&spec(), 200, &body);
         }
     }
 }

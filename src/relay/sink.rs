@@ -22,7 +22,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::verdict::{Evidence, Patience, clean};
-use crate::record::event::wanted::{Subscriber, Wanted};
+use crate::record::event::subscription::{Subscriber, TypeFilter};
 use crate::store::{Claimed, Order};
 
 /// Most deliveries at once to one sink.
@@ -55,7 +55,7 @@ pub struct Settings {
     /// In which order events are delivered.
     pub order: Order,
     /// Which events it wants; whoever writes events reads it, the relay delivers what is owed.
-    pub events: Wanted,
+    pub events: TypeFilter,
     /// Where events go, and how.
     pub target: Target,
 }

@@ -101,7 +101,7 @@ fn derived(parts: &[&str], body: &str) -> Option<String> {
     let headers = headers(&lines);
     let params = Params::new(vec![("account".to_owned(), "a/1".to_owned())]);
     let target = "/a%2f1?ref=a%20b&d=1&d=2";
-    let asked = Asked {
+    let asked = RequestHead {
         method: &Method::POST,
         target,
         headers: &headers,
@@ -152,7 +152,7 @@ fn derive_refuses_parts_that_name_several_values() {
 fn tenant_of(source: Source, lines: &[(&str, &[u8])], host: Option<&str>) -> Option<String> {
     let headers = headers(lines);
     let params = Params::new(vec![("account".to_owned(), "acme".to_owned())]);
-    let asked = Asked {
+    let asked = RequestHead {
         method: &Method::POST,
         target: "/",
         headers: &headers,

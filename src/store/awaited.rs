@@ -17,7 +17,7 @@ use super::{
     Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched, Unresolved, Untold, Whence,
 };
 use crate::record::event::Event;
-use crate::record::event::doubt::Doubt;
+use crate::record::event::notice::Notice;
 use crate::record::{Attempt, Fence, OwnerId, Record, RecordId, Scope, Status};
 
 /// A store that is not open yet, and what opens it.
@@ -93,8 +93,8 @@ verbs! {
     release(scope: &Scope, fence: Fence) -> Changed;
     mark_unknown(scope: &Scope, fence: Fence) -> Changed;
     mark_dead(only: Option<(&Scope, Fence)>, limit: u32) -> u64;
-    untold(which: Untold, limit: u32) -> Vec<Doubt>;
-    tell(doubt: &Doubt, event: Option<&Event>) -> Changed;
+    untold(which: Untold, limit: u32) -> Vec<Notice>;
+    tell(notice: &Notice, event: Option<&Event>) -> Changed;
     note_late_outcome(late: &LateOutcome) -> ();
     claim(claim: &Claim) -> Vec<Claimed>;
     acknowledge(sink: &str, order: Order, verdicts: &[Acknowledgement]) -> Vec<Uuid>;

@@ -18,7 +18,7 @@ use super::{
 };
 use crate::fault::{self, Injected, Point, Verb};
 use crate::record::event::Event;
-use crate::record::event::doubt::Doubt;
+use crate::record::event::notice::Notice;
 use crate::record::{Attempt, Fence, OwnerId, Record, RecordId, Scope, Status};
 
 /// The same store, with fault points.
@@ -62,8 +62,8 @@ verbs! {
     release(scope: &Scope, fence: Fence) -> Changed, Release;
     mark_unknown(scope: &Scope, fence: Fence) -> Changed, MarkUnknown;
     mark_dead(only: Option<(&Scope, Fence)>, limit: u32) -> u64, MarkDead;
-    untold(which: Untold, limit: u32) -> Vec<Doubt>;
-    tell(doubt: &Doubt, event: Option<&Event>) -> Changed, Tell;
+    untold(which: Untold, limit: u32) -> Vec<Notice>;
+    tell(notice: &Notice, event: Option<&Event>) -> Changed, Tell;
     note_late_outcome(late: &LateOutcome) -> (), NoteLateOutcome;
     claim(claim: &Claim) -> Vec<Claimed>, Claim;
     acknowledge(sink: &str, order: Order, verdicts: &[Acknowledgement]) -> Vec<Uuid>, Acknowledge;

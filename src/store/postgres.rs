@@ -16,10 +16,10 @@
 
 mod complete;
 mod door;
-mod doubts;
 mod events;
 mod leases;
 mod migrate;
+mod notices;
 mod operate;
 mod order;
 mod outbox;
@@ -52,8 +52,8 @@ use super::{
     Touched, Unresolved, Untold, Whence,
 };
 use crate::record::event::Event;
-use crate::record::event::doubt::Doubt;
-use crate::record::event::wanted::Subscriber;
+use crate::record::event::notice::Notice;
+use crate::record::event::subscription::Subscriber;
 use crate::record::{Attempt, Fence, OwnerId, Record, RecordId, Scope, Status};
 use crate::tasks::{self, Vital};
 use crate::telemetry;
@@ -369,12 +369,12 @@ impl Store for Postgres {
         sinks::last_failure(&self.door, sink).await
     }
 
-    async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Doubt>, Error> {
-        doubts::untold(&self.door, which, limit).await
+    async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Notice>, Error> {
+        notices::untold(&self.door, which, limit).await
     }
 
-    async fn tell(&self, doubt: &Doubt, event: Option<&Event>) -> Result<Changed, Error> {
-        doubts::tell(&self.door, doubt, event).await
+    async fn tell(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error> {
+        notices::tell(&self.door, notice, event).await
     }
 
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {

@@ -31,7 +31,7 @@ use super::{
     Untold, Verdict, Whence,
 };
 use crate::record::event::Event;
-use crate::record::event::doubt::Doubt;
+use crate::record::event::notice::Notice;
 use crate::record::{
     Answer, Attempt, Fence, KeptBody, OwnerId, Record, RecordId, Scope, Spelling, State, Status,
     decode_headers, encode_headers,
@@ -308,7 +308,7 @@ verbs! {
         stands(ids: &[RecordId]) -> Vec<(Fence, Status)>;
         open_of(owner: OwnerId, from: Whence, limit: u32) -> OpenPiece;
         mark_dead(only: Option<(&Scope, Fence)>, limit: u32) -> u64;
-        untold(which: Untold, limit: u32) -> Vec<Doubt>;
+        untold(which: Untold, limit: u32) -> Vec<Notice>;
         acknowledge(sink: &str, order: Order, verdicts: &[Acknowledgement]) -> Vec<Uuid>;
         next_due(sink: &str) -> Option<Duration>;
         let_go(sink: &str, order: Order, from: Option<&str>) -> LetGo;
@@ -413,12 +413,12 @@ verbs! {
         Ok(Vec::new())
     }
 
-    async fn tell(&self, doubt: &Doubt, event: Option<&Event>) -> Result<Changed, Error> {
+    async fn tell(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error> {
         let mut sealed = event.cloned();
         if let Some(event) = &mut sealed {
             self.keys.seal_event(event).map_err(no_random)?;
         }
-        self.store.tell(doubt, sealed.as_ref()).await
+        self.store.tell(notice, sealed.as_ref()).await
     }
 
     async fn list_records(&self, filter: &RecordFilter) -> Result<Vec<RecordRow>, Error> {

@@ -12,9 +12,9 @@
 //!
 //! When the process dies here, the log holds each commit as a whole or not at all, and the next open replays it.
 
-mod doubts;
 mod events;
 mod file;
+mod notices;
 mod operator;
 mod order;
 mod outbox;
@@ -48,7 +48,7 @@ use super::{
 };
 use crate::fault::{self, Point};
 use crate::record::event::Event;
-use crate::record::event::doubt::Doubt;
+use crate::record::event::notice::Notice;
 use crate::record::{Attempt, Fence, OwnerId, Record, RecordId, Scope, Status};
 use crate::tasks::{self, Vital};
 use crate::telemetry;
@@ -497,13 +497,13 @@ impl Store for Sqlite {
         self.lists.read(move |tx| sinks::last_failure(tx, &sink)).await
     }
 
-    async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Doubt>, Error> {
-        self.lists.read(move |tx| doubts::untold(tx, which, limit)).await
+    async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Notice>, Error> {
+        self.lists.read(move |tx| notices::untold(tx, which, limit)).await
     }
 
-    async fn tell(&self, doubt: &Doubt, event: Option<&Event>) -> Result<Changed, Error> {
-        let (doubt, event) = (doubt.clone(), event.cloned());
-        self.pen.write(move |tx| doubts::tell(tx, &doubt, event.as_ref())).await
+    async fn tell(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error> {
+        let (notice, event) = (notice.clone(), event.cloned());
+        self.pen.write(move |tx| notices::tell(tx, &notice, event.as_ref())).await
     }
 
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {

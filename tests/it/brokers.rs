@@ -11,7 +11,7 @@ use async_nats::ConnectOptions;
 use bytes::Bytes;
 use futures_util::StreamExt as _;
 use futures_util::future::join_all;
-use oncegate::record::event::wanted::Wanted;
+use oncegate::record::event::subscription::TypeFilter;
 use oncegate::relay::sink::broker::{Login, Tls};
 use oncegate::relay::sink::http::Identity;
 use oncegate::relay::sink::{self, Delivered, Target, nats, redis};
@@ -44,7 +44,7 @@ fn settings(target: Target) -> sink::Settings {
         attempts_max: 1000,
         age_max: Duration::from_secs(3600),
         refusals_max: 5,
-        events: Wanted::default(),
+        events: TypeFilter::default(),
         pause_after: 10,
         order: Order::None,
         target,

@@ -12,7 +12,7 @@ use http_body_util::{BodyExt as _, Full};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
-use oncegate::record::event::wanted::{Pattern, Subscriber, Wanted};
+use oncegate::record::event::subscription::{Subscriber, TypeFilter, TypePattern};
 use oncegate::record::{
     Answer, Attempt, Fence, Fingerprint, KeptBody, Key, Operation, OwnerId, RecordId, Scope,
     Spelling, Tenant,
@@ -717,15 +717,15 @@ async fn an_event_is_one_by_its_name_and_stands_in_the_order_of_the_calls() {
 }
 
 fn subscriber(sink: &str, patterns: &[&str]) -> Subscriber {
-    let read = |text: &&str| Pattern::parse(text).unwrap();
+    let read = |text: &&str| TypePattern::parse(text).unwrap();
     let events = match patterns {
-        [] => Wanted::All,
-        patterns => Wanted::Some(patterns.iter().map(read).collect()),
+        [] => TypeFilter::All,
+        patterns => TypeFilter::Matching(patterns.iter().map(read).collect()),
     };
     Subscriber { sink: sink.to_owned(), events }
 }
 
-/// The gateway's own events are filtered by `Wanted::includes`, those that are announced here by SQL.
+/// The gateway's own events are filtered by `TypeFilter::includes`, those that are announced here by SQL.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_event_goes_to_the_sinks_whose_patterns_describe_its_type_as_the_gateways_own_do() {
     let bench = Bench::new().await;

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
 use ::http::HeaderMap;
-use oncegate::record::event::wanted::Wanted;
+use oncegate::record::event::subscription::TypeFilter;
 use oncegate::record::{Lease, LeaseView, OwnerId};
 use oncegate::relay::sink::{Target, http};
 use oncegate::relay::{self, Claimant, Settings, sink};
@@ -32,7 +32,7 @@ pub(crate) fn settings(sink: &Sink) -> sink::Settings {
         backoff_max: 400 * MS,
         attempts_max: 20,
         age_max: Duration::from_secs(3600),
-        events: Wanted::All,
+        events: TypeFilter::All,
         refusals_max: 5,
         pause_after: 1_000_000,
         order: Order::None,

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode};
 use oncegate::record::event::Event;
-use oncegate::record::event::doubt::{Doubt, News, Resolution};
-use oncegate::record::event::wanted::{Subscriber, Wanted};
+use oncegate::record::event::notice::{Notice, NoticeKind, Resolution};
+use oncegate::record::event::subscription::{Subscriber, TypeFilter};
 use oncegate::record::{
-    Answer, Attempt, Caller, Change, Fence, Fingerprint, KeptBody, Key, Next, Operation, OwnerId,
-    RecordId, Scope, Settle, Spelling, State, Status, Tenant, transition,
+    Answer, Attempt, Caller, Change, Fence, Fingerprint, KeptBody, Key, LookupDelay, Next,
+    Operation, OwnerId, RecordId, Scope, Spelling, State, Status, Tenant, transition,
 };
 use oncegate::store::{
     ATTEMPTS_KEPT, Acknowledgement, Asker, Asking, AttemptRow, Beat, Changed, Chosen, Claim,
@@ -118,7 +118,7 @@ pub(crate) type Tested = Arc<dyn Store>;
 const MINUTE: Duration = Duration::from_secs(60);
 const SOON: Duration = Duration::from_secs(10);
 /// The upstream may be asked at once.
-const NOW: Settle = Settle { lost: Duration::ZERO, orphaned: Duration::ZERO };
+const NOW: LookupDelay = LookupDelay { after_loss: Duration::ZERO, after_lease: Duration::ZERO };
 
 fn deadline() -> Instant {
     Instant::now() + MINUTE
@@ -490,18 +490,18 @@ async fn made(store: &Tested, scope: &Scope, fence: Fence, change: Change) -> bo
     match change {
         Change::Complete => is_done(complete(store, completion(scope, fence, vec![])).await),
         Change::Release => store.release(scope, fence).await.unwrap() == Changed::Yes,
-        Change::Lose => store.mark_unknown(scope, fence).await.unwrap() == Changed::Yes,
+        Change::MarkUnknown => store.mark_unknown(scope, fence).await.unwrap() == Changed::Yes,
         Change::Retry => {
             let proposal = proposal(scope, owner(store).await);
             let from = Takeover::Unknown(fence);
             store.take_over(proposal, from).await.unwrap() == Changed::Yes
         }
-        Change::Ask => {
+        Change::LookUp => {
             let proposal = proposal(scope, owner(store).await);
             let from = Takeover::Question(fence, NOW, Asker::Gateway);
             store.take_over(proposal, from).await.unwrap() == Changed::Yes
         }
-        Change::Raise => {
+        Change::NextAttempt => {
             let owner = store.show_record(fence.id).await.unwrap().unwrap().owner;
             store.raise(proposal(scope, owner), fence).await.unwrap() == Changed::Yes
         }
@@ -539,10 +539,11 @@ async fn each_change_leads_where_the_transition_function_says(store: Tested) {
                 let before = Some((from, attempt.number()));
                 assert_eq!(status(&store, &scope).await, before, "{case}");
             }
-            let again = matches!(change, Change::Retry | Change::Raise | Change::OperatorComplete);
+            let again =
+                matches!(change, Change::Retry | Change::NextAttempt | Change::OperatorComplete);
             if next.is_some() && again {
                 assert_eq!(found.unwrap().fence.attempt, attempt.next(), "{case}");
-            } else if next.is_some() && change == Change::Ask {
+            } else if next.is_some() && change == Change::LookUp {
                 assert_eq!(found.unwrap().fence, fence, "{case}");
             }
         }
@@ -875,24 +876,24 @@ async fn only_a_dead_owners_records_are_marked(store: Tested) {
 }
 
 /// Takes an unknown record to ask about it, as a new process.
-async fn asked(store: &Tested, scope: &Scope, fence: Fence, settle: Settle) -> Changed {
+async fn asked(store: &Tested, scope: &Scope, fence: Fence, delay: LookupDelay) -> Changed {
     let by = owner(store).await;
     store
-        .take_over(proposal(scope, by), Takeover::Question(fence, settle, Asker::Gateway))
+        .take_over(proposal(scope, by), Takeover::Question(fence, delay, Asker::Gateway))
         .await
         .unwrap()
 }
 
-async fn due(store: &Tested, settle: Settle, limit: u32) -> Vec<Fence> {
+async fn due(store: &Tested, delay: LookupDelay, limit: u32) -> Vec<Fence> {
     let operation = scope().operation;
-    let due = store.questions(&[Asking { operation, settle }], limit).await.unwrap();
+    let due = store.questions(&[Asking { operation, delay }], limit).await.unwrap();
     due.into_iter().map(|due| due.fence).collect()
 }
 
 async fn an_unknown_record_is_asked_about_by_one_at_a_time(store: Tested) {
     let scope = scope();
     let fence = brought_to(&store, &scope, Status::Unknown, Attempt::FIRST.next()).await;
-    let asking = Asking { operation: scope.operation.clone(), settle: NOW };
+    let asking = Asking { operation: scope.operation.clone(), delay: NOW };
     let found = store.questions(std::slice::from_ref(&asking), 9).await.unwrap();
     assert_eq!(found.len(), 1);
     assert_eq!((&found[0].scope, found[0].fence), (&scope, fence));
@@ -929,11 +930,11 @@ async fn a_retry_asks_without_waiting_for_the_next_question(store: Tested) {
     store.mark_unknown(&scope, fence).await.unwrap();
     assert_eq!(asked(&store, &scope, fence, NOW).await, Changed::No, "not again at once");
     let by = owner(&store).await;
-    let take = async |settle| {
-        let from = Takeover::Question(fence, settle, Asker::Retry);
+    let take = async |delay| {
+        let from = Takeover::Question(fence, delay, Asker::Retry);
         store.take_over(proposal(&scope, by), from).await.unwrap()
     };
-    let later = Settle { lost: MINUTE, orphaned: Duration::ZERO };
+    let later = LookupDelay { after_loss: MINUTE, after_lease: Duration::ZERO };
     assert_eq!(take(later).await, Changed::No, "before it has settled nobody asks");
     let doubt = store.unresolved(fence.id).await.unwrap().unwrap();
     assert_eq!(doubt.context.as_deref(), Some(b"{\"n\":1}".as_slice()));
@@ -1054,15 +1055,15 @@ async fn the_upstream_is_left_alone_until_it_has_settled(store: Tested) {
     store.retire(by).await.unwrap();
     assert_eq!(store.mark_dead(None, 9).await.unwrap(), 1);
     assert!(store.unresolved(orphan_fence.id).await.unwrap().unwrap().orphaned);
-    let only_lost = Settle { lost: Duration::ZERO, orphaned: MINUTE };
-    let only_orphaned = Settle { lost: MINUTE, orphaned: Duration::ZERO };
-    assert_eq!(due(&store, only_lost, 9).await, [lost_fence]);
-    assert_eq!(due(&store, only_orphaned, 9).await, [orphan_fence]);
+    let only_after_loss = LookupDelay { after_loss: Duration::ZERO, after_lease: MINUTE };
+    let only_after_lease = LookupDelay { after_loss: MINUTE, after_lease: Duration::ZERO };
+    assert_eq!(due(&store, only_after_loss, 9).await, [lost_fence]);
+    assert_eq!(due(&store, only_after_lease, 9).await, [orphan_fence]);
     assert_eq!(due(&store, NOW, 9).await, [lost_fence, orphan_fence]);
     assert_eq!(due(&store, NOW, 1).await, [lost_fence], "the one that waits longest");
     for (scope, fence, no, yes) in [
-        (&lost, lost_fence, only_orphaned, only_lost),
-        (&orphaned, orphan_fence, only_lost, only_orphaned),
+        (&lost, lost_fence, only_after_lease, only_after_loss),
+        (&orphaned, orphan_fence, only_after_loss, only_after_lease),
     ] {
         assert_eq!(asked(&store, scope, fence, no).await, Changed::No);
         assert_eq!(asked(&store, scope, fence, yes).await, Changed::Yes);
@@ -1079,7 +1080,7 @@ async fn the_upstream_is_left_alone_until_it_has_settled(store: Tested) {
     assert_eq!(store.mark_dead(Some((&scope, fence)), 9).await.unwrap(), 1);
     let after = store.unresolved(fence.id).await.unwrap().unwrap();
     assert_eq!((after.since, after.asked, after.orphaned), (before, 1, false));
-    let other = Asking { operation: Operation::parse("other").unwrap(), settle: NOW };
+    let other = Asking { operation: Operation::parse("other").unwrap(), delay: NOW };
     assert!(store.questions(&[other], 9).await.unwrap().is_empty());
     assert!(store.questions(&[], 9).await.unwrap().is_empty());
 }
@@ -2148,7 +2149,7 @@ async fn a_late_outcome_is_noted_once_with_all_of_it(store: Tested) {
 }
 
 /// The one doubt that has not been told.
-async fn untold(store: &Tested) -> Doubt {
+async fn untold(store: &Tested) -> Notice {
     let mut untold = store.untold(Untold::All, 9).await.unwrap();
     assert_eq!(untold.len(), 1, "{untold:?}");
     untold.remove(0)
@@ -2159,7 +2160,7 @@ async fn nothing_is_untold(store: &Tested) {
 }
 
 fn wanting_all(sinks: &[String]) -> Vec<Subscriber> {
-    let all = |sink: &String| Subscriber { sink: sink.clone(), events: Wanted::All };
+    let all = |sink: &String| Subscriber { sink: sink.clone(), events: TypeFilter::All };
     sinks.iter().map(all).collect()
 }
 
@@ -2189,7 +2190,7 @@ async fn a_doubt_is_told_once_and_its_end_once(store: Tested) {
     assert_eq!(store.mark_unknown(&scope, fence).await.unwrap(), Changed::Yes);
     let doubt = untold(&store).await;
     assert_eq!((doubt.record, doubt.attempt), (fence.id, fence.attempt));
-    assert_eq!((doubt.scope.as_ref(), doubt.news), (Some(&scope), News::Unknown));
+    assert_eq!((doubt.scope.as_ref(), doubt.kind), (Some(&scope), NoticeKind::Unknown));
     let reserved = store.show_record(fence.id).await.unwrap().unwrap().created_at;
     assert!(reserved <= doubt.since && doubt.since <= doubt.at);
     assert_eq!(store.untold(Untold::Resolved, 9).await.unwrap(), []);
@@ -2213,7 +2214,7 @@ async fn a_doubt_is_told_once_and_its_end_once(store: Tested) {
     assert!(is_done(complete(&store, completion(&scope, next, Vec::new())).await));
     let ended = untold(&store).await;
     assert_eq!((ended.attempt, ended.scope.as_ref()), (fence.attempt, Some(&scope)));
-    assert_eq!(ended.news, News::Resolved(Resolution::Completed));
+    assert_eq!(ended.kind, NoticeKind::Resolved(Resolution::Completed));
     assert_eq!(store.untold(Untold::Resolved, 9).await.unwrap().len(), 1);
     let event = ended.event(&wanting_all(&sinks));
     for expected in [Changed::Yes, Changed::No] {
@@ -2228,7 +2229,7 @@ async fn a_doubts_end_says_who_ended_it(store: Tested) {
     let (scope, fence) = told(&store, &[]).await;
     assert_eq!(store.operator_release(fence, false, &somebody()).await.unwrap(), Ok(()));
     let ended = untold(&store).await;
-    assert_eq!(ended.news, News::Resolved(Resolution::ReleasedByOperator));
+    assert_eq!(ended.kind, NoticeKind::Resolved(Resolution::ReleasedByOperator));
     assert_eq!(ended.scope, Some(scope), "although the record is gone");
     assert_eq!(store.tell(&ended, ended.event(&[]).as_ref()).await.unwrap(), Changed::Yes);
     assert_eq!(kinds_of(&store, fence).await, ["record.resolved", "record.unknown"]);
@@ -2236,7 +2237,7 @@ async fn a_doubts_end_says_who_ended_it(store: Tested) {
     let (scope, fence) = told(&store, &[]).await;
     assert_eq!(store.release(&scope, fence).await.unwrap(), Changed::Yes);
     let ended = untold(&store).await;
-    assert_eq!(ended.news, News::Resolved(Resolution::Released));
+    assert_eq!(ended.kind, NoticeKind::Resolved(Resolution::Released));
     assert_eq!(ended.scope, Some(scope));
     assert_eq!(store.tell(&ended, None).await.unwrap(), Changed::Yes);
     assert_eq!(kinds_of(&store, fence).await, ["record.unknown"], "told of without an event");
@@ -2245,7 +2246,7 @@ async fn a_doubts_end_says_who_ended_it(store: Tested) {
     let by_hand = completion(&scope, fence, Vec::new());
     assert_eq!(store.operator_complete(&by_hand, &somebody()).await.unwrap(), Ok(()));
     let ended = untold(&store).await;
-    assert_eq!(ended.news, News::Resolved(Resolution::CompletedByOperator));
+    assert_eq!(ended.kind, NoticeKind::Resolved(Resolution::CompletedByOperator));
     assert_eq!(store.tell(&ended, ended.event(&[]).as_ref()).await.unwrap(), Changed::Yes);
     nothing_is_untold(&store).await;
 }

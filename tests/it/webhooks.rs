@@ -70,7 +70,7 @@ fn made(target: http::Settings, timeout: Duration) -> sink::Sink {
         refusals_max: 5,
         pause_after: 1_000_000,
         order: oncegate::store::Order::None,
-        events: oncegate::record::event::wanted::Wanted::All,
+        events: oncegate::record::event::subscription::TypeFilter::All,
         target: Target::Http(target),
     };
     sink::Sink::new(common).unwrap()

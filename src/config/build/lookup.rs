@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use super::routes::Common;
 use super::{Builder, SECOND, file, read_header};
-use crate::record::Settle;
+use crate::record::LookupDelay;
 use crate::record::lookup::{Spec, Template};
 use crate::route::{Lookup, OnUnknown};
 
@@ -109,9 +109,9 @@ impl Builder<'_> {
             status: raw.status.as_ref().map_or(json!(200), |placed| placed.value.clone()),
             body: raw.body.as_ref().map(|placed| placed.value.clone()),
         };
-        let template = Template::compile(&spec).map_err(|faults| {
-            for fault in faults {
-                let name = fault.field.split('.').next().unwrap_or_default();
+        let template = Template::compile(&spec).map_err(|errors| {
+            for error in errors {
+                let name = error.field.split('.').next().unwrap_or_default();
                 let field = match name {
                     "path" => raw.path.as_ref().map(|placed| &placed.place),
                     "found" => raw.found.as_ref().map(|placed| &placed.place),
@@ -119,13 +119,16 @@ impl Builder<'_> {
                     "status" => raw.status.as_ref().map(|placed| &placed.place),
                     _ => raw.body.as_ref().map(|placed| &placed.place),
                 };
-                self.notes.mistake(field.unwrap_or(&raw.place), fault.text);
+                self.notes.mistake(field.unwrap_or(&raw.place), error.text);
             }
         });
-        let lost = super::or(&raw.settle, route.timeout);
+        let after_loss = super::or(&raw.settle, route.timeout);
         Some(Lookup {
             template: template.ok()?,
-            settle: Settle { lost, orphaned: lost.saturating_add(route.timeout) },
+            delay: LookupDelay {
+                after_loss,
+                after_lease: after_loss.saturating_add(route.timeout),
+            },
             timeout: super::or(&raw.timeout, 5 * SECOND),
             upstream: upstream.unwrap_or_else(|| route.upstream.to_owned()),
         })

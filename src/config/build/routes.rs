@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-use crate::record::event::wanted::Subscriber;
+use crate::record::event::subscription::Subscriber;
 use crate::scope::jwt::ClaimPath;
 
 use super::{

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use ::http::{HeaderMap, HeaderValue, Uri};
 
 use super::{BTreeSet, Builder, DAY, HOUR, Maybe, Placed, SECOND, count, file, or, read_header};
-use crate::record::event::wanted::{Pattern, Wanted};
+use crate::record::event::subscription::{TypeFilter, TypePattern};
 use crate::relay::address::{NO_PORT, names_no_port};
 use crate::relay::sink::http::Format;
 use crate::relay::sink::{self, Target, http};
@@ -62,13 +62,13 @@ impl Builder<'_> {
     }
 
     /// Which events it wants: none named means all.
-    fn wanted(&self, raw: &file::Sink) -> Wanted {
+    fn wanted(&self, raw: &file::Sink) -> TypeFilter {
         if let Some(none) = raw.events.as_ref().filter(|list| list.value.is_empty()) {
             self.notes.mistake(&none.place, "names no event; leave it out, and the sink gets all");
         }
         match &raw.events {
-            Some(_) => Wanted::Some(self.each(&raw.events, Pattern::parse)),
-            None => Wanted::All,
+            Some(_) => TypeFilter::Matching(self.each(&raw.events, TypePattern::parse)),
+            None => TypeFilter::All,
         }
     }
 

@@ -275,18 +275,18 @@ impl<'a> Inquiry<'a> {
         fingerprint: Fingerprint,
         lookup: &Arc<Lookup>,
     ) -> Step {
-        let settle = lookup.settle;
+        let delay = lookup.delay;
         let doubt = match self.desk.store.unresolved(fence.id).await {
             Ok(Some(doubt)) => doubt,
-            Ok(None) => return Step::Unknown(fence.id, Some(settle.orphaned)),
+            Ok(None) => return Step::Unknown(fence.id, Some(delay.after_lease)),
             Err(error) => return self.unavailable(&error, Unreserved::Perhaps),
         };
-        let left = if doubt.orphaned { settle.orphaned } else { settle.lost };
+        let left = if doubt.orphaned { delay.after_lease } else { delay.after_loss };
         let left = left.saturating_sub(doubt.age);
         if !left.is_zero() {
             return Step::Unknown(fence.id, Some(left));
         }
-        let from = Takeover::Question(fence, settle, Asker::Retry);
+        let from = Takeover::Question(fence, delay, Asker::Retry);
         let step = self.take_over(from, fingerprint).await;
         let Step::Held(held) = step else { return step };
         // What was kept belongs to this attempt, since the record is held under it.

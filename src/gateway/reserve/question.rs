@@ -16,7 +16,7 @@ use bytes::Bytes;
 
 use super::inquiry::{Held, Inquiry, Step};
 use super::{Ask, Desk, Lead, Owes, POLL_FIRST, Readers, Reservation, Seat, Underway};
-use crate::record::lookup::About;
+use crate::record::event::RecordContext;
 use crate::record::{Fence, RecordId};
 use crate::route::{Lookup, OnUnknown};
 use crate::store::{Asker, Changed, Due, Error, Proposal, Takeover};
@@ -37,9 +37,9 @@ impl Question {
     }
 
     /// What is asked about.
-    pub(in crate::gateway) fn about(&self) -> About<'_> {
+    pub(in crate::gateway) fn about(&self) -> RecordContext<'_> {
         let Underway { scope, fence, .. } = &*self.underway;
-        About { record: fence.id, scope, context: self.context.as_deref() }
+        RecordContext { record: fence.id, scope, context: self.context.as_deref() }
     }
 
     /// What was kept of the request, for the events of what is found.
@@ -84,7 +84,7 @@ impl Desk {
             owes: Owes::Nothing,
         };
         let Seat::Lead(mut lead) = self.seat(&ask) else { return None };
-        let from = Takeover::Question(due.fence, lookup.settle, Asker::Gateway);
+        let from = Takeover::Question(due.fence, lookup.delay, Asker::Gateway);
         let step = Inquiry::new(self, &ask, &mut lead).take_over(from, due.fingerprint).await;
         match step {
             Step::Held(held) => Some(self.asks(held, &ask, lead, lookup, due.context.clone())),

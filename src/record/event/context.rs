@@ -85,23 +85,26 @@ fn headers(headers: &HeaderMap) -> Json {
     Json::Object(map)
 }
 
-/// Of which record templates speak.
+/// The record that templates speak of.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::record) struct Subject<'a> {
-    pub(in crate::record) record: RecordId,
-    pub(in crate::record) scope: &'a Scope,
-    pub(in crate::record) context: Option<&'a [u8]>,
+pub struct RecordContext<'a> {
+    /// The record.
+    pub record: RecordId,
+    /// Its scope.
+    pub scope: &'a Scope,
+    /// What was kept of the request.
+    pub context: Option<&'a [u8]>,
 }
 
 /// What is known of a record, and of an answer where there is one.
-pub(in crate::record) fn of(subject: &Subject<'_>, answer: Option<&Answer>) -> Json {
+pub(in crate::record) fn of(about: &RecordContext<'_>, answer: Option<&Answer>) -> Json {
     let mut known = json!({
-        "tenant": subject.scope.tenant.as_str(),
-        "operation": subject.scope.operation.as_str(),
-        "key": subject.scope.key.as_str(),
-        "record": subject.record.to_string(),
+        "tenant": about.scope.tenant.as_str(),
+        "operation": about.scope.operation.as_str(),
+        "key": about.scope.key.as_str(),
+        "record": about.record.to_string(),
     });
-    let context = subject.context.and_then(|bytes| serde_json::from_slice::<Json>(bytes).ok());
+    let context = about.context.and_then(|bytes| serde_json::from_slice::<Json>(bytes).ok());
     let request = context.as_ref().and_then(|context| context.get("request"));
     if let Json::Object(known) = &mut known {
         known.extend(request.map(|request| ("request".to_owned(), request.clone())));

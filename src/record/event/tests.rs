@@ -15,8 +15,10 @@ fn spec(kind: &str) -> Spec {
 }
 
 fn compile(specs: &[Spec]) -> Result<Templates, Vec<String>> {
-    let sinks = ["main", "audit"]
-        .map(|sink| Subscriber { sink: sink.to_owned(), events: wanted::Wanted::default() });
+    let sinks = ["main", "audit"].map(|sink| Subscriber {
+        sink: sink.to_owned(),
+        events: subscription::TypeFilter::default(),
+    });
     Templates::compile(&Operation::parse("orders.create").unwrap(), specs, &sinks, 2000)
 }
 
@@ -138,11 +140,11 @@ fn the_context_holds_only_what_is_named() {
 fn an_event_goes_to_the_sinks_that_it_names_as_far_as_they_want_it() {
     let subscriber = |sink: &str, patterns: &[&str]| Subscriber {
         sink: sink.to_owned(),
-        events: wanted::Wanted::Some(
-            patterns.iter().map(|text| wanted::Pattern::parse(text).unwrap()).collect(),
+        events: subscription::TypeFilter::Matching(
+            patterns.iter().map(|text| subscription::TypePattern::parse(text).unwrap()).collect(),
         ),
     };
-    let everything = Subscriber { sink: "all".into(), events: wanted::Wanted::All };
+    let everything = Subscriber { sink: "all".into(), events: subscription::TypeFilter::All };
     let subscribers =
         [everything, subscriber("orders", &["order.*"]), subscriber("bills", &["bill.*"])];
     let named = |kind: &str, sinks: &[&str]| {

@@ -15,7 +15,7 @@ use super::door::{Connection, Door, Param, Params, Task, Transaction};
 use super::order::{self, AcknowledgingInOrder};
 use super::rows::{self, duration, get, unsigned};
 use super::seconds;
-use crate::record::event::wanted::{Pattern, Subscriber, Wanted};
+use crate::record::event::subscription::{Subscriber, TypeFilter, TypePattern};
 use crate::store::batch::RunError;
 use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Look, Order, Over, Verdict};
 
@@ -37,9 +37,9 @@ pub(super) async fn name_sinks(door: &Door, sinks: &[Subscriber]) -> Result<(), 
 }
 
 /// The patterns as LIKE has them, one a line; `None`: all events.
-fn likes(wanted: &Wanted) -> Option<String> {
-    let Wanted::Some(patterns) = wanted else { return None };
-    let like = |pattern: &Pattern| {
+fn likes(wanted: &TypeFilter) -> Option<String> {
+    let TypeFilter::Matching(patterns) = wanted else { return None };
+    let like = |pattern: &TypePattern| {
         let plain = pattern.as_str().replace('\\', r"\\").replace('%', r"\%").replace('_', r"\_");
         plain.replace('*', "%")
     };

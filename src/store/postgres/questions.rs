@@ -28,8 +28,9 @@ ORDER BY u.next_ask_at, u.id LIMIT $4";
 
 pub(super) async fn due(door: &Door, asking: &[Asking], limit: u32) -> Result<Vec<Due>, Error> {
     let operations: Vec<&str> = asking.iter().map(|asking| asking.operation.as_str()).collect();
-    let lost: Vec<f64> = asking.iter().map(|asking| seconds(asking.settle.lost)).collect();
-    let orphaned: Vec<f64> = asking.iter().map(|asking| seconds(asking.settle.orphaned)).collect();
+    let lost: Vec<f64> = asking.iter().map(|asking| seconds(asking.delay.after_loss)).collect();
+    let orphaned: Vec<f64> =
+        asking.iter().map(|asking| seconds(asking.delay.after_lease)).collect();
     let limit = i64::from(limit);
     let params: Params<'_> = &[
         (&operations, Type::TEXT_ARRAY),

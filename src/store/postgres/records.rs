@@ -16,7 +16,7 @@ use uuid::Uuid;
 use super::door::{Door, Effect, Forms, Lane, Param, Params};
 use super::rows::{self, attempt, get, record_columns, unreadable};
 use super::seconds;
-use crate::record::{Attempt, Fence, Record, RecordId, Scope, Settle};
+use crate::record::{Attempt, Fence, LookupDelay, Record, RecordId, Scope};
 use crate::store::batch::{RunError, Work};
 use crate::store::{Asker, Changed, Error, Proposal, Reserved, Takeover};
 
@@ -274,8 +274,8 @@ pub(super) async fn take_over(
     let (sql, fence) = match from {
         Takeover::Expired(fence) => (TAKE_OVER_EXPIRED, fence),
         Takeover::Unknown(fence) => (TAKE_OVER_UNKNOWN, fence),
-        Takeover::Question(fence, settle, by) => {
-            return ask(door, proposal, fence, settle, by).await;
+        Takeover::Question(fence, delay, by) => {
+            return ask(door, proposal, fence, delay, by).await;
         }
     };
     let fenced = Fenced::new(&proposal.scope, fence);
@@ -309,12 +309,12 @@ async fn ask(
     door: &Door,
     proposal: &Proposal,
     fence: Fence,
-    settle: Settle,
+    delay: LookupDelay,
     by: Asker,
 ) -> Result<Changed, Error> {
     let fenced = Fenced::new(&proposal.scope, fence);
     let owner = Uuid::from(proposal.owner);
-    let (lost, orphaned) = (seconds(settle.lost), seconds(settle.orphaned));
+    let (lost, orphaned) = (seconds(delay.after_loss), seconds(delay.after_lease));
     let at_once = by == Asker::Retry;
     let mut params = fenced.params();
     params.push((&owner, Type::UUID));

@@ -6,7 +6,7 @@ use super::super::{Asker, Asking, Changed, Due, Proposal, Unresolved};
 use super::records::{self, changed, next_attempt};
 use super::row::{self, left, micros};
 use super::thread::Tx;
-use crate::record::{Fence, Record, RecordId, Scope, Settle, State};
+use crate::record::{Fence, LookupDelay, Record, RecordId, Scope, State};
 
 pub(super) fn due(tx: &Tx<'_>, asking: &[Asking], limit: u32) -> rusqlite::Result<Vec<Due>> {
     const SQL: &str = "SELECT u.next_ask_at, r.tenant_id, r.operation, r.key, r.id, r.attempt,
@@ -26,8 +26,8 @@ pub(super) fn due(tx: &Tx<'_>, asking: &[Asking], limit: u32) -> rusqlite::Resul
         Ok((row.get::<_, i64>(0)?, due))
     };
     let mut all = Vec::new();
-    for Asking { operation, settle } in asking {
-        let (lost, orphaned) = (micros(settle.lost), micros(settle.orphaned));
+    for Asking { operation, delay } in asking {
+        let (lost, orphaned) = (micros(delay.after_loss), micros(delay.after_lease));
         all.extend(tx.rows(
             SQL,
             params![tx.now, operation.as_str(), lost, orphaned, limit],
@@ -44,7 +44,7 @@ pub(super) fn take_over(
     tx: &Tx<'_>,
     proposal: &Proposal,
     fence: Fence,
-    settle: Settle,
+    delay: LookupDelay,
     by: Asker,
 ) -> rusqlite::Result<Changed> {
     const SQL: &str = "UPDATE idempotency_records SET status = 'in_progress', owner = ?1
@@ -64,8 +64,8 @@ pub(super) fn take_over(
             fence.id.to_string(),
             fence.attempt.number(),
             tx.now,
-            micros(settle.lost),
-            micros(settle.orphaned),
+            micros(delay.after_loss),
+            micros(delay.after_lease),
             by == Asker::Retry,
         ],
     )?;

@@ -117,8 +117,8 @@ pub(super) fn take_over(
     match from {
         Takeover::Expired(fence) => take_over_expired(tx, proposal, fence),
         Takeover::Unknown(fence) => take_over_unknown(tx, proposal, fence),
-        Takeover::Question(fence, settle, by) => {
-            questions::take_over(tx, proposal, fence, settle, by)
+        Takeover::Question(fence, delay, by) => {
+            questions::take_over(tx, proposal, fence, delay, by)
         }
     }
 }

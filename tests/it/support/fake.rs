@@ -9,7 +9,7 @@ use std::time::{Duration, Instant as StdInstant};
 use async_trait::async_trait;
 use bytes::Bytes;
 use oncegate::record::event::Event;
-use oncegate::record::event::doubt::Doubt;
+use oncegate::record::event::notice::Notice;
 use oncegate::record::{Attempt, Fence, OwnerId, Record, RecordId, Scope, Status};
 use oncegate::store::*;
 use tokio::time::Instant;
@@ -419,10 +419,10 @@ impl Store for Fake {
     async fn last_failure(&self, _: &str) -> Result<Option<String>, Error> {
         no()
     }
-    async fn untold(&self, _: Untold, _: u32) -> Result<Vec<Doubt>, Error> {
+    async fn untold(&self, _: Untold, _: u32) -> Result<Vec<Notice>, Error> {
         self.reachable().map(|()| Vec::new())
     }
-    async fn tell(&self, _: &Doubt, _: Option<&Event>) -> Result<Changed, Error> {
+    async fn tell(&self, _: &Notice, _: Option<&Event>) -> Result<Changed, Error> {
         no()
     }
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {

@@ -10,7 +10,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode};
 use oncegate::record::event::Event;
-use oncegate::record::event::doubt::Doubt;
+use oncegate::record::event::notice::Notice;
 use oncegate::record::{
     Answer, Attempt, Fence, Fingerprint, KeptBody, Key, Operation, OwnerId, Record, RecordId,
     Scope, Spelling, Status, Tenant,
@@ -413,10 +413,10 @@ impl Store for Shelf {
     async fn let_go(&self, _: &str, _: Order, _: Option<&str>) -> Result<LetGo, Error> {
         Err(unavailable())
     }
-    async fn untold(&self, _: Untold, _: u32) -> Result<Vec<Doubt>, Error> {
+    async fn untold(&self, _: Untold, _: u32) -> Result<Vec<Notice>, Error> {
         Err(unavailable())
     }
-    async fn tell(&self, _: &Doubt, _: Option<&Event>) -> Result<Changed, Error> {
+    async fn tell(&self, _: &Notice, _: Option<&Event>) -> Result<Changed, Error> {
         Err(unavailable())
     }
     async fn sweep_records(&self, _: u32) -> Result<u64, Error> {

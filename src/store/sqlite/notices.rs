@@ -7,10 +7,10 @@ use super::outbox;
 use super::row;
 use super::thread::Tx;
 use crate::record::event::Event;
-use crate::record::event::doubt::{Doubt, News, Resolution};
+use crate::record::event::notice::{Notice, NoticeKind, Resolution};
 use crate::record::{Attempt, Key, Operation, Scope, Tenant};
 
-pub(super) fn untold(tx: &Tx<'_>, which: Untold, limit: u32) -> rusqlite::Result<Vec<Doubt>> {
+pub(super) fn untold(tx: &Tx<'_>, which: Untold, limit: u32) -> rusqlite::Result<Vec<Notice>> {
     // The record itself says whose it is; where it is gone, the operator's row does, else what was told when the doubt began.
     const SQL: &str = "SELECT u.id, coalesce(u.announced, u.attempt), u.since,
           u.announced IS NOT NULL, r.id IS NOT NULL, a.action,
@@ -26,10 +26,10 @@ pub(super) fn untold(tx: &Tx<'_>, which: Untold, limit: u32) -> rusqlite::Result
         WHERE (?2 AND u.announced IS NULL AND r.id IS NOT NULL)
            OR (u.announced IS NOT NULL AND (r.id IS NULL OR r.status = 'completed'))
         ORDER BY u.since, u.id LIMIT ?1";
-    tx.rows(SQL, params![limit, which == Untold::All], |row| doubt(row, tx.now))
+    tx.rows(SQL, params![limit, which == Untold::All], |row| notice(row, tx.now))
 }
 
-fn doubt(row: &Row<'_>, now: i64) -> rusqlite::Result<Doubt> {
+fn notice(row: &Row<'_>, now: i64) -> rusqlite::Result<Notice> {
     let text = |column: usize| row.get::<_, Option<String>>(column);
     let scope = match (text(6)?, text(7)?, text(8)?) {
         (Some(tenant), Some(operation), Some(key)) => Some(Scope {
@@ -39,41 +39,45 @@ fn doubt(row: &Row<'_>, now: i64) -> rusqlite::Result<Doubt> {
         }),
         _ => None,
     };
-    let news = if row.get(3)? {
-        News::Resolved(match (text(5)?.as_deref(), row.get(4)?) {
+    let kind = if row.get(3)? {
+        NoticeKind::Resolved(match (text(5)?.as_deref(), row.get(4)?) {
             (Some("record.complete"), true) => Resolution::CompletedByOperator,
             (_, true) => Resolution::Completed,
             (Some(_), false) => Resolution::ReleasedByOperator,
             (None, false) => Resolution::Released,
         })
     } else {
-        News::Unknown
+        NoticeKind::Unknown
     };
-    Ok(Doubt {
+    Ok(Notice {
         record: row::uuid(row, 0)?.into(),
         scope,
         attempt: Attempt::from_number(row.get(1)?),
         since: row::time(row.get(2)?),
         at: row::time(now),
-        news,
+        kind,
     })
 }
 
-pub(super) fn tell(tx: &Tx<'_>, doubt: &Doubt, event: Option<&Event>) -> rusqlite::Result<Changed> {
+pub(super) fn tell(
+    tx: &Tx<'_>,
+    notice: &Notice,
+    event: Option<&Event>,
+) -> rusqlite::Result<Changed> {
     const BEGIN: &str =
         "UPDATE oncegate_unknown SET announced = ?2 WHERE id = ?1 AND announced IS NULL";
     const END: &str = "DELETE FROM oncegate_unknown WHERE id = ?1 AND announced = ?2
         AND NOT EXISTS (SELECT 1 FROM idempotency_records r
           WHERE r.id = oncegate_unknown.id AND r.status <> 'completed')";
-    let sql = match doubt.news {
-        News::Unknown => BEGIN,
-        News::Resolved(_) => END,
+    let sql = match notice.kind {
+        NoticeKind::Unknown => BEGIN,
+        NoticeKind::Resolved(_) => END,
     };
-    if tx.execute(sql, params![doubt.record.to_string(), doubt.attempt.number()])? == 0 {
+    if tx.execute(sql, params![notice.record.to_string(), notice.attempt.number()])? == 0 {
         return Ok(Changed::No);
     }
-    if let (Some(scope), Some(event)) = (&doubt.scope, event) {
-        outbox::write(tx, scope, doubt.record, event)?;
+    if let (Some(scope), Some(event)) = (&notice.scope, event) {
+        outbox::write(tx, scope, notice.record, event)?;
     }
     Ok(Changed::Yes)
 }

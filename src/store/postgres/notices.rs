@@ -12,12 +12,12 @@ use uuid::Uuid;
 use super::door::{Door, Params};
 use super::rows::{self, attempt, get};
 use crate::record::event::Event;
-use crate::record::event::doubt::{Doubt, News, Resolution};
+use crate::record::event::notice::{Notice, NoticeKind, Resolution};
 use crate::record::{Key, Operation, Scope, Tenant};
 use crate::store::{Changed, Error, Untold};
 
 // The record itself says whose it is; where it is gone, the operator's row does, else what was told when the doubt began.
-const DOUBTS: &str = "-- doubts
+const NOTICES: &str = "-- notices
 SELECT u.id, coalesce(u.announced, u.attempt) AS attempt, u.since, clock_timestamp() AS at,
        u.announced IS NOT NULL AS announced, r.id IS NOT NULL AS stands, a.action,
        coalesce(r.tenant_id, a.tenant, m.tenant_id) AS tenant_id,
@@ -38,13 +38,13 @@ WHERE ($2 AND u.announced IS NULL AND r.id IS NOT NULL)
    OR (u.announced IS NOT NULL AND (r.id IS NULL OR r.status = 'completed'))
 ORDER BY u.since, u.id LIMIT $1";
 
-pub(super) async fn untold(door: &Door, which: Untold, limit: u32) -> Result<Vec<Doubt>, Error> {
+pub(super) async fn untold(door: &Door, which: Untold, limit: u32) -> Result<Vec<Notice>, Error> {
     let params: Params<'_> =
         &[(&i64::from(limit), Type::INT8), (&(which == Untold::All), Type::BOOL)];
-    door.read(DOUBTS, params).await?.iter().map(doubt).collect()
+    door.read(NOTICES, params).await?.iter().map(notice).collect()
 }
 
-fn doubt(row: &Row) -> Result<Doubt, Error> {
+fn notice(row: &Row) -> Result<Notice, Error> {
     let fence = rows::fence(row)?;
     let text = |column| get::<Option<&str>>(row, column);
     let scope = match (text("tenant_id")?, text("operation")?, text("key")?) {
@@ -55,18 +55,18 @@ fn doubt(row: &Row) -> Result<Doubt, Error> {
         }),
         _ => None,
     };
-    let news = if get(row, "announced")? {
-        News::Resolved(match (text("action")?, get(row, "stands")?) {
+    let kind = if get(row, "announced")? {
+        NoticeKind::Resolved(match (text("action")?, get(row, "stands")?) {
             (Some("record.complete"), true) => Resolution::CompletedByOperator,
             (_, true) => Resolution::Completed,
             (Some(_), false) => Resolution::ReleasedByOperator,
             (None, false) => Resolution::Released,
         })
     } else {
-        News::Unknown
+        NoticeKind::Unknown
     };
     let (since, at): (SystemTime, SystemTime) = (get(row, "since")?, get(row, "at")?);
-    Ok(Doubt { record: fence.id, scope, attempt: fence.attempt, since, at, news })
+    Ok(Notice { record: fence.id, scope, attempt: fence.attempt, since, at, kind })
 }
 
 /// Ends a statement whose `told(at)` is the row that was marked: writes the event, of `$3` to `$11`, and counts.
@@ -112,13 +112,13 @@ WITH told AS (
 
 pub(super) async fn tell(
     door: &Door,
-    doubt: &Doubt,
+    notice: &Notice,
     event: Option<&Event>,
 ) -> Result<Changed, Error> {
-    let scope = doubt.scope.as_ref().filter(|_| event.is_some());
+    let scope = notice.scope.as_ref().filter(|_| event.is_some());
     let params: Params<'_> = &[
-        (&Uuid::from(doubt.record), Type::UUID),
-        (&attempt(doubt.attempt), Type::INT4),
+        (&Uuid::from(notice.record), Type::UUID),
+        (&attempt(notice.attempt), Type::INT4),
         (&event.map(|event| event.id), Type::UUID),
         (&event.map(|event| event.key.as_str()), Type::TEXT),
         (&event.map(|event| event.kind.as_str()), Type::TEXT),
@@ -129,9 +129,9 @@ pub(super) async fn tell(
         (&event.map(|event| &event.payload[..]), Type::BYTEA),
         (&event.map(|event| &event.sinks[..]).unwrap_or_default(), Type::TEXT_ARRAY),
     ];
-    let sql = match doubt.news {
-        News::Unknown => TELL_BEGIN,
-        News::Resolved(_) => TELL_END,
+    let sql = match notice.kind {
+        NoticeKind::Unknown => TELL_BEGIN,
+        NoticeKind::Resolved(_) => TELL_END,
     };
     let told = rows::count(&door.write(sql, params).await?)?;
     Ok(if told == 0 { Changed::No } else { Changed::Yes })

@@ -1,7 +1,7 @@
 //! Which events a sink wants: patterns of their types.
 //!
 //! What must stay true: an event is written for the sinks that want its type, whoever writes it, and for no other. So
-//! everything that writes events asks [`Wanted::includes`], or says the same in its own words.
+//! everything that writes events asks [`TypeFilter::includes`], or says the same in its own words.
 
 use crate::record::Operation;
 
@@ -11,35 +11,35 @@ pub struct Subscriber {
     /// The sink's name.
     pub sink: String,
     /// Which events it gets.
-    pub events: Wanted,
+    pub events: TypeFilter,
 }
 
 /// Which events a sink gets.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Wanted {
+pub enum TypeFilter {
     /// All of them.
     #[default]
     All,
-    /// Those whose type one of these patterns describes.
-    Some(Vec<Pattern>),
+    /// Those whose type one of these patterns matches.
+    Matching(Vec<TypePattern>),
 }
 
-impl Wanted {
+impl TypeFilter {
     /// Whether events of this type are among them.
     #[must_use]
     pub fn includes(&self, kind: &str) -> bool {
         match self {
             Self::All => true,
-            Self::Some(patterns) => patterns.iter().any(|pattern| pattern.describes(kind)),
+            Self::Matching(patterns) => patterns.iter().any(|pattern| pattern.matches(kind)),
         }
     }
 }
 
 /// A pattern of types: `*` stands for any text, also for none, and everything else for itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Pattern(String);
+pub struct TypePattern(String);
 
-impl Pattern {
+impl TypePattern {
     /// Reads a pattern.
     ///
     /// # Errors
@@ -57,9 +57,9 @@ impl Pattern {
         &self.0
     }
 
-    /// Whether it describes this type.
+    /// Whether it matches this type.
     #[must_use]
-    pub fn describes(&self, kind: &str) -> bool {
+    pub fn matches(&self, kind: &str) -> bool {
         let mut parts = self.0.split('*');
         let first = parts.next().unwrap_or_default();
         let Some(rest) = kind.strip_prefix(first) else { return false };
@@ -74,9 +74,9 @@ impl Pattern {
 }
 
 /// The names of those who want events of this type.
-pub(super) fn who_want(subscribers: &[Subscriber], kind: &str) -> Vec<String> {
-    let wanting = subscribers.iter().filter(|subscriber| subscriber.events.includes(kind));
-    wanting.map(|subscriber| subscriber.sink.clone()).collect()
+pub(super) fn subscribed_to(subscribers: &[Subscriber], kind: &str) -> Vec<String> {
+    let subscribed = subscribers.iter().filter(|subscriber| subscriber.events.includes(kind));
+    subscribed.map(|subscriber| subscriber.sink.clone()).collect()
 }
 
 #[cfg(test)]
@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     fn a_star_stands_for_any_text_and_all_else_for_itself() {
-        for (pattern, kind, describes) in [
+        for (pattern, kind, matches) in [
             ("order.created", "order.created", true),
             ("order.created", "order.created2", false),
             ("order.*", "order.created", true),
@@ -104,9 +104,9 @@ mod tests {
             ("Order.*", "order.created", false),
             ("é*", "été", true),
         ] {
-            let read = Pattern::parse(pattern).unwrap();
-            assert_eq!(read.describes(kind), describes, "{pattern} {kind}");
+            let read = TypePattern::parse(pattern).unwrap();
+            assert_eq!(read.matches(kind), matches, "{pattern} {kind}");
         }
-        assert!(Pattern::parse("").is_err() && Pattern::parse("a\nb").is_err());
+        assert!(TypePattern::parse("").is_err() && TypePattern::parse("a\nb").is_err());
     }
 }

@@ -1,7 +1,7 @@
 //! What is announced of a record's outcome itself: that it is unknown, and that it no longer is.
 //!
-//! One event when the doubt begins, one when it ends, each under a key made from the record and the attempt that was in doubt
-//! first: told again, it is the same event. No route's template has a part in it.
+//! One event when a record becomes unknown, one when it is resolved, each under a key made from the record and the attempt that
+//! was unknown first: told again, it is the same event. No route's template has a part in it.
 
 use std::time::SystemTime;
 
@@ -9,37 +9,37 @@ use bytes::Bytes;
 use serde_json::json;
 use uuid::Uuid;
 
-use super::wanted::{Subscriber, who_want};
+use super::subscription::{Subscriber, subscribed_to};
 use super::{Event, Message, NAMESPACE, latest, raw};
 use crate::record::{Attempt, RecordId, Scope};
 
 /// A record that became unknown, or is no longer, and of which that has not been told yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Doubt {
+pub struct Notice {
     /// The record.
     pub record: RecordId,
     /// Its scope; `None`: the record is gone and nothing tells any more whose it was.
     pub scope: Option<Scope>,
-    /// The attempt whose outcome was in doubt first.
+    /// The attempt that was unknown first.
     pub attempt: Attempt,
     /// Since when it is unknown.
     pub since: SystemTime,
     /// Now, by the database's clock.
     pub at: SystemTime,
     /// What is new.
-    pub news: News,
+    pub kind: NoticeKind,
 }
 
-/// What is new about a doubt.
+/// What a notice says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum News {
+pub enum NoticeKind {
     /// It began.
     Unknown,
     /// It is over.
     Resolved(Resolution),
 }
 
-/// How a doubt ended.
+/// How an unknown record was resolved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Resolution {
     /// An outcome came.
@@ -65,19 +65,19 @@ impl Resolution {
     }
 }
 
-impl Doubt {
+impl Notice {
     /// The event that tells of it. `None`: its scope is not known any more.
     #[must_use]
     pub fn event(&self, subscribers: &[Subscriber]) -> Option<Event> {
         let scope = self.scope.as_ref()?;
         let since = time(self.since);
         let (record, attempt) = (self.record.to_string(), self.attempt.number());
-        let (kind, name, data) = match self.news {
-            News::Unknown => {
+        let (kind, name, data) = match self.kind {
+            NoticeKind::Unknown => {
                 let data = json!({ "record": record, "attempt": attempt, "since": since });
                 ("record.unknown", "unknown", data)
             }
-            News::Resolved(how) => {
+            NoticeKind::Resolved(how) => {
                 let how = how.as_str();
                 let data = json!({ "record": record, "attempt": attempt, "since": since, "resolution": how });
                 ("record.resolved", "resolved", data)
@@ -97,7 +97,7 @@ impl Doubt {
         };
         let payload = Bytes::from(serde_json::to_vec(&message).ok()?);
         let ordering_key = Some(record);
-        let (sinks, kind) = (who_want(subscribers, kind), kind.to_owned());
+        let (sinks, kind) = (subscribed_to(subscribers, kind), kind.to_owned());
         Some(Event { id, key, kind, position: 0, ordering_key, payload, sinks })
     }
 }
@@ -111,11 +111,11 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::record::event::wanted::{Pattern, Wanted};
+    use crate::record::event::subscription::{TypeFilter, TypePattern};
     use crate::record::{Key, Operation, Tenant};
 
-    fn doubt(news: News) -> Doubt {
-        Doubt {
+    fn notice(kind: NoticeKind) -> Notice {
+        Notice {
             record: Uuid::from_u128(7).into(),
             scope: Some(Scope {
                 tenant: Tenant::stored("acme"),
@@ -125,13 +125,14 @@ mod tests {
             attempt: Attempt::FIRST,
             since: SystemTime::UNIX_EPOCH,
             at: SystemTime::UNIX_EPOCH + Duration::from_secs(5),
-            news,
+            kind,
         }
     }
 
     #[test]
     fn the_message_says_which_record_since_when_and_how_it_ended() {
-        let event = doubt(News::Resolved(Resolution::ReleasedByOperator)).event(&[]).unwrap();
+        let event =
+            notice(NoticeKind::Resolved(Resolution::ReleasedByOperator)).event(&[]).unwrap();
         let message: serde_json::Value = serde_json::from_slice(&event.payload).unwrap();
         let expected = json!({
             "type": "record.resolved", "timestamp": "1970-01-01T00:00:05.000000Z",
@@ -146,24 +147,26 @@ mod tests {
 
     #[test]
     fn it_goes_to_the_sinks_that_want_it() {
-        let wanted = |pattern| Wanted::Some(vec![Pattern::parse(pattern).unwrap()]);
+        let wanted = |pattern| TypeFilter::Matching(vec![TypePattern::parse(pattern).unwrap()]);
         let subscribers = ["order.*", "record.unknown", "record.*"]
             .map(|pattern| Subscriber { sink: pattern.into(), events: wanted(pattern) });
-        let began = doubt(News::Unknown).event(&subscribers).unwrap();
+        let began = notice(NoticeKind::Unknown).event(&subscribers).unwrap();
         assert_eq!(began.sinks, ["record.unknown", "record.*"]);
-        let ended = doubt(News::Resolved(Resolution::Released)).event(&subscribers).unwrap();
+        let ended = notice(NoticeKind::Resolved(Resolution::Released)).event(&subscribers).unwrap();
         assert_eq!(ended.sinks, ["record.*"]);
     }
 
     #[test]
     fn told_again_it_is_the_same_event_and_the_end_is_another() {
-        let began = doubt(News::Unknown).event(&[]).unwrap();
-        let later =
-            Doubt { at: SystemTime::UNIX_EPOCH + Duration::from_secs(9), ..doubt(News::Unknown) }
-                .event(&[])
-                .unwrap();
+        let began = notice(NoticeKind::Unknown).event(&[]).unwrap();
+        let later = Notice {
+            at: SystemTime::UNIX_EPOCH + Duration::from_secs(9),
+            ..notice(NoticeKind::Unknown)
+        }
+        .event(&[])
+        .unwrap();
         assert_eq!((&began.id, &began.key), (&later.id, &later.key));
-        let ended = doubt(News::Resolved(Resolution::Completed)).event(&[]).unwrap();
+        let ended = notice(NoticeKind::Resolved(Resolution::Completed)).event(&[]).unwrap();
         assert_ne!((&began.id, &began.key), (&ended.id, &ended.key));
     }
 }
