@@ -53,7 +53,7 @@ use crate::store::{self, EventAction, SinkOrder, Store};
 use crate::telemetry::{Metrics, causes};
 use query::Query;
 use sinks::SinkPage;
-use view::{EventLife, EventPage, EventView, Life, RecordPage, RecordView};
+use view::{EventDetail, EventPage, EventView, RecordDetail, RecordPage, RecordView};
 
 /// How long `/readyz` waits for the store.
 const PING_TIMEOUT: Duration = Duration::from_secs(1);
@@ -375,21 +375,21 @@ async fn show_record(
     axum::extract::State(state): axum::extract::State<State>,
     id: Result<Path<String>, PathRejection>,
     RawQuery(query): RawQuery,
-) -> Result<Json<Life>, Problem> {
+) -> Result<Json<RecordDetail>, Problem> {
     Query::parse(query.as_deref(), &[]).map_err(Problem::Query)?;
     let id: RecordId = id_of(id)?.into();
-    let life = in_time(view::life(state.store.as_ref(), id)).await?;
-    life.map(Json).ok_or(Problem::NotFound)
+    let detail = in_time(view::record_detail(state.store.as_ref(), id)).await?;
+    detail.map(Json).ok_or(Problem::NotFound)
 }
 
 async fn show_event(
     axum::extract::State(state): axum::extract::State<State>,
     id: Result<Path<String>, PathRejection>,
     RawQuery(query): RawQuery,
-) -> Result<Json<EventLife>, Problem> {
+) -> Result<Json<EventDetail>, Problem> {
     Query::parse(query.as_deref(), &[]).map_err(Problem::Query)?;
-    let life = in_time(view::event_life(state.store.as_ref(), id_of(id)?)).await?;
-    life.map(Json).ok_or(Problem::NotFound)
+    let detail = in_time(view::event_detail(state.store.as_ref(), id_of(id)?)).await?;
+    detail.map(Json).ok_or(Problem::NotFound)
 }
 
 async fn redeliver_one(
@@ -452,13 +452,13 @@ async fn explain_request(
     axum::extract::State(state): axum::extract::State<State>,
     RawQuery(query): RawQuery,
     request: Request,
-) -> Result<Json<explain::Answer>, Problem> {
+) -> Result<Json<explain::ExplainResponse>, Problem> {
     Query::parse(query.as_deref(), &[]).map_err(Problem::Query)?;
     let question = async {
         let bytes = axum::body::to_bytes(request.into_body(), QUESTION_MAX).await;
         let bytes =
             bytes.map_err(|_| format!("it is longer than {QUESTION_MAX} bytes, or broke off"))?;
-        let question: explain::Question =
+        let question: explain::ExplainRequest =
             serde_json::from_slice(&bytes).map_err(|error| error.to_string())?;
         question.read()
     };
@@ -470,8 +470,8 @@ async fn explain_request(
     let answer = async {
         match explain::answer(by, Some(state.store.as_ref()), asked).await {
             Ok(answer) => Ok(Some(answer)),
-            Err(explain::NoAnswer::NoRecord(_)) => Ok(None),
-            Err(explain::NoAnswer::Store(error)) => Err(error),
+            Err(explain::ExplainError::NoRecord(_)) => Ok(None),
+            Err(explain::ExplainError::Store(error)) => Err(error),
         }
     };
     in_time(answer).await?.map(Json).ok_or(Problem::NotFound)

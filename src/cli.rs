@@ -379,7 +379,7 @@ async fn relay_alone(args: &RelayArgs) -> ExitCode {
 #[derive(Clone, Copy, Debug)]
 enum Stopped {
     /// It was told to.
-    Asked,
+    Signal,
     /// A background task has ended that cannot be begun anew.
     TaskEnded,
 }
@@ -387,7 +387,7 @@ enum Stopped {
 impl From<Stopped> for ExitCode {
     fn from(stopped: Stopped) -> Self {
         match stopped {
-            Stopped::Asked => Self::SUCCESS,
+            Stopped::Signal => Self::SUCCESS,
             Stopped::TaskEnded => Self::from(TASK_ENDED),
         }
     }
@@ -419,7 +419,7 @@ impl Signals {
     /// A signal, or the end of a background task without which the process must be replaced.
     async fn next_or_fatal(&mut self) -> Stopped {
         tokio::select! {
-            () = self.next() => Stopped::Asked,
+            () = self.next() => Stopped::Signal,
             task = tasks::fatal() => {
                 tracing::error!(task, "this process must be replaced: it ends with status {TASK_ENDED}");
                 Stopped::TaskEnded

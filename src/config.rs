@@ -1,11 +1,11 @@
 //! The configuration that the program runs with: complete, checked, and cut into the settings of each part.
 //!
 //! ```text
-//! file + ONCEGATE_* variables -> tree (places) -> file::File (as written) -> Config (valid) | Mistakes (all of them)
+//! file + ONCEGATE_* variables -> tree (locations) -> file::File (as written) -> Config (valid) | Mistakes (all of them)
 //! ```
 //!
 //! Loading reads the file, the secret files that it names and the variables it is given, and changes nothing outside.
-//! All mistakes are reported at once, each with its place, what is wrong and what to do. A [`Config`] with a mistake in
+//! All mistakes are reported at once, each with its location, what is wrong and what to do. A [`Config`] with a mistake in
 //! it does not exist, so nobody behind this module checks again.
 //!
 //! What must stay true: every field has its default in `config/build.rs` and its line in `config/oncegate.toml`; no
@@ -27,7 +27,7 @@ use std::time::Duration;
 use http::Method;
 
 use crate::config::build::Builder;
-use crate::config::tree::{Node, Note, Notes, Place};
+use crate::config::tree::{Diagnostic, Diagnostics, Location, Node};
 use crate::fault;
 use crate::gateway::{self, accept, spill, tokens, upstream};
 use crate::record::Operation;
@@ -62,7 +62,7 @@ pub struct Config {
     /// Where events go.
     pub relay: relay::Settings,
     /// Who takes them there.
-    pub relayed: Relayed,
+    pub relay_mode: RelayMode,
     /// What is deleted.
     pub sweep: sweep::Settings,
     /// How tokens are checked; none: no tenant is read from one.
@@ -75,11 +75,11 @@ pub struct Config {
 
 /// Who delivers events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Relayed {
+pub enum RelayMode {
     /// `serve` itself.
-    Here,
+    InProcess,
     /// `oncegate relay`: `serve` only writes them.
-    Apart,
+    Separate,
 }
 
 /// The callers' side.
@@ -237,41 +237,41 @@ fn make_key(path: &Path) -> io::Result<Vec<u8>> {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Warning {
     /// The field, or the variable.
-    pub place: String,
+    pub location: String,
     /// What, and what to do.
     pub text: String,
 }
 
 impl fmt::Display for Warning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.place, self.text)
+        write!(f, "{}: {}", self.location, self.text)
     }
 }
 
-/// All mistakes of a configuration, in the order of their places: one a line.
+/// All mistakes of a configuration, in the order of their locations: one a line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mistakes {
     file: Option<PathBuf>,
-    notes: Vec<Note>,
+    diagnostics: Vec<Diagnostic>,
 }
 
 impl Mistakes {
     /// One sentence for each.
     #[must_use]
     pub fn lines(&self) -> Vec<String> {
-        self.notes.iter().map(|note| self.line(note)).collect()
+        self.diagnostics.iter().map(|diagnostic| self.line(diagnostic)).collect()
     }
 
-    fn line(&self, note: &Note) -> String {
+    fn line(&self, diagnostic: &Diagnostic) -> String {
         let file = self.file.as_ref().map(|path| path.display().to_string());
-        let source = match (&note.place.variable, file, note.place.line) {
+        let source = match (&diagnostic.location.variable, file, diagnostic.location.line) {
             (Some(variable), _, _) => Some(variable.clone()),
             (None, Some(file), Some(line)) => Some(format!("{file}:{line}")),
             (None, file, _) => file,
         };
-        let path = Some(note.place.path.clone()).filter(|path| !path.is_empty());
+        let path = Some(diagnostic.location.path.clone()).filter(|path| !path.is_empty());
         let parts: Vec<String> =
-            [source, path, Some(note.text.clone())].into_iter().flatten().collect();
+            [source, path, Some(diagnostic.text.clone())].into_iter().flatten().collect();
         parts.join(": ")
     }
 }
@@ -295,47 +295,54 @@ impl Config {
         variables: impl IntoIterator<Item = (String, String)>,
         upstream_override: Option<&str>,
     ) -> Result<(Self, Vec<Warning>), Mistakes> {
-        let notes = Notes::default();
+        let diagnostics = Diagnostics::default();
         let text = match path.map(std::fs::read_to_string) {
             None => String::new(),
             Some(Ok(text)) => text,
             Some(Err(error)) => {
-                notes.mistake(&Place::default(), format!("cannot read the file: {error}"));
+                diagnostics.mistake(&Location::default(), format!("cannot read the file: {error}"));
                 return Err(Mistakes {
                     file: path.map(Path::to_owned),
-                    notes: notes.into_parts().0,
+                    diagnostics: diagnostics.into_parts().0,
                 });
             }
         };
         let folder = path.and_then(Path::parent).unwrap_or(Path::new("")).to_owned();
         let variables: BTreeMap<String, String> = variables.into_iter().collect();
-        let mut tree = tree::parse(&text, &notes);
+        let mut tree = tree::parse(&text, &diagnostics);
         // Half a file is no file: what it lacks says nothing.
-        if notes.has_mistake_under(&Place::default()) {
-            return Err(Mistakes { file: path.map(Path::to_owned), notes: notes.into_parts().0 });
+        if diagnostics.has_mistake_under(&Location::default()) {
+            return Err(Mistakes {
+                file: path.map(Path::to_owned),
+                diagnostics: diagnostics.into_parts().0,
+            });
         }
-        lay_variables(&mut tree, &variables, &notes);
+        lay_variables(&mut tree, &variables, &diagnostics);
         if let Some(url) = upstream_override {
-            tree.overlay("upstream", "url", "--upstream", url, &notes);
+            tree.overlay("upstream", "url", "--upstream", url, &diagnostics);
         }
         let without_file = path.is_none();
-        let file = file::read(&tree, &notes);
-        let builder =
-            Builder { notes: &notes, folder, require_key: !without_file, variables: &variables };
+        let file = file::read(&tree, &diagnostics);
+        let builder = Builder {
+            diagnostics: &diagnostics,
+            folder,
+            require_key: !without_file,
+            variables: &variables,
+        };
         let config = builder.config(&file, without_file);
-        let (mistakes, warnings) = notes.into_parts();
+        let (mistakes, warnings) = diagnostics.into_parts();
         if mistakes.is_empty() {
             Ok((config, warnings.into_iter().map(Warning::from).collect()))
         } else {
-            Err(Mistakes { file: path.map(Path::to_owned), notes: mistakes })
+            Err(Mistakes { file: path.map(Path::to_owned), diagnostics: mistakes })
         }
     }
 }
 
-impl From<Note> for Warning {
-    fn from(note: Note) -> Self {
-        let place = note.place.variable.unwrap_or(note.place.path);
-        Self { place, text: note.text }
+impl From<Diagnostic> for Warning {
+    fn from(diagnostic: Diagnostic) -> Self {
+        let location = diagnostic.location.variable.unwrap_or(diagnostic.location.path);
+        Self { location, text: diagnostic.text }
     }
 }
 
@@ -343,7 +350,7 @@ impl From<Note> for Warning {
 const OTHER_VARIABLES: [&str; 2] = ["ONCEGATE_CONFIG", "ONCEGATE_UPSTREAM"];
 
 /// `ONCEGATE_STORE_URL` is `store.url`: the section is the first word, the rest is the field.
-fn lay_variables(tree: &mut Node, variables: &BTreeMap<String, String>, notes: &Notes) {
+fn lay_variables(tree: &mut Node, variables: &BTreeMap<String, String>, diagnostics: &Diagnostics) {
     for (name, value) in variables {
         let Some(rest) = name.strip_prefix("ONCEGATE_") else { continue };
         if OTHER_VARIABLES.contains(&name.as_str()) || fault::is_variable(name) {
@@ -353,10 +360,10 @@ fn lay_variables(tree: &mut Node, variables: &BTreeMap<String, String>, notes: &
         let (section, field) = lower.split_once('_').unwrap_or((&lower, ""));
         let known = file::SECTIONS.contains(&section) && !field.is_empty();
         if known && !is_service_link(rest) {
-            tree.overlay(section, field, name, value, notes);
+            tree.overlay(section, field, name, value, diagnostics);
         } else {
-            let place = Place { variable: Some(name.clone()), ..Place::default() };
-            notes.warning(&place, "is not a setting of Oncegate and is ignored");
+            let location = Location { variable: Some(name.clone()), ..Location::default() };
+            diagnostics.warning(&location, "is not a setting of Oncegate and is ignored");
         }
     }
 }

@@ -83,7 +83,7 @@ pub trait Explain: Send + Sync {
 /// What becomes of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Becomes {
+pub enum Disposition {
     /// It is executed once under its key.
     Protected,
     /// Its route only observes: it is forwarded.
@@ -131,7 +131,7 @@ impl From<Reading> for ReadingView {
 
 /// A route that nearly fits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct NearView {
+pub struct NearMissView {
     /// The route.
     #[serde(flatten)]
     pub route: RouteView,
@@ -139,7 +139,7 @@ pub struct NearView {
     pub why_not: String,
 }
 
-impl From<Near> for NearView {
+impl From<Near> for NearMissView {
     fn from(near: Near) -> Self {
         Self { route: near.route.into(), why_not: near.why_not }
     }
@@ -285,7 +285,7 @@ impl From<&Canonical> for CanonicalView {
 #[derive(Clone, Debug, Serialize)]
 pub struct Explained {
     /// What becomes of it.
-    pub becomes: Becomes,
+    pub becomes: Disposition,
     /// Why, in one sentence.
     pub why: String,
     /// The path, split and then decoded.
@@ -294,7 +294,7 @@ pub struct Explained {
     pub decoded: ReadingView,
     /// Routes that nearly fit.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub near: Vec<NearView>,
+    pub near: Vec<NearMissView>,
     /// The answer, where it is refused.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<Value>,
@@ -325,13 +325,13 @@ pub struct Read {
 impl Explained {
     /// Of a request of which only the path was looked at.
     #[must_use]
-    pub fn of(becomes: Becomes, why: impl Into<String>, look: Look) -> Self {
+    pub fn of(becomes: Disposition, why: impl Into<String>, look: Look) -> Self {
         Self {
             becomes,
             why: why.into(),
             split: look.split.into(),
             decoded: look.decoded.into(),
-            near: look.near.into_iter().map(NearView::from).collect(),
+            near: look.near.into_iter().map(NearMissView::from).collect(),
             problem: None,
             scope: None,
             hash: None,

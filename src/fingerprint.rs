@@ -30,7 +30,7 @@ use http::{HeaderMap, HeaderName, Method};
 use serde_json_path::JsonPath;
 use sha2::{Digest as _, Sha256};
 
-use self::parameters::Parametered;
+use self::parameters::ParameterizedValue;
 use crate::record::{Digest, Fingerprint, RecipeId};
 
 /// Goes up whenever the canonical hash of any request changes.
@@ -375,24 +375,24 @@ fn canonical_body(
     let mut text = Vec::new();
     let tag: &[u8] = match Form::of(essence) {
         Form::Json => match json::write(body, &recipe.json, &mut text)? {
-            json::Kept::Whole => b"json",
-            json::Kept::Picked => b"json-only",
+            json::Selected::Whole => b"json",
+            json::Selected::Picked => b"json-only",
         },
         Form::UrlEncoded => match form::write(body, &recipe.form, &mut text)? {
-            form::Kept::Whole => b"form",
-            form::Kept::Picked => b"form-only",
+            form::Selected::Whole => b"form",
+            form::Selected::Picked => b"form-only",
         },
         Form::Multipart => {
             match multipart::write(kind.as_bytes(), body, &recipe.form, &mut text)? {
-                form::Kept::Whole => b"multipart",
-                form::Kept::Picked => b"multipart-only",
+                form::Selected::Whole => b"multipart",
+                form::Selected::Picked => b"multipart-only",
             }
         }
         Form::Xml => {
-            let kind = Parametered::parse(kind.as_bytes())?;
+            let kind = ParameterizedValue::parse(kind.as_bytes())?;
             match xml::write(body, &kind, &recipe.xml, &mut text)? {
-                xml::Kept::Whole => b"xml",
-                xml::Kept::Picked => b"xml-only",
+                xml::Selected::Whole => b"xml",
+                xml::Selected::Picked => b"xml-only",
             }
         }
         Form::Raw => return None,

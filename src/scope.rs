@@ -20,7 +20,7 @@ use http::{HeaderMap, HeaderName, Method};
 use serde_json_path::JsonPath;
 use sha2::{Digest as _, Sha256};
 
-use self::jwt::{ClaimPath, Token};
+use self::jwt::{ClaimPath, Claims};
 use crate::fingerprint::form;
 use crate::fingerprint::json::{Scalar, Tree};
 use crate::record::{Caller, KEY_MAX, Key, Tenant};
@@ -65,7 +65,7 @@ pub struct RequestHead<'a> {
     /// The host the caller named, with or without a port: from the target where it has one, else from `Host`.
     pub host: Option<&'a str>,
     /// The caller's token, checked; only where the tenant's source is one.
-    pub token: Option<&'a Token>,
+    pub token: Option<&'a Claims>,
 }
 
 /// How a route finds key and tenant.
@@ -471,8 +471,8 @@ pub fn has_several_credentials(headers: &HeaderMap) -> bool {
 /// Who asks: the subject of a checked token, else a keyed digest of the credential, of all of them where there are several.
 /// `None`: there is none.
 #[must_use]
-pub fn caller(headers: &HeaderMap, token: Option<&Token>, digest: &DigestKey) -> Option<Caller> {
-    if let Some(subject) = token.and_then(Token::subject) {
+pub fn caller(headers: &HeaderMap, token: Option<&Claims>, digest: &DigestKey) -> Option<Caller> {
+    if let Some(subject) = token.and_then(Claims::subject) {
         return Some(Caller::stored(subject));
     }
     let lines = headers.get_all(AUTHORIZATION).iter().map(|line| line.as_bytes().trim_ascii());

@@ -30,7 +30,7 @@ use crate::store::{
 
 /// How long an action may take: a great many dead events go in pieces.
 const ACT_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long what is asked may be, in bytes.
+/// How long a body may be, in bytes.
 const BODY_MAX: usize = 16 << 10;
 /// Longest name of an operator, in characters.
 const WHO_MAX: usize = 200;
@@ -64,29 +64,29 @@ pub async fn run(
 
 /// What became of an event towards a sink.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Became {
+pub enum SinkOutcome {
     /// It had ended, and is owed again.
     Queued,
     /// It was owed, and is due at once.
     Owed,
     /// It is given up.
-    GivenUp,
+    Discarded,
     /// It is being delivered: left alone.
     Delivering,
     /// It was delivered: left alone.
     Sent,
     /// It was given up before: left alone.
-    GivenUpBefore,
+    AlreadyDiscarded,
     /// No sink wanted it: left alone.
     Unwanted,
     /// It died meanwhile: left alone.
-    Died,
+    Dead,
 }
 
-impl Became {
+impl SinkOutcome {
     fn touched(action: EventAction, was: EventStatus) -> Self {
         match (action, was) {
-            (EventAction::Discard, _) => Self::GivenUp,
+            (EventAction::Discard, _) => Self::Discarded,
             (EventAction::Redeliver, EventStatus::Pending) => Self::Owed,
             (EventAction::Redeliver, _) => Self::Queued,
         }
@@ -96,14 +96,14 @@ impl Became {
         match row.status {
             EventStatus::Pending => Self::Delivering,
             EventStatus::Sent => Self::Sent,
-            EventStatus::Dead => Self::Died,
+            EventStatus::Dead => Self::Dead,
             EventStatus::Discarded if row.sink.is_empty() => Self::Unwanted,
-            EventStatus::Discarded => Self::GivenUpBefore,
+            EventStatus::Discarded => Self::AlreadyDiscarded,
         }
     }
 
     fn is_done(self) -> bool {
-        matches!(self, Self::Queued | Self::Owed | Self::GivenUp)
+        matches!(self, Self::Queued | Self::Owed | Self::Discarded)
     }
 
     /// For programs. These names are promised.
@@ -112,12 +112,12 @@ impl Became {
         match self {
             Self::Queued => "queued",
             Self::Owed => "owed",
-            Self::GivenUp => "discarded",
+            Self::Discarded => "discarded",
             Self::Delivering => "delivering",
             Self::Sent => "sent",
-            Self::GivenUpBefore => "discarded_before",
+            Self::AlreadyDiscarded => "discarded_before",
             Self::Unwanted => "unwanted",
-            Self::Died => "dead",
+            Self::Dead => "dead",
         }
     }
 
@@ -126,29 +126,29 @@ impl Became {
         match self {
             Self::Queued => "queued again",
             Self::Owed => "was owed already, due now",
-            Self::GivenUp => "discarded",
+            Self::Discarded => "discarded",
             Self::Delivering => "being delivered right now",
             Self::Sent if redeliver => "delivered before (name the sink to send it again)",
             Self::Sent => "delivered before (what was sent is not discarded)",
-            Self::GivenUpBefore if redeliver => {
+            Self::AlreadyDiscarded if redeliver => {
                 "discarded before (name the sink to send it all the same)"
             }
-            Self::GivenUpBefore => "discarded before",
+            Self::AlreadyDiscarded => "discarded before",
             Self::Unwanted if redeliver => "no sink wanted it (name the sink to send it to)",
             Self::Unwanted => "no sink wanted it",
-            Self::Died => "dead since a moment ago",
+            Self::Dead => "dead since a moment ago",
         }
     }
 }
 
 /// What an action upon one event came to, sink by sink.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Told {
+pub struct ActionReport {
     action: EventAction,
-    sinks: BTreeMap<String, Became>,
+    sinks: BTreeMap<String, SinkOutcome>,
 }
 
-impl Told {
+impl ActionReport {
     /// From what was changed, and from the rows of the event as they stand since. `sink`: only this one was meant.
     #[must_use]
     pub fn of(
@@ -158,9 +158,9 @@ impl Told {
         rows: &[EventRow],
     ) -> Self {
         let meant = rows.iter().filter(|row| sink.is_none_or(|sink| row.sink == sink));
-        let left = meant.map(|row| (row.sink.clone(), Became::left_alone(row)));
+        let left = meant.map(|row| (row.sink.clone(), SinkOutcome::left_alone(row)));
         let done = touched.sinks.iter();
-        let done = done.map(|(sink, was)| (sink.clone(), Became::touched(action, *was)));
+        let done = done.map(|(sink, was)| (sink.clone(), SinkOutcome::touched(action, *was)));
         Self { action, sinks: left.chain(done).collect() }
     }
 
@@ -168,27 +168,28 @@ impl Told {
     #[must_use]
     pub fn json(&self) -> Value {
         let sinks = self.sinks.iter();
-        sinks.map(|(sink, became)| json!({ "sink": sink, "result": became.name() })).collect()
+        sinks.map(|(sink, outcome)| json!({ "sink": sink, "result": outcome.name() })).collect()
     }
 
     /// For people, a line for each sink.
     #[must_use]
     pub fn lines(&self) -> Vec<String> {
-        let line = |(sink, became): (&String, &Became)| {
-            let left = if became.is_done() { "" } else { "left alone: " };
-            format!("{}: {left}{}", named(sink), became.words(self.action))
+        let line = |(sink, outcome): (&String, &SinkOutcome)| {
+            let left = if outcome.is_done() { "" } else { "left alone: " };
+            format!("{}: {left}{}", named(sink), outcome.words(self.action))
         };
         self.sinks.iter().map(line).collect()
     }
 
     /// Why all of it was left alone.
     fn reason(&self) -> &'static str {
-        let all = |wanted: &[Became]| self.sinks.values().all(|became| wanted.contains(became));
-        if self.sinks.values().any(|became| *became == Became::Delivering) {
+        let all =
+            |wanted: &[SinkOutcome]| self.sinks.values().all(|outcome| wanted.contains(outcome));
+        if self.sinks.values().any(|outcome| *outcome == SinkOutcome::Delivering) {
             "delivering"
-        } else if all(&[Became::Sent]) {
+        } else if all(&[SinkOutcome::Sent]) {
             "sent"
-        } else if all(&[Became::GivenUpBefore, Became::Unwanted]) {
+        } else if all(&[SinkOutcome::AlreadyDiscarded, SinkOutcome::Unwanted]) {
             "discarded"
         } else {
             "left_alone"
@@ -202,7 +203,7 @@ fn named(sink: &str) -> &str {
 
 /// Why nothing was done to an event: a name for programs, and a sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Refusal {
+pub struct ActionRefusal {
     /// `not_found`; `delivering` (towards one sink at least), `sent` or `discarded` (towards all of them); or `left_alone`.
     pub name: &'static str,
     /// In words.
@@ -220,19 +221,24 @@ pub async fn rows_of(store: &dyn Store, id: Uuid) -> Result<Vec<EventRow>, store
 
 /// Why nothing was done to an event, whose rows are these.
 #[must_use]
-pub fn refusal(id: Uuid, sink: Option<&str>, rows: &[EventRow], told: &Told) -> Refusal {
-    let refuse = |name, detail| Refusal { name, detail };
+pub fn refusal(
+    id: Uuid,
+    sink: Option<&str>,
+    rows: &[EventRow],
+    report: &ActionReport,
+) -> ActionRefusal {
+    let refuse = |name, detail| ActionRefusal { name, detail };
     if rows.is_empty() {
         return refuse("not_found", format!("There is no event {id}."));
     }
-    if let (Some(sink), true) = (sink, told.sinks.is_empty()) {
+    if let (Some(sink), true) = (sink, report.sinks.is_empty()) {
         return refuse("not_found", format!("Event {id} is not for the sink {sink}."));
     }
-    let words = |(sink, became): (&String, &Became)| {
-        format!("{}: {}", named(sink), became.words(told.action))
+    let words = |(sink, outcome): (&String, &SinkOutcome)| {
+        format!("{}: {}", named(sink), outcome.words(report.action))
     };
-    let all: Vec<String> = told.sinks.iter().map(words).collect();
-    refuse(told.reason(), format!("Event {id} was left alone. {}.", all.join("; ")))
+    let all: Vec<String> = report.sinks.iter().map(words).collect();
+    refuse(report.reason(), format!("Event {id} was left alone. {}.", all.join("; ")))
 }
 
 /// What is wrong with the sink that is named for an action; `None`: nothing. An event may still have rows of a sink that is
@@ -247,7 +253,7 @@ pub async fn wrong_sink(
     sink: Option<&str>,
 ) -> Result<Option<String>, store::Error> {
     let Some(name) = sink else { return Ok(None) };
-    let wrong = sinks::stranger(store, configured, name).await?;
+    let wrong = sinks::unknown_sink(store, configured, name).await?;
     if let (Some(_), Some(id)) = (&wrong, event)
         && rows_of(store, id).await?.iter().any(|row| row.sink == name)
     {
@@ -258,12 +264,12 @@ pub async fn wrong_sink(
 
 /// Who asks, and why.
 #[derive(Debug, Default, Deserialize)]
-struct By {
+struct RequestedBy {
     who: Option<String>,
     reason: Option<String>,
 }
 
-impl By {
+impl RequestedBy {
     fn operator(self) -> Result<Operator, Problem> {
         let who = match self.who {
             None => OPERATOR.to_owned(),
@@ -283,7 +289,7 @@ impl By {
 /// What may be said about one event.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct OneEvent {
+struct EventBody {
     sink: Option<String>,
     #[serde(default)]
     all_sinks: bool,
@@ -291,7 +297,7 @@ struct OneEvent {
     reason: Option<String>,
 }
 
-impl OneEvent {
+impl EventBody {
     fn chosen(&self, action: EventAction, id: Uuid) -> Result<Chosen, Problem> {
         let wrong = |text: &str| Err(Problem::Action(vec![format!("`all_sinks`: {text}")]));
         match (action, &self.sink, self.all_sinks) {
@@ -306,7 +312,7 @@ impl OneEvent {
 /// What may be said about dead ones.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct DeadEvents {
+struct DeadEventsBody {
     status: String,
     sink: Option<String>,
     r#type: Option<String>,
@@ -319,7 +325,7 @@ struct DeadEvents {
     reason: Option<String>,
 }
 
-impl DeadEvents {
+impl DeadEventsBody {
     fn filter(&self) -> Result<DeadFilter, Problem> {
         let mut errors = Vec::new();
         if self.status != EventStatus::Dead.as_str() {
@@ -350,28 +356,28 @@ pub(super) async fn one(
     request: Request,
 ) -> Result<Json, Problem> {
     let id = id_of(id)?;
-    let asked: OneEvent = read(request).await?.unwrap_or_default();
-    let which = asked.chosen(action, id)?;
-    let OneEvent { sink, who, reason, .. } = asked;
-    let by = By { who, reason }.operator()?;
+    let body: EventBody = read(request).await?.unwrap_or_default();
+    let which = body.chosen(action, id)?;
+    let EventBody { sink, who, reason, .. } = body;
+    let by = RequestedBy { who, reason }.operator()?;
     let store = state.store.as_ref();
     known(&state, Some(id), sink.as_deref()).await?;
     let touched = in_time(run(action, store, &which, &by)).await?;
     if touched.count == 0 {
         let rows = super::in_time(rows_of(store, id)).await?;
-        let told = Told::of(action, sink.as_deref(), &touched, &rows);
-        let Refusal { name, detail } = refusal(id, sink.as_deref(), &rows, &told);
+        let report = ActionReport::of(action, sink.as_deref(), &touched, &rows);
+        let ActionRefusal { name, detail } = refusal(id, sink.as_deref(), &rows, &report);
         return Err(if rows.is_empty() {
             Problem::NotFound
         } else {
-            Problem::Refused { name, detail, sinks: told.json() }
+            Problem::Refused { name, detail, sinks: report.json() }
         });
     }
     // It is done, whether or not the rest can be read.
     let rows = super::in_time(rows_of(store, id)).await.unwrap_or_default();
-    let told = Told::of(action, sink.as_deref(), &touched, &rows).json();
+    let report = ActionReport::of(action, sink.as_deref(), &touched, &rows).json();
     let answer = json!({
-        "event": id.to_string(), "sink": sink, "sinks": told, "by": by.who, "why": by.why,
+        "event": id.to_string(), "sink": sink, "sinks": report, "by": by.who, "why": by.why,
     });
     Ok(Json(counted(answer, done(action), touched.count)))
 }
@@ -388,7 +394,7 @@ async fn known(state: &State, event: Option<Uuid>, sink: Option<&str>) -> Result
 /// What may be said about a sink.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct OneSink {
+struct SinkBody {
     who: Option<String>,
     reason: Option<String>,
 }
@@ -403,8 +409,8 @@ pub(super) async fn sink(
 ) -> Result<Json, Problem> {
     Query::parse(query, &[]).map_err(Problem::Query)?;
     let Path(name) = name.map_err(|_| Problem::NoSink)?;
-    let OneSink { who, reason } = read(request).await?.unwrap_or_default();
-    let by = By { who, reason }.operator()?;
+    let SinkBody { who, reason } = read(request).await?.unwrap_or_default();
+    let by = RequestedBy { who, reason }.operator()?;
     let store = state.store.as_ref();
     match in_time(sinks::operate(store, &state.sinks, &name, order, &by)).await? {
         None => Ok(Json(json!({ "sink": name, "paused": order == SinkOrder::Pause }))),
@@ -419,17 +425,17 @@ pub(super) async fn dead(
     state: State,
     request: Request,
 ) -> Result<Json, Problem> {
-    let asked: Option<DeadEvents> = read(request).await?;
+    let body: Option<DeadEventsBody> = read(request).await?;
     let missing = || Problem::Action(vec!["`status`: must be \"dead\"".to_owned()]);
-    let asked = asked.ok_or_else(missing)?;
-    let filter = asked.filter()?;
+    let body = body.ok_or_else(missing)?;
+    let filter = body.filter()?;
     known(&state, None, filter.sink.as_deref()).await?;
     let store = state.store.as_ref();
-    if asked.dry_run {
+    if body.dry_run {
         let count = super::in_time(store.count_dead(&filter)).await?;
         return Ok(Json(counted(json!({ "dry_run": true }), done(action), count)));
     }
-    let by = By { who: asked.who, reason: asked.reason }.operator()?;
+    let by = RequestedBy { who: body.who, reason: body.reason }.operator()?;
     let touched = in_time(run(action, store, &Chosen::Dead(filter), &by)).await?;
     Ok(Json(counted(json!({ "by": by.who, "why": by.why }), done(action), touched.count)))
 }
@@ -441,7 +447,7 @@ fn counted(mut answer: Value, name: &str, count: u64) -> Value {
     answer
 }
 
-/// What is asked. `None`: an empty body.
+/// The body, read. `None`: it is empty.
 async fn read<T: for<'a> Deserialize<'a>>(request: Request) -> Result<Option<T>, Problem> {
     if !is_json(request.headers()) {
         let wrong = "send it as `Content-Type: application/json`".to_owned();

@@ -20,7 +20,7 @@ use crate::store::{self, Store};
 /// What is asked.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Question {
+pub struct ExplainRequest {
     /// The method; left out: POST.
     #[serde(default)]
     pub method: Option<String>,
@@ -37,7 +37,7 @@ pub struct Question {
     pub body_base64: Option<String>,
     /// Another request to compare with.
     #[serde(default)]
-    pub other: Option<Other>,
+    pub other: Option<OtherRequest>,
     /// The id of a record to compare with.
     #[serde(default)]
     pub record: Option<String>,
@@ -46,7 +46,7 @@ pub struct Question {
 /// Another request: what is left out is as in the first.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Other {
+pub struct OtherRequest {
     /// The method.
     #[serde(default)]
     pub method: Option<String>,
@@ -91,7 +91,7 @@ impl Headers {
 
 /// A request in texts; of another one than the first, what is left out is as in the first.
 #[derive(Clone, Debug, Default)]
-pub struct Typed {
+pub struct RequestText {
     /// The method; left out: POST.
     pub method: Option<String>,
     /// Path and query.
@@ -102,7 +102,7 @@ pub struct Typed {
     pub body: Option<Bytes>,
 }
 
-impl Typed {
+impl RequestText {
     /// Another request: this one, but for what that says.
     fn but(&self, other: Self) -> Self {
         let named = |name: &str| {
@@ -128,20 +128,20 @@ impl Typed {
 
 /// A question that makes sense.
 #[derive(Clone, Debug)]
-pub struct Asked {
+pub struct ExplainQuery {
     request: Sample,
     other: Option<Sample>,
     record: Option<RecordId>,
 }
 
-impl Asked {
+impl ExplainQuery {
     /// About a request, and perhaps another one or a record.
     ///
     /// # Errors
     /// What is wrong with the first part that cannot stand in a request.
     pub fn new(
-        request: Typed,
-        other: Option<Typed>,
+        request: RequestText,
+        other: Option<RequestText>,
         record: Option<RecordId>,
     ) -> Result<Self, String> {
         let other = other.map(|other| request.but(other).sample()).transpose();
@@ -150,13 +150,13 @@ impl Asked {
     }
 }
 
-impl Question {
+impl ExplainRequest {
     /// Reads it.
     ///
     /// # Errors
     /// What is wrong with the first part that cannot be read.
-    pub fn read(self) -> Result<Asked, String> {
-        let request = Typed {
+    pub fn read(self) -> Result<ExplainQuery, String> {
+        let request = RequestText {
             method: self.method,
             path: Some(self.path),
             headers: self.headers.pairs(),
@@ -164,16 +164,16 @@ impl Question {
         };
         let other = match self.other {
             None => None,
-            Some(Other { method, path, headers, body: text, body_base64 }) => {
+            Some(OtherRequest { method, path, headers, body: text, body_base64 }) => {
                 let body = body(text, body_base64)?;
-                Some(Typed { method, path, headers: headers.pairs(), body })
+                Some(RequestText { method, path, headers: headers.pairs(), body })
             }
         };
         let record = match self.record {
             None => None,
             Some(id) => Some(id.parse().map_err(|_| format!("record: {id:?} is not a UUID"))?),
         };
-        Asked::new(request, other, record)
+        ExplainQuery::new(request, other, record)
     }
 }
 
@@ -191,7 +191,7 @@ fn body(text: Option<String>, base64: Option<String>) -> Result<Option<Bytes>, S
 
 /// The answer.
 #[derive(Clone, Debug, Serialize)]
-pub struct Answer {
+pub struct ExplainResponse {
     /// What is made of the request.
     pub request: Explained,
     /// What is made of the other one.
@@ -202,12 +202,12 @@ pub struct Answer {
     pub compared: Option<Compared>,
     /// How the request compares with a record.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub record: Option<Against>,
+    pub record: Option<RecordComparison>,
 }
 
 /// A record that a request was compared with.
 #[derive(Clone, Debug, Serialize)]
-pub struct Against {
+pub struct RecordComparison {
     /// Its id.
     pub id: String,
     /// Whose key.
@@ -229,7 +229,7 @@ pub struct Against {
 
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
-pub enum NoAnswer {
+pub enum ExplainError {
     /// There is no such record.
     #[error("there is no record {0}")]
     NoRecord(RecordId),
@@ -241,18 +241,18 @@ pub enum NoAnswer {
 /// Answers a question. The store is asked only where a record is named.
 ///
 /// # Errors
-/// See [`NoAnswer`].
+/// See [`ExplainError`].
 pub async fn answer(
     by: &dyn Explain,
     store: Option<&dyn Store>,
-    asked: Asked,
-) -> Result<Answer, NoAnswer> {
-    let Asked { request, other, record } = asked;
+    asked: ExplainQuery,
+) -> Result<ExplainResponse, ExplainError> {
+    let ExplainQuery { request, other, record } = asked;
     let row = match (record, store) {
         (Some(id), Some(store)) => {
-            Some(store.show_record(id).await?.ok_or(NoAnswer::NoRecord(id))?)
+            Some(store.show_record(id).await?.ok_or(ExplainError::NoRecord(id))?)
         }
-        (Some(id), None) => return Err(NoAnswer::NoRecord(id)),
+        (Some(id), None) => return Err(ExplainError::NoRecord(id)),
         (None, _) => None,
     };
     let request = by.explain(request).await;
@@ -267,7 +267,7 @@ pub async fn answer(
         }
         None => (request, None, None),
     };
-    let record = row.map(|row| Against {
+    let record = row.map(|row| RecordComparison {
         id: row.id.to_string(),
         tenant_id: row.scope.tenant.to_string(),
         operation: row.scope.operation.to_string(),
@@ -277,7 +277,7 @@ pub async fn answer(
         created_at: time(row.created_at),
         compared: explain::against(&request, &row.scope, &row.fingerprint, row.status),
     });
-    Ok(Answer { request, other, compared, record })
+    Ok(ExplainResponse { request, other, compared, record })
 }
 
 /// Looks for a difference, on a thread of its own: in large bodies it takes a while.

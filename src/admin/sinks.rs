@@ -54,7 +54,7 @@ pub struct SinkPage {
 ///
 /// # Errors
 /// The store's.
-pub async fn owed_to_others(
+pub async fn owed_to_unconfigured(
     store: &dyn Store,
     configured: &[String],
 ) -> Result<Vec<(String, u64)>, store::Error> {
@@ -136,7 +136,7 @@ fn round_up(wait: Duration) -> u64 {
 ///
 /// # Errors
 /// The store's.
-pub async fn stranger(
+pub async fn unknown_sink(
     store: &dyn Store,
     configured: &[String],
     name: &str,
@@ -171,7 +171,7 @@ pub async fn operate(
     order: SinkOrder,
     by: &Operator,
 ) -> Result<Option<NoChange>, store::Error> {
-    if stranger(store, configured, name).await?.is_some() {
+    if unknown_sink(store, configured, name).await?.is_some() {
         return Ok(Some(NoChange::NotFound));
     }
     Ok(match store.operate_sink(name, order, by).await? {

@@ -24,8 +24,8 @@ use crate::store::{
     self, AttemptRow, AuditRow, EventFilter, EventRow, RecordRow, Store, Unresolved,
 };
 
-/// How many events the life of one record shows at most.
-pub const LIFE_EVENTS_MAX: u32 = 500;
+/// How many events one record is shown with at most.
+pub const DETAIL_EVENTS_MAX: u32 = 500;
 
 /// A record. The fields that only [`RecordView::whole`] fills are left out of lists.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -60,12 +60,12 @@ pub struct RecordView {
     pub response_status: Option<u16>,
     /// Its headers and body.
     #[serde(flatten)]
-    pub whole: Option<Whole>,
+    pub whole: Option<RecordContent>,
 }
 
 /// What only the view of one record shows.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Whole {
+pub struct RecordContent {
     /// What events will need of the request, while it is not completed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub request_context: Option<String>,
@@ -112,7 +112,7 @@ impl RecordView {
     /// With its headers and body.
     #[must_use]
     pub fn whole(row: &RecordRow) -> Self {
-        let mut whole = row.answer.as_ref().map(Whole::of_answer).unwrap_or_default();
+        let mut whole = row.answer.as_ref().map(RecordContent::of_answer).unwrap_or_default();
         if let Some(context) = &row.context {
             (whole.request_context, whole.request_context_base64) = text_or_base64(context);
         }
@@ -120,7 +120,7 @@ impl RecordView {
     }
 }
 
-impl Whole {
+impl RecordContent {
     fn of_answer(answer: &Answer) -> Self {
         let mut view =
             Self { response_headers: Some(header_pairs(&answer.headers)), ..Self::default() };
@@ -299,24 +299,27 @@ impl From<&AttemptRow> for AttemptView {
 
 /// All there is to know of one event.
 #[derive(Clone, Debug, Serialize)]
-pub struct EventLife {
+pub struct EventDetail {
     /// How it stands towards each sink, with its message.
     pub events: Vec<EventView>,
     /// The attempts that have ended, by sink, oldest first: failures as far as they are kept, and successes.
     pub attempts: Vec<AttemptView>,
 }
 
-/// Reads the life of an event. `None`: there is none with this id.
+/// Reads all that is known of an event. `None`: there is none with this id.
 ///
 /// # Errors
 /// The store's.
-pub async fn event_life(store: &dyn Store, id: Uuid) -> Result<Option<EventLife>, store::Error> {
+pub async fn event_detail(
+    store: &dyn Store,
+    id: Uuid,
+) -> Result<Option<EventDetail>, store::Error> {
     let rows = act::rows_of(store, id).await?;
     if rows.is_empty() {
         return Ok(None);
     }
     let attempts = store.attempts_of(id).await?;
-    Ok(Some(EventLife {
+    Ok(Some(EventDetail {
         events: rows.iter().map(EventView::whole).collect(),
         attempts: attempts.iter().map(AttemptView::from).collect(),
     }))
@@ -324,12 +327,12 @@ pub async fn event_life(store: &dyn Store, id: Uuid) -> Result<Option<EventLife>
 
 /// All there is to know of one record.
 #[derive(Clone, Debug, Serialize)]
-pub struct Life {
+pub struct RecordDetail {
     /// The record with its answer; `None`: it is gone (expired, or released by an operator), but something tells of it.
     pub record: Option<RecordView>,
     /// What is known of it while it is unknown.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub doubt: Option<DoubtView>,
+    pub doubt: Option<UnknownView>,
     /// Its events, oldest first, without their messages.
     pub events: Vec<EventView>,
     /// Whether there are more events than are shown.
@@ -340,7 +343,7 @@ pub struct Life {
 
 /// What is known of an unknown record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct DoubtView {
+pub struct UnknownView {
     /// When its attempt became unknown; of a dead owner: its lease's end.
     pub since: String,
     /// How often in a row the upstream was asked without result.
@@ -350,25 +353,28 @@ pub struct DoubtView {
     pub next_ask_at: Option<String>,
 }
 
-impl From<Unresolved> for DoubtView {
+impl From<Unresolved> for UnknownView {
     fn from(doubt: Unresolved) -> Self {
         let Unresolved { since, asked, next_ask_at, .. } = doubt;
         Self { since: time(since), asked, next_ask_at: (asked > 0).then(|| time(next_ask_at)) }
     }
 }
 
-/// Reads the life of a record. `None`: neither a record nor an event nor an audit row has this id.
+/// Reads all that is known of a record. `None`: neither a record nor an event nor an audit row has this id.
 ///
 /// # Errors
 /// The store's.
-pub async fn life(store: &dyn Store, id: RecordId) -> Result<Option<Life>, store::Error> {
+pub async fn record_detail(
+    store: &dyn Store,
+    id: RecordId,
+) -> Result<Option<RecordDetail>, store::Error> {
     let row = store.show_record(id).await?;
     let doubt = match &row {
         Some(row) if row.status == Status::Unknown => {
             match store.unresolved(id).await {
                 // What was kept of the request does not open: that hides nothing else.
                 Err(store::Error::Unreadable(_)) => None,
-                found => found?.map(DoubtView::from),
+                found => found?.map(UnknownView::from),
             }
         }
         Some(_) | None => None,
@@ -379,18 +385,18 @@ pub async fn life(store: &dyn Store, id: RecordId) -> Result<Option<Life>, store
         return Ok(None);
     }
     let record = row.as_ref().map(RecordView::whole);
-    Ok(Some(Life { record, doubt, events, events_cut, audit }))
+    Ok(Some(RecordDetail { record, doubt, events, events_cut, audit }))
 }
 
 async fn events_of(
     store: &dyn Store,
     id: RecordId,
 ) -> Result<(Vec<EventView>, bool), store::Error> {
-    let limit = LIFE_EVENTS_MAX.saturating_add(1);
+    let limit = DETAIL_EVENTS_MAX.saturating_add(1);
     let filter = EventFilter { record: Some(id), limit, ..EventFilter::default() };
     let mut rows = store.list_events(&filter).await?;
     let cut = rows.len() >= limit as usize;
-    rows.truncate(LIFE_EVENTS_MAX as usize);
+    rows.truncate(DETAIL_EVENTS_MAX as usize);
     Ok((rows.iter().rev().map(EventView::brief).collect(), cut))
 }
 
@@ -426,7 +432,7 @@ pub fn header_pairs(headers: &HeaderMap) -> Vec<(String, String)> {
 
 /// The status as a person may read it: a record in progress whose owner is dead counts as unknown.
 #[must_use]
-pub fn standing(row: &RecordRow) -> &'static str {
+pub fn displayed_status(row: &RecordRow) -> &'static str {
     match (row.status, row.owner_lives) {
         (Status::InProgress, false) => "in_progress (owner gone)",
         (Status::InProgress | Status::Unknown | Status::Completed, _) => row.status.as_str(),

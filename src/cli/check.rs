@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use super::{ConfigArgs, USAGE, fail, load, names_of, say, serve, sinks};
-use crate::admin::sinks::owed_to_others;
+use crate::admin::sinks::owed_to_unconfigured;
 use crate::config::{Config, StoreKind, Warning};
 use crate::gateway::spill;
 use crate::store::sqlite::Location;
@@ -19,11 +19,11 @@ use crate::telemetry::causes;
 const LOOK_MAX: Duration = Duration::from_secs(10);
 
 /// What came of asking the store.
-enum Looked {
+enum StoreCheck {
     /// To these sinks events are owed, and the file does not name them.
     Owed(Vec<(String, u64)>),
     /// It could not be asked; why.
-    Not(String),
+    NotAsked(String),
 }
 
 pub(super) async fn check(args: &ConfigArgs) -> ExitCode {
@@ -34,12 +34,12 @@ pub(super) async fn check(args: &ConfigArgs) -> ExitCode {
     if let Err(unwritable) = spill::probe(&config.store.spill.dir) {
         return fail(USAGE, &format!("store.spill.dir: {}", causes(&unwritable)));
     }
-    let looked = look(&config).await;
-    if let Looked::Owed(owed) = &looked {
+    let checked = look(&config).await;
+    if let StoreCheck::Owed(owed) = &checked {
         warnings.extend(owed.iter().map(not_named));
     }
     if args.json {
-        say(&as_json(&config, &warnings, &looked).to_string());
+        say(&as_json(&config, &warnings, &checked).to_string());
         return ExitCode::SUCCESS;
     }
     for warning in &warnings {
@@ -49,7 +49,7 @@ pub(super) async fn check(args: &ConfigArgs) -> ExitCode {
     for line in protected(&keys) {
         say(&line);
     }
-    if let Looked::Not(why) = &looked {
+    if let StoreCheck::NotAsked(why) = &checked {
         say(&format!("the store was not looked at: {why}"));
     }
     let counted =
@@ -59,17 +59,17 @@ pub(super) async fn check(args: &ConfigArgs) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-fn as_json(config: &Config, warnings: &[Warning], looked: &Looked) -> serde_json::Value {
+fn as_json(config: &Config, warnings: &[Warning], checked: &StoreCheck) -> serde_json::Value {
     let warnings: Vec<_> = warnings.iter().map(ToString::to_string).collect();
-    let store = match looked {
-        Looked::Owed(owed) => {
+    let store = match checked {
+        StoreCheck::Owed(owed) => {
             let owed: Vec<_> = owed
                 .iter()
                 .map(|(sink, events)| json!({ "sink": sink, "events": events }))
                 .collect();
             json!({ "looked": true, "owed_to_others": owed })
         }
-        Looked::Not(why) => json!({ "looked": false, "why": why }),
+        StoreCheck::NotAsked(why) => json!({ "looked": false, "why": why }),
     };
     let keys: Vec<_> = config.store.keys.ids().collect();
     json!({
@@ -84,27 +84,27 @@ fn not_named((sink, pending): &(String, u64)) -> Warning {
         "{events} owed to {sink:?}, which no [[sink]] names: nobody delivers them, and nothing deletes them. Name it \
          again, or discard them"
     );
-    Warning { place: "sink".to_owned(), text }
+    Warning { location: "sink".to_owned(), text }
 }
 
 /// Asks the store to whom events are owed. Nothing is made for it.
-async fn look(config: &Config) -> Looked {
+async fn look(config: &Config) -> StoreCheck {
     let mut settings = config.store.clone();
     if let StoreKind::Sqlite(location) = &mut settings.kind {
         if !location.path.exists() {
-            return Looked::Not(format!("there is no {} yet", location.path.display()));
+            return StoreCheck::NotAsked(format!("there is no {} yet", location.path.display()));
         }
         *location = Location { create: false, ..location.clone() };
     }
     let configured = names_of(config);
     let asking = async {
         let store = serve::open(&settings, false).await.map_err(|error| causes(&error))?;
-        owed_to_others(&*store, &configured).await.map_err(|error| causes(&error))
+        owed_to_unconfigured(&*store, &configured).await.map_err(|error| causes(&error))
     };
     match tokio::time::timeout(LOOK_MAX, asking).await {
-        Ok(Ok(owed)) => Looked::Owed(owed),
-        Ok(Err(why)) => Looked::Not(why),
-        Err(_) => Looked::Not(format!("no answer within {} s", LOOK_MAX.as_secs())),
+        Ok(Ok(owed)) => StoreCheck::Owed(owed),
+        Ok(Err(why)) => StoreCheck::NotAsked(why),
+        Err(_) => StoreCheck::NotAsked(format!("no answer within {} s", LOOK_MAX.as_secs())),
     }
 }
 

@@ -12,7 +12,7 @@ use uuid::Uuid;
 
 use super::print::{self, Exit, Failure, Table, block, escape, refuse};
 use super::records::{events_table, seconds};
-use crate::admin::act::{self, Refusal, Told};
+use crate::admin::act::{self, ActionRefusal, ActionReport};
 use crate::admin::query;
 use crate::admin::view::{self, AttemptView, EventView};
 use crate::store::{Chosen, DeadFilter, EventAction, EventFilter, EventStatus, Store};
@@ -27,7 +27,7 @@ pub enum Events {
     /// Send an event again to the sinks that have not taken it, or all dead ones
     Redeliver(RedeliverArgs),
     /// Give an event up for good, or all dead ones: a pending or dead one is discarded, what was sent stays sent
-    Discard(ChooseArgs),
+    Discard(SelectArgs),
 }
 
 /// Which events are listed.
@@ -70,7 +70,7 @@ pub struct ShowArgs {
 /// Upon which events something is done.
 #[derive(Args, Debug)]
 #[command(group = ArgGroup::new("which").required(true).args(["id", "status"]))]
-pub struct ChooseArgs {
+pub struct SelectArgs {
     /// The event's id
     #[arg(value_parser = print::id::<Uuid>)]
     pub id: Option<Uuid>,
@@ -105,7 +105,7 @@ pub struct ChooseArgs {
 pub struct RedeliverArgs {
     /// Which events.
     #[command(flatten)]
-    pub which: ChooseArgs,
+    pub which: SelectArgs,
     /// Also to the sinks that took it
     #[arg(long, conflicts_with_all = ["sink", "status"])]
     pub all_sinks: bool,
@@ -113,16 +113,16 @@ pub struct RedeliverArgs {
 
 /// What an operator asks for.
 #[derive(Debug)]
-pub struct Asked<'a> {
+pub struct ActionRequest<'a> {
     /// What is done.
     pub action: EventAction,
     /// To which events.
-    pub args: &'a ChooseArgs,
+    pub args: &'a SelectArgs,
     /// Of a redelivery: also to the sinks that took it.
     pub all_sinks: bool,
 }
 
-impl ChooseArgs {
+impl SelectArgs {
     fn filter(&self) -> DeadFilter {
         DeadFilter {
             sink: self.sink.clone(),
@@ -152,15 +152,17 @@ pub async fn run(
     out: &mut dyn Write,
     json: bool,
 ) -> Result<Exit, Failure> {
-    let asked = match command {
+    let request = match command {
         Events::List(args) => return list(store, configured, args, out, json).await,
         Events::Show(args) => return show(store, args, out, json).await,
         Events::Redeliver(RedeliverArgs { which, all_sinks }) => {
-            Asked { action: EventAction::Redeliver, args: which, all_sinks: *all_sinks }
+            ActionRequest { action: EventAction::Redeliver, args: which, all_sinks: *all_sinks }
         }
-        Events::Discard(args) => Asked { action: EventAction::Discard, args, all_sinks: false },
+        Events::Discard(args) => {
+            ActionRequest { action: EventAction::Discard, args, all_sinks: false }
+        }
     };
-    act(store, configured, &asked, out, json).await
+    act(store, configured, &request, out, json).await
 }
 
 /// Lists events.
@@ -215,13 +217,14 @@ pub async fn show(
     out: &mut dyn Write,
     json: bool,
 ) -> Result<Exit, Failure> {
-    let life = view::event_life(store, args.id).await?;
-    let Some((life, first)) = life.as_ref().and_then(|life| Some((life, life.events.first()?)))
+    let detail = view::event_detail(store, args.id).await?;
+    let Some((detail, first)) =
+        detail.as_ref().and_then(|detail| Some((detail, detail.events.first()?)))
     else {
         return refuse(out, json, "not_found", &format!("There is no event {}.", args.id));
     };
     if json {
-        print::json(out, life)?;
+        print::json(out, detail)?;
         return Ok(Exit::Done);
     }
     writeln!(out, "Event {}", first.id)?;
@@ -243,10 +246,10 @@ pub async fn show(
         None => writeln!(out, "  (not text: see --json)")?,
     }
     writeln!(out, "Towards")?;
-    events_table(&life.events).print(out, "  ")?;
-    if !life.attempts.is_empty() {
+    events_table(&detail.events).print(out, "  ")?;
+    if !detail.attempts.is_empty() {
         writeln!(out, "Attempts")?;
-        attempts_table(&life.attempts).print(out, "  ")?;
+        attempts_table(&detail.attempts).print(out, "  ")?;
     }
     Ok(Exit::Done)
 }
@@ -275,15 +278,15 @@ fn attempts_table(attempts: &[AttemptView]) -> Table<5> {
 pub async fn act(
     store: &dyn Store,
     configured: &[String],
-    asked: &Asked<'_>,
+    request: &ActionRequest<'_>,
     out: &mut dyn Write,
     json: bool,
 ) -> Result<Exit, Failure> {
-    let Asked { args, .. } = asked;
+    let ActionRequest { args, .. } = request;
     refuse_stranger(store, configured, args.id, args.sink.as_deref()).await?;
     match (args.id, args.status) {
-        (Some(id), None) => act_on_one(store, asked, id, out, json).await,
-        (None, Some(_)) => act_on_dead(store, asked, out, json).await,
+        (Some(id), None) => act_on_one(store, request, id, out, json).await,
+        (None, Some(_)) => act_on_dead(store, request, out, json).await,
         (Some(_), Some(_)) | (None, None) => {
             Err(Failure::Usage("give either an event's id or --status dead".to_owned()))
         }
@@ -308,12 +311,12 @@ async fn refuse_stranger(
 
 async fn act_on_one(
     store: &dyn Store,
-    asked: &Asked<'_>,
+    request: &ActionRequest<'_>,
     id: Uuid,
     out: &mut dyn Write,
     json: bool,
 ) -> Result<Exit, Failure> {
-    let Asked { action, args, all_sinks } = *asked;
+    let ActionRequest { action, args, all_sinks } = *request;
     let (by, sink) = (print::operator(args.reason.as_deref()), args.sink.as_deref());
     let which = match (action, sink, all_sinks) {
         (EventAction::Redeliver, None, false) => Chosen::NotTaken { id },
@@ -326,21 +329,21 @@ async fn act_on_one(
         Err(_) if touched.count > 0 => Vec::new(),
         rows => rows?,
     };
-    let told = Told::of(action, sink, &touched, &rows);
+    let report = ActionReport::of(action, sink, &touched, &rows);
     if touched.count == 0 {
-        let Refusal { name, detail } = act::refusal(id, sink, &rows, &told);
-        return print::left_alone(out, json, name, &escape(&detail), told.json());
+        let ActionRefusal { name, detail } = act::refusal(id, sink, &rows, &report);
+        return print::left_alone(out, json, name, &escape(&detail), report.json());
     }
     if json {
         let done = json!({
             act::done(action): touched.count, "event": id.to_string(), "sink": sink,
-            "sinks": told.json(), "by": by.who, "why": by.why,
+            "sinks": report.json(), "by": by.who, "why": by.why,
         });
         print::json(out, &done)?;
         return Ok(Exit::Done);
     }
     writeln!(out, "{}", said(action, touched.count, "event", args))?;
-    for line in told.lines() {
+    for line in report.lines() {
         writeln!(out, "  {}", escape(&line))?;
     }
     Ok(Exit::Done)
@@ -348,11 +351,11 @@ async fn act_on_one(
 
 async fn act_on_dead(
     store: &dyn Store,
-    asked: &Asked<'_>,
+    request: &ActionRequest<'_>,
     out: &mut dyn Write,
     json: bool,
 ) -> Result<Exit, Failure> {
-    let Asked { action, args, .. } = *asked;
+    let ActionRequest { action, args, .. } = *request;
     let filter = args.filter();
     if args.dry_run {
         let count = store.count_dead(&filter).await?;
@@ -377,7 +380,7 @@ async fn act_on_dead(
 }
 
 /// Counted by rows: an event towards two sinks is two deliveries.
-fn said(action: EventAction, count: u64, what: &str, args: &ChooseArgs) -> String {
+fn said(action: EventAction, count: u64, what: &str, args: &SelectArgs) -> String {
     let plural = if count == 1 { "" } else { "s" };
     let done = match action {
         EventAction::Redeliver if args.dry_run => "would be due again",

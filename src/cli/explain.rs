@@ -10,9 +10,11 @@ use clap::Args;
 
 use super::print::{self, Exit, Failure, block, escape, refuse};
 use super::records::body_of;
-use crate::admin::explain::{Against, Answer, Asked, NoAnswer, Typed, answer};
+use crate::admin::explain::{
+    ExplainError, ExplainQuery, ExplainResponse, RecordComparison, RequestText, answer,
+};
 use crate::explain::{
-    Becomes, CanonicalView, Compared, Explain, Explained, ReadingView, RouteView,
+    CanonicalView, Compared, Disposition, Explain, Explained, ReadingView, RouteView,
 };
 use crate::record::RecordId;
 use crate::store::Store;
@@ -53,14 +55,14 @@ pub struct ExplainArgs {
 }
 
 impl ExplainArgs {
-    fn asked(&self) -> Result<Asked, Failure> {
-        let first = Typed {
+    fn asked(&self) -> Result<ExplainQuery, Failure> {
+        let first = RequestText {
             method: Some(self.method.clone()),
             path: Some(self.path.clone()),
             headers: headers("--header", &self.headers)?,
             body: body("--body", self.body.as_deref())?,
         };
-        let other = Typed {
+        let other = RequestText {
             method: self.other_method.clone(),
             path: self.other_path.clone(),
             headers: headers("--other-header", &self.other_headers)?,
@@ -70,7 +72,7 @@ impl ExplainArgs {
             || other.path.is_some()
             || !other.headers.is_empty()
             || other.body.is_some();
-        Asked::new(first, named.then_some(other), self.record).map_err(Failure::Usage)
+        ExplainQuery::new(first, named.then_some(other), self.record).map_err(Failure::Usage)
     }
 }
 
@@ -101,10 +103,10 @@ pub async fn run(
 ) -> Result<Exit, Failure> {
     let answer = match answer(by, store, args.asked()?).await {
         Ok(answer) => answer,
-        Err(NoAnswer::NoRecord(id)) => {
+        Err(ExplainError::NoRecord(id)) => {
             return refuse(out, json, "not_found", &format!("There is no record {id}."));
         }
-        Err(NoAnswer::Store(error)) => return Err(error.into()),
+        Err(ExplainError::Store(error)) => return Err(error.into()),
     };
     if json {
         print::json(out, &answer)?;
@@ -114,7 +116,7 @@ pub async fn run(
     Ok(Exit::Done)
 }
 
-fn print_answer(out: &mut dyn Write, answer: &Answer) -> std::io::Result<()> {
+fn print_answer(out: &mut dyn Write, answer: &ExplainResponse) -> std::io::Result<()> {
     print_explained(out, &answer.request)?;
     if let Some(other) = &answer.other {
         writeln!(out, "\nThe other request")?;
@@ -133,10 +135,10 @@ fn print_answer(out: &mut dyn Write, answer: &Answer) -> std::io::Result<()> {
 
 fn print_explained(out: &mut dyn Write, explained: &Explained) -> std::io::Result<()> {
     let becomes = match explained.becomes {
-        Becomes::Protected => "Protected",
-        Becomes::Observed => "Observed",
-        Becomes::PassesWithoutRoute | Becomes::PassesWithoutKey => "Passes through",
-        Becomes::Refused => "Refused",
+        Disposition::Protected => "Protected",
+        Disposition::Observed => "Observed",
+        Disposition::PassesWithoutRoute | Disposition::PassesWithoutKey => "Passes through",
+        Disposition::Refused => "Refused",
     };
     writeln!(out, "{becomes}. {}", escape(&explained.why))?;
     print_reading(out, "split, decoded", &explained.split)?;
@@ -219,7 +221,7 @@ fn print_compared(out: &mut dyn Write, compared: &Compared) -> std::io::Result<(
     Ok(())
 }
 
-fn print_record(out: &mut dyn Write, record: &Against) -> std::io::Result<()> {
+fn print_record(out: &mut dyn Write, record: &RecordComparison) -> std::io::Result<()> {
     writeln!(out, "\nRecord {}, {} since {}", record.id, record.status, record.created_at)?;
     line(out, "tenant", &escape(&record.tenant_id))?;
     line(out, "operation", &escape(&record.operation))?;

@@ -34,7 +34,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(3);
 
 /// How often the log says that the store is still not open; and that there is another reason.
 const TELL_EVERY: Duration = Duration::from_secs(60);
-const TELL_NEWS_EVERY: Duration = Duration::from_secs(10);
+const TELL_OTHER_EVERY: Duration = Duration::from_secs(10);
 
 /// How long the store may be away while the spill is drained: of a SQLite file, before the start fails; of a Postgres,
 /// before the start is tried anew.
@@ -78,7 +78,7 @@ impl Opening {
 
 /// Whether requests are served before the store is open, although it is at hand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Early {
+pub(super) enum ListenEarly {
     /// Where it takes a while: what no route names needs no store.
     Yes,
     /// Not, lest they go past it.
@@ -86,7 +86,7 @@ pub(super) enum Early {
 }
 
 /// What a start needs, and what it sets.
-pub(super) struct Needs {
+pub(super) struct StoreStart {
     pub(super) settings: config::Store,
     /// For what applications announce in the database itself.
     pub(super) sinks: Vec<Subscriber>,
@@ -100,17 +100,17 @@ pub(super) struct Needs {
 }
 
 /// Opens the store of `serve`: locked where one process owns it, and cleared of what the last process left.
-pub(super) fn to_serve(needs: Needs, early: Early) -> Opening {
+pub(super) fn to_serve(start: StoreStart, early: ListenEarly) -> Opening {
     let failed = Arc::new(Notify::new());
-    match needs.settings.kind.clone() {
+    match start.settings.kind.clone() {
         StoreKind::Sqlite(location) => {
-            let trying = Box::pin(async move { on_sqlite(&location, needs).await });
+            let trying = Box::pin(async move { on_sqlite(&location, start).await });
             Opening { trying, failed, head_start: None }
         }
         StoreKind::Postgres(postgres) => {
             let tell = Arc::clone(&failed);
-            let trying = Box::pin(async move { on_postgres(postgres, needs, &tell).await });
-            let head_start = (early == Early::Yes).then_some(HEAD_START);
+            let trying = Box::pin(async move { on_postgres(postgres, start, &tell).await });
+            let head_start = (early == ListenEarly::Yes).then_some(HEAD_START);
             Opening { trying, failed, head_start }
         }
     }
@@ -141,8 +141,8 @@ pub(super) fn to_relay(
     Opening { trying, failed, head_start: Some(HEAD_START) }
 }
 
-async fn on_sqlite(location: &Location, needs: Needs) -> Result<(), StartError> {
-    let settings = &needs.settings;
+async fn on_sqlite(location: &Location, start: StoreStart) -> Result<(), StartError> {
+    let settings = &start.settings;
     let lock = sqlite::lock(location)?;
     let cut = lock.found_it_cut();
     let sqlite = Arc::new(Sqlite::open_locked(location, lock).await?);
@@ -151,33 +151,33 @@ async fn on_sqlite(location: &Location, needs: Needs) -> Result<(), StartError> 
     }
     sqlite.migrate(settings.migrate).await?;
     let store = sealed(Arc::<Sqlite>::clone(&sqlite), settings);
-    let database = needs.drain(&store, DRAIN_ON_SQLITE).await?;
+    let database = start.drain(&store, DRAIN_ON_SQLITE).await?;
     // The lock says that no other process lives: every lease in the file is a dead one's.
     sqlite.end_all_leases().await?;
     while store.mark_dead(None, MARK_BATCH).await? > 0 {}
-    needs.begin(&store).await?;
-    needs.finish(store, database)
+    start.begin(&store).await?;
+    start.finish(store, database)
 }
 
 async fn on_postgres(
     postgres: postgres::Settings,
-    needs: Needs,
+    start: StoreStart,
     failed: &Notify,
 ) -> Result<(), StartError> {
-    let settings = &needs.settings;
+    let settings = &start.settings;
     let mut server = Server::new(postgres);
-    let tried = until(settings.wait_at_start, &needs.gate, failed, async || {
+    let tried = until(settings.wait_at_start, &start.gate, failed, async || {
         let store = server.store(settings).await?;
-        server.name_sinks(&needs.sinks).await?;
-        let database = needs.drain(&store, DRAIN_ON_POSTGRES).await?;
-        needs.begin(&store).await?;
+        server.name_sinks(&start.sinks).await?;
+        let database = start.drain(&store, DRAIN_ON_POSTGRES).await?;
+        start.begin(&store).await?;
         Ok((store, database))
     });
     let (store, database) = tried.await?;
-    needs.finish(store, database)
+    start.finish(store, database)
 }
 
-impl Needs {
+impl StoreStart {
     /// What dead processes left in the spill is in the database then: before it is marked as lost. The database's id.
     async fn drain(&self, store: &Arc<dyn Store>, patience: Duration) -> Result<Uuid, StartError> {
         let database = store.database_id().await?;
@@ -243,13 +243,13 @@ async fn until<T>(
     failed: &Notify,
     mut attempt: impl AsyncFnMut() -> Result<T, StartError>,
 ) -> Result<T, StartError> {
-    let (begun, mut pause, mut news) = (Instant::now(), PAUSE_FIRST, News::default());
+    let (begun, mut pause, mut log) = (Instant::now(), PAUSE_FIRST, RetryLog::default());
     loop {
         let error = match attempt().await {
             Err(error) if error.may_pass() => error,
             ended => {
                 if ended.is_ok() {
-                    news.over(begun.elapsed());
+                    log.over(begun.elapsed());
                 }
                 return ended;
             }
@@ -259,7 +259,7 @@ async fn until<T>(
             return Err(StartError::Waited { limit, cause: Box::new(error) });
         }
         let why = causes(&error);
-        news.tell(&why);
+        log.tell(&why);
         gate.explain(why);
         failed.notify_one();
         let jittered = pause.mul_f64(0.5 + fastrand::f64() / 2.0);
@@ -270,12 +270,12 @@ async fn until<T>(
 
 /// What the log was told of tries that failed: the first, and then one now and then.
 #[derive(Default)]
-struct News(Option<(Instant, String)>);
+struct RetryLog(Option<(Instant, String)>);
 
-impl News {
+impl RetryLog {
     fn tell(&mut self, why: &str) {
         let due = self.0.as_ref().is_none_or(|(at, told)| {
-            let every = if told == why { TELL_EVERY } else { TELL_NEWS_EVERY };
+            let every = if told == why { TELL_EVERY } else { TELL_OTHER_EVERY };
             at.elapsed() >= every
         });
         if due {

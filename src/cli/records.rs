@@ -18,7 +18,9 @@ use serde_json::json;
 
 use super::print::{self, Exit, Failure, Table, block, escape, objection, refuse};
 use crate::admin::query;
-use crate::admin::view::{self, AuditView, EventView, Life, RecordView, standing, time};
+use crate::admin::view::{
+    self, AuditView, EventView, RecordDetail, RecordView, displayed_status, time,
+};
 use crate::record::event::Event;
 use crate::record::{Answer, Fence, KeptBody, RecordId, Spelling, Status};
 use crate::store::{Completion, Objection, Operator, RecordFilter, RecordRow, Store};
@@ -175,7 +177,7 @@ pub async fn list(
         let answer = row.answer.as_ref().map(|answer| answer.status.as_str().to_owned());
         table.row([
             &row.id.to_string(),
-            standing(row),
+            displayed_status(row),
             &row.attempt.number().to_string(),
             row.scope.tenant.as_str(),
             row.scope.operation.as_str(),
@@ -191,7 +193,7 @@ pub async fn list(
     Ok(Exit::Done)
 }
 
-/// Shows the life of one record.
+/// Shows one record with its events and its audit rows.
 ///
 /// # Errors
 /// The store's, or where the output cannot be written.
@@ -201,13 +203,13 @@ pub async fn show(
     out: &mut dyn Write,
     json: bool,
 ) -> Result<Exit, Failure> {
-    let Some(life) = view::life(store, args.id).await? else {
+    let Some(detail) = view::record_detail(store, args.id).await? else {
         return objection(out, json, &args.id.to_string(), &Objection::NotFound);
     };
     if json {
-        print::json(out, &life)?;
+        print::json(out, &detail)?;
     } else {
-        print_life(out, args.id, &life)?;
+        print_life(out, args.id, &detail)?;
     }
     Ok(Exit::Done)
 }
@@ -236,7 +238,7 @@ pub async fn release(
         let was = RecordView::brief(&row);
         print::json(out, &json!({ "released": was, "by": by.who, "why": by.why }))?;
     } else {
-        writeln!(out, "Released record {id}, which was {}.", standing(&row))?;
+        writeln!(out, "Released record {id}, which was {}.", displayed_status(&row))?;
         print_scope(out, &row)?;
         // Replicas learn of it by looking, see the gateway's `operators`.
         let next = match row.status {
@@ -310,7 +312,7 @@ fn print_completed(
         });
         return print::json(out, &done);
     }
-    writeln!(out, "Completed record {}, which was {}.", row.id, standing(row))?;
+    writeln!(out, "Completed record {}, which was {}.", row.id, displayed_status(row))?;
     print_scope(out, row)?;
     let kept = humantime::format_duration(done.retention);
     writeln!(out, "Answer {status} is replayed from now on, for {kept}.")?;
@@ -412,21 +414,21 @@ pub(super) fn body_of(flag: &str, text: &str) -> Result<Bytes, Failure> {
     Ok(bytes.into())
 }
 
-fn print_life(out: &mut dyn Write, id: RecordId, life: &Life) -> std::io::Result<()> {
-    match &life.record {
+fn print_life(out: &mut dyn Write, id: RecordId, detail: &RecordDetail) -> std::io::Result<()> {
+    match &detail.record {
         Some(record) => {
             writeln!(out, "Record {id}")?;
             print_record(out, record)?;
-            print_doubt(out, life)?;
+            print_doubt(out, detail)?;
         }
         None => writeln!(out, "Record {id} is gone: released by an operator, or expired.")?,
     }
-    print_events(out, life)?;
-    print_audit(out, &life.audit)
+    print_events(out, detail)?;
+    print_audit(out, &detail.audit)
 }
 
-fn print_doubt(out: &mut dyn Write, life: &Life) -> std::io::Result<()> {
-    let Some(doubt) = &life.doubt else { return Ok(()) };
+fn print_doubt(out: &mut dyn Write, detail: &RecordDetail) -> std::io::Result<()> {
+    let Some(doubt) = &detail.doubt else { return Ok(()) };
     let often = match (doubt.asked, &doubt.next_ask_at) {
         (asked @ 1.., Some(next)) => {
             format!("asked {asked} times in vain, not again before {next}")
@@ -484,13 +486,13 @@ fn print_body(out: &mut dyn Write, text: &str) -> std::io::Result<()> {
     }
 }
 
-fn print_events(out: &mut dyn Write, life: &Life) -> std::io::Result<()> {
-    if life.events.is_empty() {
+fn print_events(out: &mut dyn Write, detail: &RecordDetail) -> std::io::Result<()> {
+    if detail.events.is_empty() {
         return writeln!(out, "No events");
     }
     writeln!(out, "Events")?;
-    events_table(&life.events).print(out, "  ")?;
-    if life.events_cut {
+    events_table(&detail.events).print(out, "  ")?;
+    if detail.events_cut {
         writeln!(out, "  There are more: `oncegate events list`.")?;
     }
     Ok(())

@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::opening::{self, Opening};
-use super::serve::{self, Relaying, StartError};
+use super::serve::{self, RelayParts, StartError};
 use crate::admin::{self, Readiness, Token};
 use crate::config::{Config, StoreKind};
 use crate::lease::{self, Contact};
@@ -37,17 +37,17 @@ pub struct Running {
     lease: TaskTracker,
     grace: Duration,
     /// The start on a store that is not open.
-    waiting: Option<Box<Waiting>>,
+    waiting: Option<Box<PendingStart>>,
 }
 
 /// A start on the store that is under way, and what begins after it.
-struct Waiting {
+struct PendingStart {
     opening: Opening,
-    later: Later,
+    after: AfterOpening,
 }
 
 /// What needs the store.
-struct Later {
+struct AfterOpening {
     store: Arc<dyn Store>,
     metrics: Arc<Metrics>,
     view: LeaseView,
@@ -99,12 +99,12 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     let grace = config.server.shutdown_grace;
     let mut running = Running { admin, ready, stop, end_lease, tasks, lease, grace, waiting: None };
     let (relay, sweep) = (config.relay, config.sweep);
-    let later = Later { store, metrics, view, ttl, contact, relay, sweep };
+    let after = AfterOpening { store, metrics, view, ttl, contact, relay, sweep };
     if opened {
-        running.deliver(later);
+        running.deliver(after);
     } else {
         tracing::warn!(%admin, "listening without the store: the relay is not ready");
-        running.waiting = Some(Box::new(Waiting { opening, later }));
+        running.waiting = Some(Box::new(PendingStart { opening, after }));
     }
     Ok(running)
 }
@@ -119,20 +119,20 @@ impl Running {
         let ended = waiting.opening.end().await;
         if let Some(waiting) = self.waiting.take() {
             ended?;
-            self.deliver(waiting.later);
+            self.deliver(waiting.after);
         }
         Ok(())
     }
 
     /// Begins what needs the store.
-    fn deliver(&mut self, later: Later) {
+    fn deliver(&mut self, after: AfterOpening) {
         let Self { tasks, lease, stop, .. } = self;
-        let Later { store, metrics, view, ttl, contact, relay, sweep } = later;
+        let AfterOpening { store, metrics, view, ttl, contact, relay, sweep } = after;
         let claimant = serve::claimant(&view, &serve::may_judge(&contact), false);
         serve::keep_lease(lease, &store, &view, ttl, &self.end_lease);
         // Nobody in this process writes events: it looks by itself.
-        let relaying = Relaying { settings: relay, claimant, wake: Arc::new(Notify::new()) };
-        serve::keep_relay(tasks, &store, relaying, &metrics, stop);
+        let parts = RelayParts { settings: relay, claimant, wake: Arc::new(Notify::new()) };
+        serve::keep_relay(tasks, &store, parts, &metrics, stop);
         // It begins nothing that a backlog could keep it from.
         let (duty, backlog) = (sweep::Duty::Outbox, Backlog::default());
         let settings = sweep::Settings { duty, backlog, ..sweep };

@@ -17,9 +17,9 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::opening::{self, Early, Needs, Opening};
+use super::opening::{self, ListenEarly, Opening, StoreStart};
 use crate::admin::{self, Readiness, Token};
-use crate::config::{self, Config, Relayed, StoreKind};
+use crate::config::{self, Config, RelayMode, StoreKind};
 use crate::gateway::accept::{self, Listener};
 use crate::gateway::spill::{self, DrainError, Spill, Unwritable};
 use crate::gateway::tokens::Tokens;
@@ -138,7 +138,7 @@ pub struct Running {
     grace: Duration,
     spill: Spill,
     /// The start on a store that is not open.
-    waiting: Option<Box<Waiting>>,
+    waiting: Option<Box<PendingStart>>,
 }
 
 /// The steps of stopping.
@@ -204,7 +204,7 @@ impl Shared {
         let now = Instant::now();
         let contact = if alone { Contact::sole(now) } else { Contact::none(settings.lease, now) };
         let (wake, lease) = (Arc::new(Notify::new()), lease::none());
-        let needs = Needs {
+        let start = StoreStart {
             settings: settings.clone(),
             sinks: config.relay.sinks.iter().map(sink::Settings::subscriber).collect(),
             metrics: Arc::clone(&metrics),
@@ -215,10 +215,10 @@ impl Shared {
             gate,
         };
         let early = match config.gateway.on_unavailable {
-            OnUnavailable::Refuse => Early::Yes,
-            OnUnavailable::Bypass => Early::No,
+            OnUnavailable::Refuse => ListenEarly::Yes,
+            OnUnavailable::Bypass => ListenEarly::No,
         };
-        let opening = opening::to_serve(needs, early);
+        let opening = opening::to_serve(start, early);
         (Self { store, metrics, wake, lease, contact, spill, alone }, opening)
     }
 
@@ -256,7 +256,7 @@ pub async fn start(mut config: Config) -> Result<Running, StartError> {
     let operations =
         config.routes.iter().map(|route| route.operation.as_str().to_owned()).collect();
     let gateway = shared.gateway(&mut config)?;
-    let Config { server, relay, relayed, sweep, .. } = config;
+    let Config { server, relay, relay_mode, sweep, .. } = config;
     let listener = Listener::bind(&server.listen)
         .await
         .map_err(|cause| cannot_listen(&server.listen, cause))?;
@@ -287,13 +287,13 @@ pub async fn start(mut config: Config) -> Result<Running, StartError> {
     let (spill, lease) = (shared.spill.clone(), TaskTracker::new());
     let mut running =
         Running { addr, admin, stop, tasks, lease, gateway, grace, spill, waiting: None };
-    let later = Later { shared, ttl: config.store.lease, relay, relayed, sweep };
+    let after = AfterOpening { shared, ttl: config.store.lease, relay, relay_mode, sweep };
     if opened {
-        running.serve(later);
+        running.serve(after);
     } else {
         let listen = addr.map_or(server.listen, |addr| addr.to_string());
         tracing::warn!(listen, %admin, "{WITHOUT}");
-        running.waiting = Some(Box::new(Waiting { opening, later }));
+        running.waiting = Some(Box::new(PendingStart { opening, after }));
     }
     Ok(running)
 }
@@ -312,7 +312,7 @@ pub(super) fn keep_lease(
 }
 
 /// What the relay works with.
-pub(super) struct Relaying {
+pub(super) struct RelayParts {
     pub(super) settings: relay::Settings,
     pub(super) claimant: Claimant,
     pub(super) wake: Arc<Notify>,
@@ -322,13 +322,13 @@ pub(super) struct Relaying {
 pub(super) fn keep_relay(
     tracker: &TaskTracker,
     store: &Arc<dyn Store>,
-    relayed: Relaying,
+    parts: RelayParts,
     metrics: &Arc<Metrics>,
     stop: &CancellationToken,
 ) {
     let (store, metrics, stopped) = (Arc::clone(store), Arc::clone(metrics), stop.clone());
     let begin = move || {
-        let Relaying { settings, claimant, wake } = &relayed;
+        let RelayParts { settings, claimant, wake } = &parts;
         let (settings, claimant, wake) = (settings.clone(), claimant.clone(), Arc::clone(wake));
         let (store, metrics) = (Arc::clone(&store), Arc::clone(&metrics));
         relay::run(store, settings, claimant, metrics, wake, stopped.clone())
@@ -379,17 +379,17 @@ fn can_spill(settings: &spill::Settings) -> Result<(), StartError> {
 }
 
 /// A start on the store that is under way, and what begins after it.
-struct Waiting {
+struct PendingStart {
     opening: Opening,
-    later: Later,
+    after: AfterOpening,
 }
 
 /// What needs the store.
-struct Later {
+struct AfterOpening {
     shared: Shared,
     ttl: Duration,
     relay: relay::Settings,
-    relayed: Relayed,
+    relay_mode: RelayMode,
     sweep: sweep::Settings,
 }
 
@@ -401,10 +401,10 @@ pub(super) async fn admin_listener(listen: &str) -> Result<(TcpListener, SocketA
 }
 
 /// What is left to clear away for a process that relays, or not: delivered events belong to whoever delivers.
-fn duty(relayed: Relayed) -> sweep::Duty {
-    match relayed {
-        Relayed::Here => sweep::Duty::All,
-        Relayed::Apart => {
+fn duty(relay_mode: RelayMode) -> sweep::Duty {
+    match relay_mode {
+        RelayMode::InProcess => sweep::Duty::All,
+        RelayMode::Separate => {
             tracing::info!("outbox.relay = false: events wait for `oncegate relay`");
             sweep::Duty::Records
         }
@@ -452,23 +452,23 @@ impl Running {
         let ended = waiting.opening.end().await;
         if let Some(waiting) = self.waiting.take() {
             ended?;
-            self.serve(waiting.later);
+            self.serve(waiting.after);
         }
         Ok(())
     }
 
     /// Begins what needs the store.
-    fn serve(&mut self, later: Later) {
+    fn serve(&mut self, after: AfterOpening) {
         let Self { stop, tasks, gateway, .. } = self;
-        let Later { shared, ttl, relay, relayed, sweep } = later;
+        let AfterOpening { shared, ttl, relay, relay_mode, sweep } = after;
         let claimant = claimant(&shared.lease, &may_judge(&shared.contact), shared.alone);
         let Shared { store, metrics, wake, lease, contact, .. } = shared;
         keep_lease(&self.lease, &store, &lease, ttl, &stop.lease);
-        if relayed == Relayed::Here {
-            let relaying = Relaying { settings: relay, claimant, wake };
-            keep_relay(tasks, &store, relaying, &metrics, &stop.rest);
+        if relay_mode == RelayMode::InProcess {
+            let parts = RelayParts { settings: relay, claimant, wake };
+            keep_relay(tasks, &store, parts, &metrics, &stop.rest);
         }
-        let sweep = sweep::Settings { duty: duty(relayed), ..sweep };
+        let sweep = sweep::Settings { duty: duty(relay_mode), ..sweep };
         keep_sweeper(tasks, &store, sweep, &contact, &metrics, &stop.rest);
         gateway.begin_loops(tasks, &stop.rest, &stop.accept);
         stop.ready.serving();

@@ -142,7 +142,7 @@ async fn operate(
 ) -> Result<Exit, Failure> {
     let by = print::operator(args.reason.as_deref());
     let name = escape(&args.name);
-    if let Some(wrong) = sinks::stranger(store, configured, &args.name).await? {
+    if let Some(wrong) = sinks::unknown_sink(store, configured, &args.name).await? {
         return Err(Failure::Usage(format!("{name}: {}", escape(&wrong))));
     }
     let done = sinks::operate(store, configured, &args.name, order, &by).await;

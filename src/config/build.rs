@@ -1,7 +1,7 @@
 //! From the file as written to what the program runs with: defaults, rules, and the parts' own settings.
 //!
 //! Each function takes a section of [`file`](crate::config::file) and fills the settings of one part. Where a rule is
-//! broken the mistake is noted with its place, and a harmless value stands in for the rest of the run: nobody sees it,
+//! broken the mistake is reported with its location, and a harmless value stands in for the rest of the run: nobody sees it,
 //! because a configuration with mistakes is never handed out.
 //!
 //! What must stay true: the defaults stand here and nowhere else, and `config/oncegate.toml` shows every one of them
@@ -25,10 +25,10 @@ use std::time::Duration;
 
 use http::{HeaderName, Method, StatusCode, Uri};
 
-use crate::config::file::{self, File, Maybe};
-use crate::config::tree::{Notes, Place, Placed, unknown};
+use crate::config::file::{self, File, Setting};
+use crate::config::tree::{Diagnostics, Location, Spanned, unknown};
 use crate::config::{Admin, Config, DEFAULT_UPSTREAM, DigestKeyFile, Log};
-use crate::config::{Relayed, RouteFacts, Server, Store, StoreKind};
+use crate::config::{RelayMode, RouteFacts, Server, Store, StoreKind};
 use crate::fingerprint;
 use crate::gateway::headers::{Forwarding, HostPolicy, Network};
 use crate::gateway::{self, OnUnavailable, accept, spill, upstream};
@@ -58,7 +58,7 @@ const MIB: usize = 1024 * KIB;
 
 /// What building needs to know besides the file.
 pub(super) struct Builder<'a> {
-    pub(super) notes: &'a Notes,
+    pub(super) diagnostics: &'a Diagnostics,
     /// Files named in the configuration are relative to this folder.
     pub(super) folder: PathBuf,
     /// The default of `require_key`.
@@ -66,11 +66,11 @@ pub(super) struct Builder<'a> {
     pub(super) variables: &'a BTreeMap<String, String>,
 }
 
-fn or<T: Clone>(field: &Maybe<T>, default: T) -> T {
-    field.as_ref().map_or(default, |placed| placed.value.clone())
+fn or<T: Clone>(field: &Setting<T>, default: T) -> T {
+    field.as_ref().map_or(default, |spanned| spanned.value.clone())
 }
 
-fn count(field: &Maybe<u32>, default: u32) -> usize {
+fn count(field: &Setting<u32>, default: u32) -> usize {
     usize::try_from(or(field, default)).unwrap_or(usize::MAX)
 }
 
@@ -83,7 +83,7 @@ impl Builder<'_> {
         let upstreams = self.upstreams(file);
         let (routes, facts) = self.routes(file, without_file, &subscribers, &upstreams);
         let jwt = self.jwt(file.jwt.as_ref(), &routes);
-        let relayed = self.relayed(&file.outbox, &store);
+        let relay_mode = self.relay_mode(&file.outbox, &store);
         let config = Config {
             jwt,
             server: self.server(&file.server),
@@ -95,7 +95,7 @@ impl Builder<'_> {
             routes,
             facts,
             relay: relay::Settings { sinks, poll: self.poll(&file.outbox) },
-            relayed,
+            relay_mode,
             sweep: sweep::Settings {
                 outbox_retention: or(&file.outbox.retention, 7 * DAY),
                 sinks: names,
@@ -110,8 +110,9 @@ impl Builder<'_> {
         self.room(file, &config);
         let (ours, theirs) = (&config.server.listen, &config.admin.listen);
         if ours == theirs && !ours.ends_with(":0") {
-            let place = place_of(&file.admin.listen, "admin.listen");
-            self.notes.mistake(&place, "is the same as server.listen; they need an address each");
+            let location = location_of(&file.admin.listen, "admin.listen");
+            self.diagnostics
+                .mistake(&location, "is the same as server.listen; they need an address each");
         }
         config
     }
@@ -124,24 +125,25 @@ impl Builder<'_> {
                 (request.max(policy.request_body_max), response.max(policy.response_body_max))
             });
         if !config.gateway.fits(request, response) {
-            let place = place_of(&file.server.buffered_bytes_max, "server.buffered_bytes_max");
+            let location =
+                location_of(&file.server.buffered_bytes_max, "server.buffered_bytes_max");
             let wrong = "is less than the largest max_request_body and max_response_body together: a request takes \
                          room for both";
-            self.notes.mistake(&place, wrong);
+            self.diagnostics.mistake(&location, wrong);
         }
     }
 
-    fn above_zero(&self, field: &Maybe<Duration>) {
-        if let Some(placed) = field.as_ref().filter(|placed| placed.value.is_zero()) {
-            self.notes.mistake(&placed.place, "must be longer than nothing");
+    fn above_zero(&self, field: &Setting<Duration>) {
+        if let Some(spanned) = field.as_ref().filter(|spanned| spanned.value.is_zero()) {
+            self.diagnostics.mistake(&spanned.location, "must be longer than nothing");
         }
     }
 
-    fn listen(&self, field: &Maybe<String>, default: &str) -> String {
-        let Some(placed) = field else { return default.to_owned() };
-        let fits = match placed.value.strip_prefix("unix:") {
+    fn listen(&self, field: &Setting<String>, default: &str) -> String {
+        let Some(spanned) = field else { return default.to_owned() };
+        let fits = match spanned.value.strip_prefix("unix:") {
             Some(path) => !path.is_empty(),
-            None => placed
+            None => spanned
                 .value
                 .rsplit_once(':')
                 .is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok()),
@@ -149,11 +151,11 @@ impl Builder<'_> {
         if !fits {
             let wrong = format!(
                 "{:?} is not an address; write \"127.0.0.1:8080\" or \"unix:/run/oncegate.sock\"",
-                placed.value
+                spanned.value
             );
-            self.notes.mistake(&placed.place, wrong);
+            self.diagnostics.mistake(&spanned.location, wrong);
         }
-        placed.value.clone()
+        spanned.value.clone()
     }
 
     fn server(&self, raw: &file::Server) -> Server {
@@ -171,8 +173,9 @@ impl Builder<'_> {
             head_bytes_max: or(&raw.head_bytes_max, 64 * KIB),
             half_close: or(&raw.half_close, false),
         };
-        if let Some(placed) = raw.head_bytes_max.as_ref().filter(|placed| placed.value < 8 * KIB) {
-            self.notes.mistake(&placed.place, "must be at least \"8KiB\"");
+        if let Some(spanned) = raw.head_bytes_max.as_ref().filter(|spanned| spanned.value < 8 * KIB)
+        {
+            self.diagnostics.mistake(&spanned.location, "must be at least \"8KiB\"");
         }
         Server {
             listen: self.listen(&raw.listen, "127.0.0.1:8080"),
@@ -208,14 +211,14 @@ impl Builder<'_> {
 
     fn tunnels(&self, raw: &file::Server) -> usize {
         let connections = or(&raw.connections_max, CONNECTIONS);
-        if let Some(placed) = raw.tunnels_max.as_ref().filter(|max| max.value > connections) {
+        if let Some(spanned) = raw.tunnels_max.as_ref().filter(|max| max.value > connections) {
             let wrong = format!("is more than connections_max ({connections}): each tunnel is one");
-            self.notes.mistake(&placed.place, wrong);
+            self.diagnostics.mistake(&spanned.location, wrong);
         }
         count(&raw.tunnels_max, 5000)
     }
 
-    fn on_unavailable(&self, field: &Maybe<String>) -> OnUnavailable {
+    fn on_unavailable(&self, field: &Setting<String>) -> OnUnavailable {
         let read = |text: &str| match text {
             "refuse" => Ok(OnUnavailable::Refuse),
             "bypass" => Ok(OnUnavailable::Bypass),
@@ -223,18 +226,18 @@ impl Builder<'_> {
                       unprotected)"
                 .to_owned()),
         };
-        let chosen = field.as_ref().and_then(|placed| self.checked(placed, read));
+        let chosen = field.as_ref().and_then(|spanned| self.checked(spanned, read));
         chosen.unwrap_or(OnUnavailable::Refuse)
     }
 
-    fn networks(&self, field: &Maybe<Vec<Placed<String>>>) -> Vec<Network> {
+    fn networks(&self, field: &Setting<Vec<Spanned<String>>>) -> Vec<Network> {
         self.each(field, |text| text.parse::<Network>())
     }
 
-    /// Reads each entry of a list; what is wrong with an entry is noted at the entry.
+    /// Reads each entry of a list; what is wrong with an entry is reported at the entry.
     fn each<T>(
         &self,
-        field: &Maybe<Vec<Placed<String>>>,
+        field: &Setting<Vec<Spanned<String>>>,
         read: impl Fn(&str) -> Result<T, String>,
     ) -> Vec<T> {
         let entries = field.iter().flat_map(|list| &list.value);
@@ -243,53 +246,55 @@ impl Builder<'_> {
 
     fn checked<T>(
         &self,
-        placed: &Placed<String>,
+        spanned: &Spanned<String>,
         read: impl Fn(&str) -> Result<T, String>,
     ) -> Option<T> {
-        read(&placed.value).map_err(|wrong| self.notes.mistake(&placed.place, wrong)).ok()
+        read(&spanned.value)
+            .map_err(|wrong| self.diagnostics.mistake(&spanned.location, wrong))
+            .ok()
     }
 
-    fn host(&self, field: &Maybe<String>) -> HostPolicy {
+    fn host(&self, field: &Setting<String>) -> HostPolicy {
         let read = |text: &str| match text {
             "keep" => Ok(HostPolicy::Keep),
             "set" => Ok(HostPolicy::Upstream),
             _ => Err("must be \"keep\" (what the caller sent) or \"set\" (the upstream's own)"
                 .to_owned()),
         };
-        field.as_ref().and_then(|placed| self.checked(placed, read)).unwrap_or_default()
+        field.as_ref().and_then(|spanned| self.checked(spanned, read)).unwrap_or_default()
     }
 
     fn admin(&self, raw: &file::Admin) -> Admin {
         let listen = self.listen(&raw.listen, "127.0.0.1:9090");
-        if let Some(placed) = raw.listen.as_ref().filter(|_| listen.starts_with("unix:")) {
+        if let Some(spanned) = raw.listen.as_ref().filter(|_| listen.starts_with("unix:")) {
             let wrong = "the admin listener has no unix socket; write \"127.0.0.1:9090\"";
-            self.notes.mistake(&placed.place, wrong);
+            self.diagnostics.mistake(&spanned.location, wrong);
         }
-        let from_file = raw.token_file.as_ref().and_then(|placed| self.secret_text(placed));
-        let token = from_file.or_else(|| raw.token.as_ref().map(|placed| placed.value.clone()));
+        let from_file = raw.token_file.as_ref().and_then(|spanned| self.secret_text(spanned));
+        let token = from_file.or_else(|| raw.token.as_ref().map(|spanned| spanned.value.clone()));
         if let Some(both) = raw.token_file.as_ref().filter(|_| raw.token.is_some()) {
-            self.notes.mistake(&both.place, "stands beside admin.token; keep one of them");
+            self.diagnostics.mistake(&both.location, "stands beside admin.token; keep one of them");
         }
         if token.as_ref().is_some_and(|token| token.trim().is_empty()) {
-            let place = place_of(&raw.token, "admin.token");
-            self.notes.mistake(&place, "the token is empty");
+            let location = location_of(&raw.token, "admin.token");
+            self.diagnostics.mistake(&location, "the token is empty");
         }
         let named = raw.token_file.is_some() || raw.token.is_some();
         if !named && !is_loopback(&listen) {
             let wrong = "anybody who reaches this address could resolve records; set \
                          admin.token_file, or listen on 127.0.0.1";
-            self.notes.mistake(&place_of(&raw.listen, "admin.listen"), wrong);
+            self.diagnostics.mistake(&location_of(&raw.listen, "admin.listen"), wrong);
         }
         Admin { listen, token: token.map(|token| token.trim().to_owned()) }
     }
 
-    fn secret_text(&self, file: &Placed<String>) -> Option<String> {
+    fn secret_text(&self, file: &Spanned<String>) -> Option<String> {
         let path = self.folder.join(&file.value);
         match std::fs::read_to_string(&path) {
             Ok(text) => Some(text),
             Err(error) => {
                 let wrong = format!("cannot read {}: {error}", path.display());
-                self.notes.mistake(&file.place, wrong);
+                self.diagnostics.mistake(&file.location, wrong);
                 None
             }
         }
@@ -302,9 +307,10 @@ impl Builder<'_> {
         }
         for (name, raw) in &file.upstreams {
             if name == DEFAULT_UPSTREAM {
-                self.notes.mistake(&raw.place, "this name means [upstream]; choose another one");
+                self.diagnostics
+                    .mistake(&raw.location, "this name means [upstream]; choose another one");
             }
-            if let Some(settings) = self.upstream(raw, &raw.place.path) {
+            if let Some(settings) = self.upstream(raw, &raw.location.path) {
                 all.insert(name.clone(), settings);
             }
         }
@@ -316,10 +322,12 @@ impl Builder<'_> {
             self.above_zero(time);
         }
         let Some(url) = &raw.url else {
-            let place = raw.place.clone();
-            let place = Place { path: format!("{path}.url"), ..place };
-            self.notes
-                .mistake(&place, "is missing; write where the API is: \"http://127.0.0.1:3000\"");
+            let location = raw.location.clone();
+            let location = Location { path: format!("{path}.url"), ..location };
+            self.diagnostics.mistake(
+                &location,
+                "is missing; write where the API is: \"http://127.0.0.1:3000\"",
+            );
             return None;
         };
         Some(upstream::Settings {
@@ -332,15 +340,16 @@ impl Builder<'_> {
             tunnel_idle_timeout: Some(or(&raw.tunnel_idle_timeout, HOUR))
                 .filter(|limit| !limit.is_zero()),
             reuse_for_keyed: or(&raw.reuse_for_keyed, None),
-            ca_file: raw.ca_file.as_ref().map(|placed| self.readable(placed)),
+            ca_file: raw.ca_file.as_ref().map(|spanned| self.readable(spanned)),
         })
     }
 
-    /// A file that some part will read: better missed here, with its place, than at the first request.
-    fn readable(&self, file: &Placed<String>) -> PathBuf {
+    /// A file that some part will read: better missed here, with its location, than at the first request.
+    fn readable(&self, file: &Spanned<String>) -> PathBuf {
         let path = self.folder.join(&file.value);
         if let Err(error) = std::fs::File::open(&path) {
-            self.notes.mistake(&file.place, format!("cannot read {}: {error}", path.display()));
+            self.diagnostics
+                .mistake(&file.location, format!("cannot read {}: {error}", path.display()));
         }
         path
     }
@@ -350,8 +359,10 @@ impl Builder<'_> {
             self.above_zero(time);
         }
         if let Some(short) = raw.lease.as_ref().filter(|lease| lease.value < 3 * SECOND) {
-            self.notes
-                .mistake(&short.place, "must be at least \"3s\": it is renewed three times in it");
+            self.diagnostics.mistake(
+                &short.location,
+                "must be at least \"3s\": it is renewed three times in it",
+            );
         }
         let kind =
             raw.url.as_ref().and_then(|url| self.checked(url, |text| read_store_url(text, raw)));
@@ -366,11 +377,15 @@ impl Builder<'_> {
         }
     }
 
-    fn wait_at_start(&self, field: &Maybe<Option<Duration>>, kind: &StoreKind) -> Option<Duration> {
-        let Placed { value: Some(limit), place } = field.as_ref()? else { return None };
+    fn wait_at_start(
+        &self,
+        field: &Setting<Option<Duration>>,
+        kind: &StoreKind,
+    ) -> Option<Duration> {
+        let Spanned { value: Some(limit), location } = field.as_ref()? else { return None };
         if let StoreKind::Sqlite(_) = kind {
             let wrong = "a SQLite file is there at the start, or it is not: only a Postgres is waited for; leave it out";
-            self.notes.mistake(place, wrong);
+            self.diagnostics.mistake(location, wrong);
         }
         Some(*limit)
     }
@@ -378,15 +393,15 @@ impl Builder<'_> {
     fn keys(&self, raw: &file::Store) -> Keys {
         let Some(file) = &raw.encryption_key_file else { return Keys::none() };
         let path = self.folder.join(&file.value);
-        self.private(&file.place, &path);
+        self.private(&file.location, &path);
         Keys::read(&path).unwrap_or_else(|error| {
-            self.notes.mistake(&file.place, error.to_string());
+            self.diagnostics.mistake(&file.location, error.to_string());
             Keys::none()
         })
     }
 
     /// Warns of a file with a key that others than its owner can get at.
-    fn private(&self, place: &Place, path: &Path) {
+    fn private(&self, location: &Location, path: &Path) {
         // What cannot be looked at cannot be read either, which is told where it is read.
         let Ok(found) = std::fs::metadata(path) else { return };
         let mode = found.permissions().mode() & 0o7777;
@@ -395,16 +410,16 @@ impl Builder<'_> {
             let wrong = format!(
                 "others than its owner can get at the key (mode {mode:04o}); chmod 600 {path}"
             );
-            self.notes.warning(place, wrong);
+            self.diagnostics.warning(location, wrong);
         }
     }
 
     fn spill(&self, raw: &file::Spill, kind: &StoreKind) -> spill::Settings {
-        if let Some(placed) = raw.dir.as_ref().filter(|placed| placed.value.is_empty()) {
-            self.notes.mistake(&placed.place, "must name a folder");
+        if let Some(spanned) = raw.dir.as_ref().filter(|spanned| spanned.value.is_empty()) {
+            self.diagnostics.mistake(&spanned.location, "must name a folder");
         }
-        if let Some(placed) = raw.max_size.as_ref().filter(|placed| placed.value < 64 * KIB) {
-            self.notes.mistake(&placed.place, "must be at least \"64KiB\"");
+        if let Some(spanned) = raw.max_size.as_ref().filter(|spanned| spanned.value < 64 * KIB) {
+            self.diagnostics.mistake(&spanned.location, "must be at least \"64KiB\"");
         }
         let default = || match kind {
             StoreKind::Sqlite(location) => {
@@ -415,24 +430,26 @@ impl Builder<'_> {
             StoreKind::Postgres(_) => PathBuf::from("oncegate-spill"),
         };
         spill::Settings {
-            dir: raw.dir.as_ref().map_or_else(default, |placed| PathBuf::from(&placed.value)),
+            dir: raw.dir.as_ref().map_or_else(default, |spanned| PathBuf::from(&spanned.value)),
             bytes_max: u64::try_from(or(&raw.max_size, 256 * MIB)).unwrap_or(u64::MAX),
         }
     }
 
     fn digest_key(&self, raw: &file::Server, store: &Store, routes: &Routes) -> DigestKeyFile {
-        if let Some(placed) = &raw.digest_key_file {
-            let path = self.folder.join(&placed.value);
-            self.private(&placed.place, &path);
+        if let Some(spanned) = &raw.digest_key_file {
+            let path = self.folder.join(&spanned.value);
+            self.private(&spanned.location, &path);
             match std::fs::read(&path) {
                 Ok(bytes) if bytes.len() < 16 => {
-                    self.notes
-                        .mistake(&placed.place, "holds fewer than 16 bytes; use 32 random ones");
+                    self.diagnostics.mistake(
+                        &spanned.location,
+                        "holds fewer than 16 bytes; use 32 random ones",
+                    );
                 }
                 Ok(_) => {}
                 Err(error) => {
                     let wrong = format!("cannot read {}: {error}", path.display());
-                    self.notes.mistake(&placed.place, wrong);
+                    self.diagnostics.mistake(&spanned.location, wrong);
                 }
             }
             return DigestKeyFile::Given(path);
@@ -445,44 +462,44 @@ impl Builder<'_> {
                 if routes.iter().any(keeps_digests) {
                     let wrong = "is missing; a tenant by credential, and the credential that replay_auth compares, is a \
                                  digest under this key, and every replica on the same database needs the same key";
-                    self.notes.mistake(&Place::absent("server.digest_key_file"), wrong);
+                    self.diagnostics.mistake(&Location::absent("server.digest_key_file"), wrong);
                 }
                 self.folder.clone()
             }
         };
         let path = folder.join("oncegate.key");
-        self.private(&Place::absent("server.digest_key_file"), &path);
+        self.private(&Location::absent("server.digest_key_file"), &path);
         DigestKeyFile::Made(path)
     }
 
     fn required<'f, T>(
         &self,
-        field: Option<&'f Placed<T>>,
-        section: &Place,
+        field: Option<&'f Spanned<T>>,
+        section: &Location,
         name: &str,
-    ) -> Option<&'f Placed<T>> {
+    ) -> Option<&'f Spanned<T>> {
         if field.is_none() {
-            // Where the field is there and wrong, that mistake is noted at its own place already.
-            self.notes.missing(&section.field(name));
+            // Where the field is there and wrong, that mistake is reported there already.
+            self.diagnostics.missing(&section.field(name));
         }
         field
     }
 
-    fn relayed(&self, raw: &file::Outbox, store: &Store) -> Relayed {
-        let Some(placed) = raw.relay.as_ref().filter(|placed| !placed.value) else {
-            return Relayed::Here;
+    fn relay_mode(&self, raw: &file::Outbox, store: &Store) -> RelayMode {
+        let Some(spanned) = raw.relay.as_ref().filter(|spanned| !spanned.value) else {
+            return RelayMode::InProcess;
         };
         if let StoreKind::Sqlite(_) = &store.kind {
             let wrong = "a SQLite file belongs to `serve`, and nobody else can deliver: leave it out, or use Postgres";
-            self.notes.mistake(&placed.place, wrong);
+            self.diagnostics.mistake(&spanned.location, wrong);
         }
-        Relayed::Apart
+        RelayMode::Separate
     }
 
     fn poll(&self, raw: &file::Outbox) -> Duration {
         self.above_zero(&raw.poll);
-        if let Some(placed) = raw.max_payload.as_ref().filter(|placed| placed.value < KIB) {
-            self.notes.mistake(&placed.place, "must be at least \"1KiB\"");
+        if let Some(spanned) = raw.max_payload.as_ref().filter(|spanned| spanned.value < KIB) {
+            self.diagnostics.mistake(&spanned.location, "must be at least \"1KiB\"");
         }
         or(&raw.poll, Duration::from_millis(100))
     }
@@ -493,13 +510,13 @@ impl Builder<'_> {
             "json" => Ok(log::Format::Json),
             _ => Err("must be \"text\" or \"json\"".to_owned()),
         };
-        let format = raw.format.as_ref().and_then(|placed| self.checked(placed, read));
+        let format = raw.format.as_ref().and_then(|spanned| self.checked(spanned, read));
         let level = or(&raw.level, "info".to_owned());
-        if let (Some(placed), Err(_)) =
+        if let (Some(spanned), Err(_)) =
             (&raw.level, level.parse::<tracing_subscriber::filter::Targets>())
         {
             let wrong = "must be error, warn, info, debug or trace, or a list such as \"info,oncegate::relay=debug\"";
-            self.notes.mistake(&placed.place, wrong);
+            self.diagnostics.mistake(&spanned.location, wrong);
         }
         Log { format: format.unwrap_or(log::Format::Text), level }
     }
@@ -515,8 +532,8 @@ fn payload_max(raw: &file::Outbox) -> usize {
     or(&raw.max_payload, 256 * KIB)
 }
 
-fn place_of<T>(field: &Maybe<T>, path: &str) -> Place {
-    field.as_ref().map_or_else(|| Place::absent(path), |placed| placed.place.clone())
+fn location_of<T>(field: &Setting<T>, path: &str) -> Location {
+    field.as_ref().map_or_else(|| Location::absent(path), |spanned| spanned.location.clone())
 }
 
 fn is_loopback(listen: &str) -> bool {

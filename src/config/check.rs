@@ -25,8 +25,8 @@ const SPILLED_MIN: u64 = 8;
 #[must_use]
 pub fn warnings(config: &Config) -> Vec<Warning> {
     let mut found = Vec::new();
-    let mut warn = |place: &str, text: String| {
-        found.push(Warning { place: place.to_owned(), text });
+    let mut warn = |location: &str, text: String| {
+        found.push(Warning { location: location.to_owned(), text });
     };
     if config.routes.iter().next().is_none() {
         warn("route", "there is no [[route]]: everything passes through unprotected".to_owned());

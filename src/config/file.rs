@@ -1,7 +1,7 @@
-//! The configuration as written: one struct for each section, each field typed and with its place, nothing decided.
+//! The configuration as written: one struct for each section, each field typed and with its location, nothing decided.
 //!
 //! No defaults and no rules live here. `config.rs` turns a [`File`] into what the program runs with. A field that is
-//! absent, or that cannot be read, is `None`; in the second case the mistake is in the notes.
+//! absent, or that cannot be read, is `None`; in the second case the mistake is in the diagnostics.
 //!
 //! What must stay true: every field that the program knows is asked for here, and nowhere else. The list of known
 //! names is what the functions of this file ask for, so the report of unknown fields cannot fall behind.
@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::config::tree::{Node, Notes, Place, Placed, Section, WordOrSection};
+use crate::config::tree::{Diagnostics, Location, Node, Section, Spanned, TextOrSection};
 
 /// A value that may be absent.
-pub type Maybe<T> = Option<Placed<T>>;
+pub type Setting<T> = Option<Spanned<T>>;
 
 /// The whole file.
 #[derive(Debug, Default)]
@@ -46,178 +46,178 @@ pub struct File {
 #[derive(Debug, Default)]
 pub struct Server {
     /// `host:port` or `unix:PATH`.
-    pub listen: Maybe<String>,
+    pub listen: Setting<String>,
     /// Connections at a time.
-    pub connections_max: Maybe<u32>,
+    pub connections_max: Setting<u32>,
     /// Header lines of a request.
-    pub headers_max: Maybe<u32>,
+    pub headers_max: Setting<u32>,
     /// Bytes of a request's head.
-    pub head_bytes_max: Maybe<usize>,
+    pub head_bytes_max: Setting<usize>,
     /// For a whole head.
-    pub header_timeout: Maybe<Duration>,
+    pub header_timeout: Setting<Duration>,
     /// Between two requests on a connection.
-    pub idle_timeout: Maybe<Duration>,
+    pub idle_timeout: Setting<Duration>,
     /// For a silent caller within a body.
-    pub body_timeout: Maybe<Duration>,
+    pub body_timeout: Setting<Duration>,
     /// For a caller that takes nothing of its answer.
-    pub write_timeout: Maybe<Duration>,
+    pub write_timeout: Setting<Duration>,
     /// Whether a caller that shut its write side is answered.
-    pub half_close: Maybe<bool>,
+    pub half_close: Setting<bool>,
     /// Whether pages of other origins may read the gateway's own headers.
-    pub expose_headers: Maybe<bool>,
+    pub expose_headers: Setting<bool>,
     /// Whether routes match in any letter case.
-    pub ignore_path_case: Maybe<bool>,
+    pub ignore_path_case: Setting<bool>,
     /// Addresses and networks of proxies in front.
-    pub trusted_proxies: Maybe<Vec<Placed<String>>>,
+    pub trusted_proxies: Setting<Vec<Spanned<String>>>,
     /// How long a shutdown waits.
-    pub shutdown_grace: Maybe<Duration>,
+    pub shutdown_grace: Setting<Duration>,
     /// Keyed requests at a time, without those that wait.
-    pub in_flight_max: Maybe<u32>,
+    pub in_flight_max: Setting<u32>,
     /// Waiting duplicates at a time.
-    pub waiting_max: Maybe<u32>,
+    pub waiting_max: Setting<u32>,
     /// Tunnels at a time.
-    pub tunnels_max: Maybe<u32>,
+    pub tunnels_max: Setting<u32>,
     /// Answers awaited after their time-out.
-    pub late_answers_max: Maybe<u32>,
+    pub late_answers_max: Setting<u32>,
     /// Sum of the bodies of keyed requests and of their answers in memory.
-    pub buffered_bytes_max: Maybe<usize>,
+    pub buffered_bytes_max: Setting<usize>,
     /// The file with the key of the digests.
-    pub digest_key_file: Maybe<String>,
+    pub digest_key_file: Setting<String>,
 }
 
 /// `[admin]`
 #[derive(Debug, Default)]
 pub struct Admin {
     /// `host:port` or `unix:PATH`.
-    pub listen: Maybe<String>,
+    pub listen: Setting<String>,
     /// The file with the token.
-    pub token_file: Maybe<String>,
+    pub token_file: Setting<String>,
     /// The token itself, for `ONCEGATE_ADMIN_TOKEN`.
-    pub token: Maybe<String>,
+    pub token: Setting<String>,
 }
 
 /// `[upstream]` and `[upstreams.NAME]`
 #[derive(Debug, Default)]
 pub struct Upstream {
     /// Where the section stands.
-    pub place: Place,
+    pub location: Location,
     /// `http://host[:port]` or `https://host[:port]`.
-    pub url: Maybe<String>,
+    pub url: Setting<String>,
     /// Name, TCP and TLS together.
-    pub connect_timeout: Maybe<Duration>,
+    pub connect_timeout: Setting<Duration>,
     /// How long a pooled connection may have been idle.
-    pub idle_timeout: Maybe<Duration>,
+    pub idle_timeout: Setting<Duration>,
     /// Pass-through: how long the upstream may be silent before its answer.
-    pub answer_timeout: Maybe<Duration>,
+    pub answer_timeout: Setting<Duration>,
     /// How long the upstream may be silent within the body of an answer that is streamed.
-    pub answer_idle_timeout: Maybe<Duration>,
+    pub answer_idle_timeout: Setting<Duration>,
     /// How long nothing may pass through a tunnel; zero: for ever.
-    pub tunnel_idle_timeout: Maybe<Duration>,
+    pub tunnel_idle_timeout: Setting<Duration>,
     /// How long a connection may have been idle and still carry a keyed request.
-    pub reuse_for_keyed: Maybe<Option<Duration>>,
+    pub reuse_for_keyed: Setting<Option<Duration>>,
     /// The only certificates to trust.
-    pub ca_file: Maybe<String>,
+    pub ca_file: Setting<String>,
     /// `keep` or `set`; `[upstream]` only.
-    pub host: Maybe<String>,
+    pub host: Setting<String>,
 }
 
 /// `[store]`
 #[derive(Debug, Default)]
 pub struct Store {
     /// `sqlite:PATH` or `postgres://...`.
-    pub url: Maybe<String>,
+    pub url: Setting<String>,
     /// How long a silent replica keeps its records.
-    pub lease: Maybe<Duration>,
+    pub lease: Setting<Duration>,
     /// Whether `serve` migrates.
-    pub migrate: Maybe<bool>,
+    pub migrate: Setting<bool>,
     /// How long a start waits for a database that is away.
-    pub wait_at_start: Maybe<Option<Duration>>,
+    pub wait_at_start: Setting<Option<Duration>>,
     /// Connections of the pool.
-    pub connections: Maybe<u32>,
+    pub connections: Setting<u32>,
     /// For one connection to the database.
-    pub connect_timeout: Maybe<Duration>,
+    pub connect_timeout: Setting<Duration>,
     /// For one statement.
-    pub timeout: Maybe<Duration>,
+    pub timeout: Setting<Duration>,
     /// For a reservation, tries included.
-    pub reserve_timeout: Maybe<Duration>,
+    pub reserve_timeout: Setting<Duration>,
     /// For a completion before it is handed to the settler.
-    pub completion_timeout: Maybe<Duration>,
+    pub completion_timeout: Setting<Duration>,
     /// Bytes of answers in memory.
-    pub cache_bytes: Maybe<usize>,
+    pub cache_bytes: Setting<usize>,
     /// How often the sweeper looks.
-    pub sweep_every: Maybe<Duration>,
+    pub sweep_every: Setting<Duration>,
     /// Rows of one of its statements.
-    pub sweep_batch: Maybe<u32>,
+    pub sweep_batch: Setting<u32>,
     /// `refuse` or `bypass`.
-    pub on_unavailable: Maybe<String>,
+    pub on_unavailable: Setting<String>,
     /// Where outcomes are kept that the database does not take.
     pub spill: Spill,
     /// The keys of what is sealed at rest.
-    pub encryption_key_file: Maybe<String>,
+    pub encryption_key_file: Setting<String>,
 }
 
 /// `spill = { ... }`
 #[derive(Debug, Default)]
 pub struct Spill {
     /// The folder.
-    pub dir: Maybe<String>,
+    pub dir: Setting<String>,
     /// Most bytes of one process.
-    pub max_size: Maybe<usize>,
+    pub max_size: Setting<usize>,
 }
 
 /// `[jwt]`
 #[derive(Debug, Default)]
 pub struct Jwt {
     /// Where it stands.
-    pub place: Place,
+    pub location: Location,
     /// Where a JWK set is fetched.
-    pub jwks_url: Maybe<String>,
+    pub jwks_url: Setting<String>,
     /// The file with a JWK set.
-    pub jwks_file: Maybe<String>,
+    pub jwks_file: Setting<String>,
     /// The file with a public key.
-    pub key_file: Maybe<String>,
+    pub key_file: Setting<String>,
     /// The file with the secret of an HMAC.
-    pub secret_file: Maybe<String>,
+    pub secret_file: Setting<String>,
     /// How tokens may be signed.
-    pub algorithms: Maybe<Vec<Placed<String>>>,
+    pub algorithms: Setting<Vec<Spanned<String>>>,
     /// Who makes them.
-    pub issuer: Maybe<String>,
+    pub issuer: Setting<String>,
     /// For whom they are made.
-    pub audience: Maybe<Vec<Placed<String>>>,
+    pub audience: Setting<Vec<Spanned<String>>>,
     /// How far clocks may differ.
-    pub leeway: Maybe<Duration>,
+    pub leeway: Setting<Duration>,
     /// How often the set is fetched.
-    pub refresh: Maybe<Duration>,
+    pub refresh: Setting<Duration>,
     /// How often at most because of an unknown key.
-    pub cooldown: Maybe<Duration>,
+    pub cooldown: Setting<Duration>,
     /// For one fetch.
-    pub timeout: Maybe<Duration>,
+    pub timeout: Setting<Duration>,
     /// The certificates to trust.
-    pub ca_file: Maybe<String>,
+    pub ca_file: Setting<String>,
     /// Whether the set may come over plain http.
-    pub allow_http: Maybe<bool>,
+    pub allow_http: Setting<bool>,
 }
 
 /// `replay_auth = "..."` or `replay_auth = { subrequest = "..." }`
 #[derive(Debug)]
 pub enum ReplayAuth {
     /// `none` or `same-credential`.
-    Word(Placed<String>),
+    Text(Spanned<String>),
     /// Somebody is asked.
-    Asked(Box<Subrequest>),
+    Subrequest(Box<Subrequest>),
 }
 
 /// `replay_auth = { subrequest = "..." }`
 #[derive(Debug, Default)]
 pub struct Subrequest {
     /// Where it stands.
-    pub place: Place,
+    pub location: Location,
     /// A path at the route's upstream, or a URL.
-    pub subrequest: Maybe<String>,
+    pub subrequest: Setting<String>,
     /// How long the answer may take.
-    pub timeout: Maybe<Duration>,
+    pub timeout: Setting<Duration>,
     /// The certificates to trust.
-    pub ca_file: Maybe<String>,
+    pub ca_file: Setting<String>,
 }
 
 /// `[policy]`, and the same fields of a route.
@@ -226,41 +226,41 @@ pub struct Policy {
     /// Where the tenant comes from.
     pub tenant: Option<Tenant>,
     /// The header with the key.
-    pub key_header: Maybe<String>,
+    pub key_header: Setting<String>,
     /// Whether a request without key is refused.
-    pub require_key: Maybe<bool>,
+    pub require_key: Setting<bool>,
     /// Whether the key goes on to the upstream.
-    pub forward_key: Maybe<bool>,
+    pub forward_key: Setting<bool>,
     /// Parts of a key for callers that send none.
-    pub derive_key: Maybe<Vec<Placed<String>>>,
+    pub derive_key: Setting<Vec<Spanned<String>>>,
     /// How long a duplicate waits.
-    pub wait: Maybe<Duration>,
+    pub wait: Setting<Duration>,
     /// How long the upstream may take.
-    pub timeout: Maybe<Duration>,
+    pub timeout: Setting<Duration>,
     /// How much longer its answer is awaited.
-    pub late_answer: Maybe<Duration>,
+    pub late_answer: Setting<Duration>,
     /// How long an outcome is kept.
-    pub retention: Maybe<Duration>,
+    pub retention: Setting<Duration>,
     /// Longest request body.
-    pub max_request_body: Maybe<usize>,
+    pub max_request_body: Setting<usize>,
     /// Longest response body that is kept.
-    pub max_response_body: Maybe<usize>,
+    pub max_response_body: Setting<usize>,
     /// `hold`, `retry` or `lookup`.
-    pub on_unknown: Maybe<String>,
+    pub on_unknown: Setting<String>,
     /// How the upstream is asked.
     pub lookup: Option<Lookup>,
     /// Status of a mismatch.
-    pub mismatch_status: Maybe<u32>,
+    pub mismatch_status: Setting<u32>,
     /// Headers that are not kept.
-    pub replay_drop: Maybe<Vec<Placed<String>>>,
+    pub replay_drop: Setting<Vec<Spanned<String>>>,
     /// Statuses that free the key.
-    pub release_on: Maybe<Vec<Placed<String>>>,
+    pub release_on: Setting<Vec<Spanned<String>>>,
     /// Statuses after which nobody knows.
-    pub unknown_on: Maybe<Vec<Placed<String>>>,
+    pub unknown_on: Setting<Vec<Spanned<String>>>,
     /// What makes two requests the same.
     pub fingerprint: Option<Fingerprint>,
     /// `protect` or `observe`.
-    pub mode: Maybe<String>,
+    pub mode: Setting<String>,
     /// Who may read a stored answer.
     pub replay_auth: Option<ReplayAuth>,
 }
@@ -269,84 +269,84 @@ pub struct Policy {
 #[derive(Debug, Default)]
 pub struct Lookup {
     /// Where it stands.
-    pub place: Place,
+    pub location: Location,
     /// `GET` or `POST`.
-    pub method: Maybe<String>,
+    pub method: Setting<String>,
     /// A template: path and query.
-    pub path: Maybe<String>,
+    pub path: Setting<String>,
     /// Headers, each a template.
-    pub headers: Maybe<Value>,
+    pub headers: Setting<Value>,
     /// An expression: whether it was executed.
-    pub found: Maybe<String>,
+    pub found: Setting<String>,
     /// Statuses that say that it was not.
-    pub not_found: Maybe<Vec<Placed<String>>>,
+    pub not_found: Setting<Vec<Spanned<String>>>,
     /// The kept answer's status: a number or a template.
-    pub status: Maybe<Value>,
+    pub status: Setting<Value>,
     /// The kept answer's body: a tree of templates.
-    pub body: Maybe<Value>,
+    pub body: Setting<Value>,
     /// How long the upstream is left alone before.
-    pub settle: Maybe<Duration>,
+    pub settle: Setting<Duration>,
     /// How long the answer may take.
-    pub timeout: Maybe<Duration>,
+    pub timeout: Setting<Duration>,
     /// Which upstream is asked.
-    pub upstream: Maybe<String>,
+    pub upstream: Setting<String>,
 }
 
 /// `tenant = { ... }`
 #[derive(Debug, Default)]
 pub struct Tenant {
     /// Where it stands.
-    pub place: Place,
+    pub location: Location,
     /// A header.
-    pub header: Maybe<String>,
+    pub header: Setting<String>,
     /// A parameter of the path.
-    pub path: Maybe<String>,
+    pub path: Setting<String>,
     /// The host.
-    pub host: Maybe<bool>,
+    pub host: Setting<bool>,
     /// The user of Basic credentials.
-    pub basic_user: Maybe<bool>,
+    pub basic_user: Setting<bool>,
     /// A digest of Authorization.
-    pub credential: Maybe<bool>,
+    pub credential: Setting<bool>,
     /// A claim of a token.
-    pub jwt_claim: Maybe<String>,
+    pub jwt_claim: Setting<String>,
     /// One for all.
-    pub fixed: Maybe<String>,
+    pub fixed: Setting<String>,
 }
 
 /// `fingerprint = { ... }`
 #[derive(Debug, Default)]
 pub struct Fingerprint {
     /// What of the body counts.
-    pub only: Maybe<Vec<Placed<String>>>,
+    pub only: Setting<Vec<Spanned<String>>>,
     /// What of the body does not count.
-    pub ignore: Maybe<Vec<Placed<String>>>,
+    pub ignore: Setting<Vec<Spanned<String>>>,
     /// Headers that count too.
-    pub headers: Maybe<Vec<Placed<String>>>,
+    pub headers: Setting<Vec<Spanned<String>>>,
     /// Query pairs that do not count.
-    pub ignore_query: Maybe<Vec<Placed<String>>>,
+    pub ignore_query: Setting<Vec<Spanned<String>>>,
     /// What of an XML body does not count.
-    pub ignore_xml: Maybe<Vec<Placed<String>>>,
+    pub ignore_xml: Setting<Vec<Spanned<String>>>,
     /// The namespaces of prefixes.
-    pub xml_namespaces: Vec<(String, Placed<String>)>,
+    pub xml_namespaces: Vec<(String, Spanned<String>)>,
     /// How many bytes a body may decode to.
-    pub max_decoded: Maybe<usize>,
+    pub max_decoded: Setting<usize>,
 }
 
 /// `[[route]]`
 #[derive(Debug, Default)]
 pub struct Route {
     /// Where it stands.
-    pub place: Place,
+    pub location: Location,
     /// One method.
-    pub method: Maybe<String>,
+    pub method: Setting<String>,
     /// Several.
-    pub methods: Maybe<Vec<Placed<String>>>,
+    pub methods: Setting<Vec<Spanned<String>>>,
     /// The path template.
-    pub path: Maybe<String>,
+    pub path: Setting<String>,
     /// The operation.
-    pub operation: Maybe<String>,
+    pub operation: Setting<String>,
     /// The upstream's name.
-    pub upstream: Maybe<String>,
+    pub upstream: Setting<String>,
     /// What differs from `[policy]`.
     pub policy: Policy,
     /// `[[route.event]]`
@@ -357,82 +357,82 @@ pub struct Route {
 #[derive(Debug, Default)]
 pub struct Event {
     /// Where it stands.
-    pub place: Place,
+    pub location: Location,
     /// Its type.
-    pub kind: Maybe<String>,
+    pub kind: Setting<String>,
     /// An expression that must be true.
-    pub when: Maybe<String>,
+    pub when: Setting<String>,
     /// A tree of templates.
-    pub payload: Maybe<Value>,
+    pub payload: Setting<Value>,
     /// An expression that gives a list.
-    pub for_each: Maybe<String>,
+    pub for_each: Setting<String>,
     /// A template that names the element.
-    pub event_key: Maybe<String>,
+    pub event_key: Setting<String>,
     /// A template.
-    pub ordering_key: Maybe<String>,
+    pub ordering_key: Setting<String>,
     /// Names of sinks.
-    pub sinks: Maybe<Vec<Placed<String>>>,
+    pub sinks: Setting<Vec<Spanned<String>>>,
 }
 
 /// `[[sink]]`
 #[derive(Debug, Default)]
 pub struct Sink {
     /// Where it stands.
-    pub place: Place,
+    pub location: Location,
     /// Its name.
-    pub name: Maybe<String>,
+    pub name: Setting<String>,
     /// Where deliveries go.
-    pub url: Maybe<String>,
+    pub url: Setting<String>,
     /// Patterns of the types that it wants.
-    pub events: Maybe<Vec<Placed<String>>>,
+    pub events: Setting<Vec<Spanned<String>>>,
     /// `standard-webhooks`, `cloudevents` or `cloudevents-structured`.
-    pub format: Maybe<String>,
+    pub format: Setting<String>,
     /// Headers of its deliveries.
     pub headers: Vec<Header>,
     /// The only certificates to trust.
-    pub ca_file: Maybe<String>,
+    pub ca_file: Setting<String>,
     /// The certificate that is shown to it.
-    pub client_cert_file: Maybe<String>,
+    pub client_cert_file: Setting<String>,
     /// The key of that certificate.
-    pub client_key_file: Maybe<String>,
+    pub client_key_file: Setting<String>,
     /// One secret.
-    pub secret: Maybe<String>,
+    pub secret: Setting<String>,
     /// The file with its secrets.
-    pub secret_file: Maybe<String>,
+    pub secret_file: Setting<String>,
     /// The variable with its secrets.
-    pub secret_env: Maybe<String>,
+    pub secret_env: Setting<String>,
     /// For one delivery.
-    pub timeout: Maybe<Duration>,
+    pub timeout: Setting<Duration>,
     /// Deliveries at a time.
-    pub concurrency: Maybe<u32>,
+    pub concurrency: Setting<u32>,
     /// First pause after a failure.
-    pub backoff_base: Maybe<Duration>,
+    pub backoff_base: Setting<Duration>,
     /// Longest pause.
-    pub backoff_max: Maybe<Duration>,
+    pub backoff_max: Setting<Duration>,
     /// Attempts before an event may be dead.
-    pub max_attempts: Maybe<u32>,
+    pub max_attempts: Setting<u32>,
     /// Age before an event may be dead.
-    pub max_age: Maybe<Duration>,
+    pub max_age: Setting<Duration>,
     /// Refusals of an event before it is dead.
-    pub max_refusals: Maybe<u32>,
+    pub max_refusals: Setting<u32>,
     /// Whether private addresses are allowed.
-    pub allow_private: Maybe<bool>,
+    pub allow_private: Setting<bool>,
     /// Whether plain http is allowed.
-    pub allow_http: Maybe<bool>,
+    pub allow_http: Setting<bool>,
     /// Consecutive failures before a pause.
-    pub pause_after: Maybe<u32>,
+    pub pause_after: Setting<u32>,
     /// Who logs in to a broker.
-    pub user: Maybe<String>,
+    pub user: Setting<String>,
     /// Where a NATS sink publishes.
-    pub subject: Maybe<String>,
+    pub subject: Setting<String>,
     /// Where a Redis sink adds entries.
-    pub stream: Maybe<String>,
+    pub stream: Setting<String>,
     /// About how many entries are kept there.
-    pub max_length: Maybe<u32>,
+    pub max_length: Setting<u32>,
     /// In which order events are delivered.
-    pub ordering: Maybe<String>,
+    pub ordering: Setting<String>,
     /// What becomes of the events behind a dead one.
-    pub on_dead: Maybe<String>,
+    pub on_dead: Setting<String>,
 }
 
 /// `headers = { NAME = "...", NAME = { file = "..." }, NAME = { env = "..." } }`
@@ -441,41 +441,41 @@ pub struct Header {
     /// Its name.
     pub name: String,
     /// Where it stands.
-    pub place: Place,
+    pub location: Location,
     /// Its value, where it stands here.
-    pub value: Maybe<String>,
+    pub value: Setting<String>,
     /// The file with its value.
-    pub file: Maybe<String>,
+    pub file: Setting<String>,
     /// The variable with its value.
-    pub env: Maybe<String>,
+    pub env: Setting<String>,
 }
 
 /// `[outbox]`
 #[derive(Debug, Default)]
 pub struct Outbox {
     /// How long a delivered event is kept.
-    pub retention: Maybe<Duration>,
+    pub retention: Setting<Duration>,
     /// Longest message.
-    pub max_payload: Maybe<usize>,
+    pub max_payload: Setting<usize>,
     /// Whether it is announced that a record is unknown.
-    pub unknown_events: Maybe<bool>,
+    pub unknown_events: Setting<bool>,
     /// How often the relay looks when nobody wakes it.
-    pub poll: Maybe<Duration>,
+    pub poll: Setting<Duration>,
     /// Whether `serve` delivers.
-    pub relay: Maybe<bool>,
+    pub relay: Setting<bool>,
     /// How many events may be owed before nothing is begun that writes more; 0: any number.
-    pub backlog_max: Maybe<u32>,
+    pub backlog_max: Setting<u32>,
     /// The source of CloudEvents.
-    pub source: Maybe<String>,
+    pub source: Setting<String>,
 }
 
 /// `[log]`
 #[derive(Debug, Default)]
 pub struct Log {
     /// `text` or `json`.
-    pub format: Maybe<String>,
+    pub format: Setting<String>,
     /// `error`, `warn`, `info`, `debug`, `trace`, or a filter.
-    pub level: Maybe<String>,
+    pub level: Setting<String>,
 }
 
 /// Sections whose fields a variable may set: `ONCEGATE_<SECTION>_<FIELD>`.
@@ -484,8 +484,8 @@ pub const SECTIONS: [&str; 8] =
 
 /// Reads the whole tree.
 #[must_use]
-pub fn read(tree: &Node, notes: &Notes) -> File {
-    let mut top = Section::top(tree, notes);
+pub fn read(tree: &Node, diagnostics: &Diagnostics) -> File {
+    let mut top = Section::top(tree, diagnostics);
     let file = File {
         server: top.section("server").map(server).unwrap_or_default(),
         admin: top.section("admin").map(admin).unwrap_or_default(),
@@ -546,7 +546,7 @@ fn admin(mut s: Section<'_>) -> Admin {
 
 fn upstream(mut s: Section<'_>, main: bool) -> Upstream {
     let read = Upstream {
-        place: s.place().clone(),
+        location: s.location().clone(),
         url: s.text("url"),
         connect_timeout: s.duration("connect_timeout"),
         idle_timeout: s.duration("idle_timeout"),
@@ -593,7 +593,7 @@ fn spill(mut s: Section<'_>) -> Spill {
 
 fn jwt(mut s: Section<'_>) -> Jwt {
     let read = Jwt {
-        place: s.place().clone(),
+        location: s.location().clone(),
         jwks_url: s.text("jwks_url"),
         jwks_file: s.text("jwks_file"),
         key_file: s.text("key_file"),
@@ -612,18 +612,18 @@ fn jwt(mut s: Section<'_>) -> Jwt {
     read
 }
 
-fn replay_auth(said: WordOrSection<'_>) -> ReplayAuth {
+fn replay_auth(said: TextOrSection<'_>) -> ReplayAuth {
     match said {
-        WordOrSection::Word(word) => ReplayAuth::Word(word),
-        WordOrSection::Section(mut s) => {
+        TextOrSection::Text(word) => ReplayAuth::Text(word),
+        TextOrSection::Section(mut s) => {
             let read = Subrequest {
-                place: s.place().clone(),
+                location: s.location().clone(),
                 subrequest: s.text("subrequest"),
                 timeout: s.duration("timeout"),
                 ca_file: s.text("ca_file"),
             };
             s.finish();
-            ReplayAuth::Asked(Box::new(read))
+            ReplayAuth::Subrequest(Box::new(read))
         }
     }
 }
@@ -655,13 +655,13 @@ fn policy(s: &mut Section<'_>) -> Policy {
         unknown_on: s.codes("unknown_on"),
         fingerprint: s.section("fingerprint").map(fingerprint),
         mode: s.text("mode"),
-        replay_auth: s.word_or_section("replay_auth").map(replay_auth),
+        replay_auth: s.text_or_section("replay_auth").map(replay_auth),
     }
 }
 
 fn lookup(mut s: Section<'_>) -> Lookup {
     let read = Lookup {
-        place: s.place().clone(),
+        location: s.location().clone(),
         method: s.text("method"),
         path: s.text("path"),
         headers: s.any("headers"),
@@ -679,7 +679,7 @@ fn lookup(mut s: Section<'_>) -> Lookup {
 
 fn tenant(mut s: Section<'_>) -> Tenant {
     let read = Tenant {
-        place: s.place().clone(),
+        location: s.location().clone(),
         header: s.text("header"),
         path: s.text("path"),
         host: s.flag("host"),
@@ -713,7 +713,7 @@ fn fingerprint(mut s: Section<'_>) -> Fingerprint {
 
 fn route(mut s: Section<'_>) -> Route {
     let read = Route {
-        place: s.place().clone(),
+        location: s.location().clone(),
         method: s.text("method"),
         methods: s.texts("methods"),
         path: s.text("path"),
@@ -728,7 +728,7 @@ fn route(mut s: Section<'_>) -> Route {
 
 fn event(mut s: Section<'_>) -> Event {
     let read = Event {
-        place: s.place().clone(),
+        location: s.location().clone(),
         kind: s.text("type"),
         when: s.text("when"),
         payload: s.any("payload"),
@@ -749,12 +749,12 @@ fn sink(mut s: Section<'_>) -> Sink {
     });
     let (backoff_base, backoff_max) = backoff.unwrap_or_default();
     let read = Sink {
-        place: s.place().clone(),
+        location: s.location().clone(),
         name: s.text("name"),
         url: s.text("url"),
         events: s.texts("events"),
         format: s.text("format"),
-        headers: s.named_words_or_sections("headers").into_iter().map(header).collect(),
+        headers: s.named_texts_or_sections("headers").into_iter().map(header).collect(),
         ca_file: s.text("ca_file"),
         client_cert_file: s.text("client_cert_file"),
         client_key_file: s.text("client_key_file"),
@@ -782,17 +782,17 @@ fn sink(mut s: Section<'_>) -> Sink {
     read
 }
 
-fn header((name, said): (String, WordOrSection<'_>)) -> Header {
+fn header((name, said): (String, TextOrSection<'_>)) -> Header {
     match said {
-        WordOrSection::Word(word) => {
-            let place = word.place.clone();
-            Header { name, place, value: Some(word), file: None, env: None }
+        TextOrSection::Text(word) => {
+            let location = word.location.clone();
+            Header { name, location, value: Some(word), file: None, env: None }
         }
-        WordOrSection::Section(mut s) => {
-            let place = s.place().clone();
+        TextOrSection::Section(mut s) => {
+            let location = s.location().clone();
             let (file, env) = (s.text("file"), s.text("env"));
             s.finish();
-            Header { name, place, value: None, file, env }
+            Header { name, location, value: None, file, env }
         }
     }
 }

@@ -102,7 +102,7 @@ fn no_message_and_no_debug_output_shows_a_secret() {
     );
     let config = good(&brokers, &[("S", "geheim")]);
     assert!(!format!("{config:?}").contains("geheim"));
-    let warned = check::warnings(&config).into_iter().filter(|w| w.place == "sink.url");
+    let warned = check::warnings(&config).into_iter().filter(|w| w.location == "sink.url");
     assert_eq!(warned.count(), 2, "both secrets travel unencrypted");
     let wrong = with(
         "store.url = \"x:geheim\"\n[[sink]]\nname = \"a\"\nurl = \"geheim\"\nsecret = \"geheim\"\n",
@@ -175,14 +175,14 @@ fn a_wrong_variable_is_named_and_a_strange_one_only_warned_of() {
         ("ONCEGATE_ADMIN_PORT", "tcp://10.0.0.1:9090"),
     ];
     let (_, warnings) = load(&with(""), &strange).unwrap();
-    let places: Vec<_> = warnings.iter().map(|warning| warning.place.as_str()).collect();
+    let locations: Vec<_> = warnings.iter().map(|warning| warning.location.as_str()).collect();
     let expected = [
         "ONCEGATE_ADMIN_PORT",
         "ONCEGATE_ADMIN_PORT_9090_TCP",
         "ONCEGATE_ADMIN_SERVICE_HOST",
         "ONCEGATE_FOO_BAR",
     ];
-    assert_eq!(places, expected);
+    assert_eq!(locations, expected);
 }
 
 #[test]
@@ -320,8 +320,8 @@ fn what_a_sink_wants_and_how_it_is_spoken_to_is_read() {
     let headers = ["authorization", "x-a", "x-e"].map(|name| read.headers[name].to_str().unwrap());
     assert_eq!(headers, ["Bearer t", "b", "e"]);
     assert!(read.secret_file.as_ref().is_some_and(|file| file.ends_with("sink.secret")));
-    let wanted = &config.relay.sinks[0].events;
-    assert!(wanted.includes("order.paid") && !wanted.includes("orders"));
+    let type_filter = &config.relay.sinks[0].events;
+    assert!(type_filter.includes("order.paid") && !type_filter.includes("orders"));
     let events: Vec<_> = config.routes.iter().flat_map(|route| route.events.kinds()).collect();
     assert_eq!(events, ["order.a"]);
     let told = check::warnings(&config).into_iter().map(|warning| warning.text);
@@ -532,7 +532,7 @@ fn the_spill_stands_beside_its_database() {
         &[],
     );
     let warned = check::warnings(&small);
-    assert!(warned.iter().any(|warning| warning.place == "store.spill.max_size"), "{warned:?}");
+    assert!(warned.iter().any(|warning| warning.location == "store.spill.max_size"), "{warned:?}");
 }
 
 #[test]
@@ -541,7 +541,7 @@ fn a_look_up_is_taken_from_the_policy_and_settles_after_the_timeout_by_itself() 
         let config = good(&with(text), &[]);
         let route = config.routes.iter().next().unwrap().clone();
         let OnUnknown::Lookup(lookup) = &route.policy.on_unknown else { panic!("no look-up") };
-        let warned = check::warnings(&config).iter().any(|w| w.place == "policy.lookup");
+        let warned = check::warnings(&config).iter().any(|w| w.location == "policy.lookup");
         let Lookup { delay, timeout, upstream, .. } = &**lookup;
         (
             delay.after_loss.as_secs(),
@@ -566,9 +566,9 @@ fn the_delivery_may_be_left_to_another_process_but_not_of_a_file() {
         let text = EXAMPLE.replace("[outbox]\n", &format!("[outbox]\n{more}\n"));
         load(&text.replace("sqlite:oncegate.db", "postgres://o@127.0.0.1/o"), &[])
     };
-    assert_eq!(with("").unwrap().0.relayed, Relayed::Here);
-    assert_eq!(with("relay = true").unwrap().0.relayed, Relayed::Here);
-    assert_eq!(with("relay = false").unwrap().0.relayed, Relayed::Apart);
+    assert_eq!(with("").unwrap().0.relay_mode, RelayMode::InProcess);
+    assert_eq!(with("relay = true").unwrap().0.relay_mode, RelayMode::InProcess);
+    assert_eq!(with("relay = false").unwrap().0.relay_mode, RelayMode::Separate);
     let wrong = |text: String| load(&text, &[]).unwrap_err().to_string();
     let text = wrong(EXAMPLE.replace("[outbox]\n", "[outbox]\nrelay = false\n"));
     assert!(text.contains("outbox.relay") && text.contains("nobody else can deliver"), "{text}");
@@ -585,7 +585,7 @@ fn the_backlog_has_a_ceiling_where_one_is_named_and_a_low_one_is_warned_of() {
     let warned = |more: &str| {
         let (config, _) = of(more);
         let warnings = check::warnings(&config);
-        warnings.iter().any(|warning| warning.place == "outbox.backlog_max")
+        warnings.iter().any(|warning| warning.location == "outbox.backlog_max")
     };
     assert!(warned("backlog_max = 999") && !warned("backlog_max = 1000") && !warned(""));
     let wrong = mistakes(&with("outbox.backlog_max = -1"));

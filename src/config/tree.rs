@@ -1,8 +1,8 @@
 //! The configuration as a tree in which each value knows where it stands, and the reader of its sections.
 //!
 //! A file becomes a tree of [`Node`]s with line numbers; `ONCEGATE_*` variables are laid over it and keep their
-//! own name as their place. A [`Section`] hands out typed values by field name. It never stops at a mistake: it
-//! notes it in the shared [`Notes`] and answers as if the field were absent, so that one run shows all mistakes.
+//! own name as their location. A [`Section`] hands out typed values by field name. It never stops at a mistake: it
+//! reports it in the shared [`Diagnostics`] and answers as if the field were absent, so that one run shows all mistakes.
 //!
 //! What must stay true: every field that the program knows is asked for by name on every path through
 //! `config/file.rs`, because [`Section::finish`] reports whatever was not asked for as unknown, and finds its
@@ -21,7 +21,7 @@ const CENTURY: Duration = Duration::from_secs(36_525 * 86_400);
 
 /// Where a value stands.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Place {
+pub struct Location {
     /// `route[2].fingerprint.ignore[0]`; empty for the file as a whole.
     pub path: String,
     /// Line in the file, from 1; `None` where the value is not in the file.
@@ -30,14 +30,14 @@ pub struct Place {
     pub variable: Option<String>,
 }
 
-impl Place {
-    /// The place of a field that stands nowhere.
+impl Location {
+    /// The location of a field that stands nowhere.
     #[must_use]
     pub fn absent(path: &str) -> Self {
         Self { path: path.to_owned(), ..Self::default() }
     }
 
-    /// The place of a field of the thing at this place.
+    /// The location of a field of the thing at this location.
     #[must_use]
     pub fn field(&self, name: &str) -> Self {
         let path = if self.path.is_empty() { name.to_owned() } else { format!("{self}.{name}") };
@@ -46,73 +46,80 @@ impl Place {
 }
 
 /// The path alone.
-impl fmt::Display for Place {
+impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.path)
     }
 }
 
-/// A value with its place.
+/// A value with its location.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Placed<T> {
+pub struct Spanned<T> {
     /// The value.
     pub value: T,
     /// Where it stands.
-    pub place: Place,
+    pub location: Location,
 }
 
-/// A sentence about a place: what is wrong with it or unsafe about it, and what to do.
+/// A sentence about a location: what is wrong with it or unsafe about it, and what to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Note {
+pub struct Diagnostic {
     /// Where.
-    pub place: Place,
+    pub location: Location,
     /// What.
     pub text: String,
 }
 
 /// Mistakes and warnings, collected by everything that reads.
 #[derive(Debug, Default)]
-pub struct Notes {
-    mistakes: RefCell<Vec<Note>>,
-    warnings: RefCell<Vec<Note>>,
+pub struct Diagnostics {
+    mistakes: RefCell<Vec<Diagnostic>>,
+    warnings: RefCell<Vec<Diagnostic>>,
     asked: RefCell<BTreeSet<String>>,
 }
 
-impl Notes {
-    /// Notes a mistake.
-    pub fn mistake(&self, place: &Place, text: impl Into<String>) {
-        self.mistakes.borrow_mut().push(Note { place: place.clone(), text: text.into() });
+impl Diagnostics {
+    /// Reports a mistake.
+    pub fn mistake(&self, location: &Location, text: impl Into<String>) {
+        self.mistakes
+            .borrow_mut()
+            .push(Diagnostic { location: location.clone(), text: text.into() });
     }
 
-    /// Notes that a field is missing, unless it is there and its mistake is noted already.
-    pub fn missing(&self, place: &Place) {
-        if !self.has_mistake_under(place) {
-            self.mistake(place, "is missing");
+    /// Reports that a field is missing, unless it is there and its mistake is reported already.
+    pub fn missing(&self, location: &Location) {
+        if !self.has_mistake_under(location) {
+            self.mistake(location, "is missing");
         }
     }
 
-    /// Whether a mistake is noted at this place or within it.
+    /// Whether a mistake is reported at this location or within it.
     #[must_use]
-    pub fn has_mistake_under(&self, place: &Place) -> bool {
-        self.mistakes.borrow().iter().any(|note| note.place.path.starts_with(&place.path))
+    pub fn has_mistake_under(&self, location: &Location) -> bool {
+        self.mistakes
+            .borrow()
+            .iter()
+            .any(|diagnostic| diagnostic.location.path.starts_with(&location.path))
     }
 
-    /// Notes something that may stand but should be known.
-    pub fn warning(&self, place: &Place, text: impl Into<String>) {
-        self.warnings.borrow_mut().push(Note { place: place.clone(), text: text.into() });
+    /// Reports something that may stand but should be known.
+    pub fn warning(&self, location: &Location, text: impl Into<String>) {
+        self.warnings
+            .borrow_mut()
+            .push(Diagnostic { location: location.clone(), text: text.into() });
     }
 
-    /// All mistakes in the order of their places, and all warnings.
+    /// All mistakes in the order of their locations, and all warnings.
     #[must_use]
-    pub fn into_parts(self) -> (Vec<Note>, Vec<Note>) {
-        let mut mistakes: Vec<Note> = Vec::new();
-        for note in self.mistakes.into_inner() {
+    pub fn into_parts(self) -> (Vec<Diagnostic>, Vec<Diagnostic>) {
+        let mut mistakes: Vec<Diagnostic> = Vec::new();
+        for diagnostic in self.mistakes.into_inner() {
             // A mistake in [policy] is found again for each route.
-            if !mistakes.contains(&note) {
-                mistakes.push(note);
+            if !mistakes.contains(&diagnostic) {
+                mistakes.push(diagnostic);
             }
         }
-        mistakes.sort_by_key(|note| note.place.line.unwrap_or(usize::MAX));
+        mistakes.sort_by_key(|diagnostic| diagnostic.location.line.unwrap_or(usize::MAX));
         (mistakes, self.warnings.into_inner())
     }
 
@@ -156,16 +163,18 @@ impl Value {
     }
 }
 
-/// The tree of a TOML text; the first error of its syntax is noted.
+/// The tree of a TOML text; the first error of its syntax is reported.
 #[must_use]
-pub fn parse(text: &str, notes: &Notes) -> Node {
+pub fn parse(text: &str, diagnostics: &Diagnostics) -> Node {
     let (document, errors) = DeTable::parse_recoverable(text);
     // The first only: what the parser meets after it is mostly the same mistake again.
     let start = |error: &&toml::de::Error| error.span().map_or(0, |span| span.start);
     if let Some(error) = errors.iter().min_by_key(start) {
         let line = error.span().map(|span| line_of(text, span.start));
-        notes
-            .mistake(&Place { line, ..Place::default() }, format!("not TOML: {}", error.message()));
+        diagnostics.mistake(
+            &Location { line, ..Location::default() },
+            format!("not TOML: {}", error.message()),
+        );
     }
     from_table(document.get_ref(), text, Some(1))
 }
@@ -225,9 +234,9 @@ impl Node {
         field: &str,
         variable: &str,
         value: &str,
-        notes: &Notes,
+        diagnostics: &Diagnostics,
     ) {
-        let mut node = from_variable(value, variable, notes);
+        let mut node = from_variable(value, variable, diagnostics);
         node.mark(variable);
         let Value::Table(sections) = &mut self.value else { return };
         let section = sections.entry(section.to_owned()).or_insert_with(Self::empty);
@@ -250,8 +259,8 @@ impl Node {
         }
     }
 
-    fn place(&self, path: String) -> Place {
-        Place { path, line: self.line, variable: self.variable.clone() }
+    fn location(&self, path: String) -> Location {
+        Location { path, line: self.line, variable: self.variable.clone() }
     }
 
     fn to_json(&self) -> serde_json::Value {
@@ -268,7 +277,7 @@ impl Node {
     }
 }
 
-fn from_variable(value: &str, variable: &str, notes: &Notes) -> Node {
+fn from_variable(value: &str, variable: &str, diagnostics: &Diagnostics) -> Node {
     let text = Node { value: Value::Text(value.to_owned()), line: None, variable: None };
     if !value.starts_with(['{', '[']) {
         return text;
@@ -277,17 +286,17 @@ fn from_variable(value: &str, variable: &str, notes: &Notes) -> Node {
         Ok(parsed) => from_value(parsed.get_ref(), value, 0),
         Err(error) => {
             let variable = Some(variable.to_owned());
-            let place = Place { variable, ..Place::default() };
-            notes.mistake(&place, format!("not a TOML value: {}", error.message()));
+            let location = Location { variable, ..Location::default() };
+            diagnostics.mistake(&location, format!("not a TOML value: {}", error.message()));
             text
         }
     }
 }
 
 /// A field that may be either.
-pub enum WordOrSection<'a> {
+pub enum TextOrSection<'a> {
     /// A text.
-    Word(Placed<String>),
+    Text(Spanned<String>),
     /// A table.
     Section(Section<'a>),
 }
@@ -296,18 +305,18 @@ pub enum WordOrSection<'a> {
 pub struct Section<'a> {
     fields: BTreeMap<&'a str, &'a Node>,
     known: BTreeSet<&'static str>,
-    place: Place,
-    notes: &'a Notes,
+    location: Location,
+    diagnostics: &'a Diagnostics,
 }
 
 impl<'a> Section<'a> {
     /// The top level.
     #[must_use]
-    pub fn top(tree: &'a Node, notes: &'a Notes) -> Self {
-        Self::of(tree, Place::default(), notes)
+    pub fn top(tree: &'a Node, diagnostics: &'a Diagnostics) -> Self {
+        Self::of(tree, Location::default(), diagnostics)
     }
 
-    fn of(node: &'a Node, place: Place, notes: &'a Notes) -> Self {
+    fn of(node: &'a Node, location: Location, diagnostics: &'a Diagnostics) -> Self {
         let fields = match &node.value {
             Value::Table(fields) => {
                 fields.iter().map(|(name, field)| (name.as_str(), field)).collect()
@@ -318,17 +327,20 @@ impl<'a> Section<'a> {
             | Value::Boolean(_)
             | Value::Datetime(_)
             | Value::Array(_) => {
-                notes.mistake(&place, format!("this is {}, it must be a table", node.value.kind()));
+                diagnostics.mistake(
+                    &location,
+                    format!("this is {}, it must be a table", node.value.kind()),
+                );
                 BTreeMap::new()
             }
         };
-        Self { fields, known: BTreeSet::new(), place, notes }
+        Self { fields, known: BTreeSet::new(), location, diagnostics }
     }
 
     /// Where this section stands.
     #[must_use]
-    pub fn place(&self) -> &Place {
-        &self.place
+    pub fn location(&self) -> &Location {
+        &self.location
     }
 
     /// The names that are in it.
@@ -342,12 +354,12 @@ impl<'a> Section<'a> {
         self.fields.contains_key(name)
     }
 
-    fn ask(&mut self, name: &'static str) -> Option<Placed<&'a Node>> {
+    fn ask(&mut self, name: &'static str) -> Option<Spanned<&'a Node>> {
         self.known.insert(name);
-        let path = self.place.field(name).path;
-        self.notes.asked.borrow_mut().insert(without_indices(&path));
+        let path = self.location.field(name).path;
+        self.diagnostics.asked.borrow_mut().insert(without_indices(&path));
         let node = *self.fields.get(name)?;
-        Some(Placed { value: node, place: node.place(path) })
+        Some(Spanned { value: node, location: node.location(path) })
     }
 
     /// A field read by `read`, which says what is wrong with it.
@@ -355,54 +367,56 @@ impl<'a> Section<'a> {
         &mut self,
         name: &'static str,
         read: impl Fn(&str) -> Result<T, String>,
-    ) -> Option<Placed<T>> {
+    ) -> Option<Spanned<T>> {
         let text = self.text(name)?;
         match read(&text.value) {
-            Ok(value) => Some(Placed { value, place: text.place }),
+            Ok(value) => Some(Spanned { value, location: text.location }),
             Err(wrong) => {
-                self.notes.mistake(&text.place, wrong);
+                self.diagnostics.mistake(&text.location, wrong);
                 None
             }
         }
     }
 
     /// A text.
-    pub fn text(&mut self, name: &'static str) -> Option<Placed<String>> {
+    pub fn text(&mut self, name: &'static str) -> Option<Spanned<String>> {
         let node = self.ask(name)?;
         self.text_of(&node)
     }
 
-    fn text_of(&self, node: &Placed<&Node>) -> Option<Placed<String>> {
+    fn text_of(&self, node: &Spanned<&Node>) -> Option<Spanned<String>> {
         if let Value::Text(text) = &node.value.value {
-            return Some(Placed { value: text.clone(), place: node.place.clone() });
+            return Some(Spanned { value: text.clone(), location: node.location.clone() });
         }
         self.wrong_kind(node, "a text in quotes");
         None
     }
 
     /// A duration: `"10s"`, `"24h"`, `"500ms"`.
-    pub fn duration(&mut self, name: &'static str) -> Option<Placed<Duration>> {
+    pub fn duration(&mut self, name: &'static str) -> Option<Spanned<Duration>> {
         const HOW: &str = "write a duration with its unit, such as \"500ms\", \"10s\" or \"24h\"";
         let node = self.ask(name)?;
         let Value::Text(text) = &node.value.value else {
-            self.notes.mistake(&node.place, format!("this is {}; {HOW}", node.value.value.kind()));
+            self.diagnostics
+                .mistake(&node.location, format!("this is {}; {HOW}", node.value.value.kind()));
             return None;
         };
         match humantime::parse_duration(text) {
-            Ok(value) => self.no_longer_than_a_century(Placed { value, place: node.place }),
+            Ok(value) => self.no_longer_than_a_century(Spanned { value, location: node.location }),
             Err(_) => {
-                self.notes.mistake(&node.place, format!("{text:?} is not a duration; {HOW}"));
+                self.diagnostics
+                    .mistake(&node.location, format!("{text:?} is not a duration; {HOW}"));
                 None
             }
         }
     }
 
     /// Beyond that, times that a duration is added to could not be written any more.
-    fn no_longer_than_a_century(&mut self, read: Placed<Duration>) -> Option<Placed<Duration>> {
+    fn no_longer_than_a_century(&mut self, read: Spanned<Duration>) -> Option<Spanned<Duration>> {
         if read.value <= CENTURY {
             return Some(read);
         }
-        self.notes.mistake(&read.place, "must be 100 years at most".to_owned());
+        self.diagnostics.mistake(&read.location, "must be 100 years at most".to_owned());
         None
     }
 
@@ -411,7 +425,7 @@ impl<'a> Section<'a> {
         &mut self,
         name: &'static str,
         word: &str,
-    ) -> Option<Placed<Option<Duration>>> {
+    ) -> Option<Spanned<Option<Duration>>> {
         let node = self.ask(name)?;
         let read = |text: &str| match text == word {
             true => Some(None),
@@ -420,17 +434,19 @@ impl<'a> Section<'a> {
         let text = if let Value::Text(text) = &node.value.value { text } else { "" };
         let Some(value) = read(text) else {
             let text = format!("must be {word:?}, or a duration with its unit such as \"500ms\"");
-            self.notes.mistake(&node.place, text);
+            self.diagnostics.mistake(&node.location, text);
             return None;
         };
-        let Some(value) = value else { return Some(Placed { value: None, place: node.place }) };
-        let Placed { value, place } =
-            self.no_longer_than_a_century(Placed { value, place: node.place })?;
-        Some(Placed { value: Some(value), place })
+        let Some(value) = value else {
+            return Some(Spanned { value: None, location: node.location });
+        };
+        let Spanned { value, location } =
+            self.no_longer_than_a_century(Spanned { value, location: node.location })?;
+        Some(Spanned { value: Some(value), location })
     }
 
     /// A size: `"1MiB"`, or an integer of bytes.
-    pub fn size(&mut self, name: &'static str) -> Option<Placed<usize>> {
+    pub fn size(&mut self, name: &'static str) -> Option<Spanned<usize>> {
         const HOW: &str = "write a size such as \"64KiB\" or \"1MiB\", or a number of bytes";
         let node = self.ask(name)?;
         let bytes = match &node.value.value {
@@ -443,9 +459,9 @@ impl<'a> Section<'a> {
             | Value::Table(_) => None,
         };
         match bytes.and_then(|bytes| usize::try_from(bytes).ok()) {
-            Some(value) => Some(Placed { value, place: node.place }),
+            Some(value) => Some(Spanned { value, location: node.location }),
             None => {
-                self.notes.mistake(&node.place, format!("not a size; {HOW}"));
+                self.diagnostics.mistake(&node.location, format!("not a size; {HOW}"));
                 None
             }
         }
@@ -456,11 +472,11 @@ impl<'a> Section<'a> {
         &mut self,
         name: &'static str,
         range: std::ops::RangeInclusive<u32>,
-    ) -> Option<Placed<u32>> {
+    ) -> Option<Spanned<u32>> {
         let node = self.ask(name)?;
         let number = match &node.value.value {
             Value::Integer(number) => *number,
-            Value::Text(text) if node.place.variable.is_some() => text.parse().ok(),
+            Value::Text(text) if node.location.variable.is_some() => text.parse().ok(),
             Value::Text(_)
             | Value::Float(_)
             | Value::Boolean(_)
@@ -470,19 +486,20 @@ impl<'a> Section<'a> {
         };
         let fitting = number.and_then(|n| u32::try_from(n).ok()).filter(|n| range.contains(n));
         if let Some(value) = fitting {
-            return Some(Placed { value, place: node.place });
+            return Some(Spanned { value, location: node.location });
         }
         let (low, high) = (range.start(), range.end());
-        self.notes.mistake(&node.place, format!("must be a whole number from {low} to {high}"));
+        self.diagnostics
+            .mistake(&node.location, format!("must be a whole number from {low} to {high}"));
         None
     }
 
     /// `true` or `false`.
-    pub fn flag(&mut self, name: &'static str) -> Option<Placed<bool>> {
+    pub fn flag(&mut self, name: &'static str) -> Option<Spanned<bool>> {
         let node = self.ask(name)?;
         let flag = match &node.value.value {
             Value::Boolean(flag) => Some(*flag),
-            Value::Text(text) if node.place.variable.is_some() => text.parse().ok(),
+            Value::Text(text) if node.location.variable.is_some() => text.parse().ok(),
             Value::Text(_)
             | Value::Integer(_)
             | Value::Float(_)
@@ -491,55 +508,59 @@ impl<'a> Section<'a> {
             | Value::Table(_) => None,
         };
         if let Some(value) = flag {
-            return Some(Placed { value, place: node.place });
+            return Some(Spanned { value, location: node.location });
         }
         self.wrong_kind(&node, "true or false, without quotes");
         None
     }
 
     /// A list of texts.
-    pub fn texts(&mut self, name: &'static str) -> Option<Placed<Vec<Placed<String>>>> {
+    pub fn texts(&mut self, name: &'static str) -> Option<Spanned<Vec<Spanned<String>>>> {
         self.list(name, "a list of texts", |section, item| section.text_of(item))
     }
 
     /// One text, or a list of them.
-    pub fn text_or_texts(&mut self, name: &'static str) -> Option<Placed<Vec<Placed<String>>>> {
+    pub fn text_or_texts(&mut self, name: &'static str) -> Option<Spanned<Vec<Spanned<String>>>> {
         let node = self.ask(name)?;
         if let Value::Text(text) = &node.value.value {
-            let one = Placed { value: text.clone(), place: node.place.clone() };
-            return Some(Placed { value: vec![one], place: node.place });
+            let one = Spanned { value: text.clone(), location: node.location.clone() };
+            return Some(Spanned { value: vec![one], location: node.location });
         }
         self.texts(name)
     }
 
     /// A word, or a table with more to say.
-    pub fn word_or_section(&mut self, name: &'static str) -> Option<WordOrSection<'a>> {
+    pub fn text_or_section(&mut self, name: &'static str) -> Option<TextOrSection<'a>> {
         let node = self.ask(name)?;
-        Some(Self::word_or_table(node.value, node.place, self.notes))
+        Some(Self::text_or_table(node.value, node.location, self.diagnostics))
     }
 
-    fn word_or_table(node: &'a Node, place: Place, notes: &'a Notes) -> WordOrSection<'a> {
+    fn text_or_table(
+        node: &'a Node,
+        location: Location,
+        diagnostics: &'a Diagnostics,
+    ) -> TextOrSection<'a> {
         match &node.value {
-            Value::Text(text) => WordOrSection::Word(Placed { value: text.clone(), place }),
+            Value::Text(text) => TextOrSection::Text(Spanned { value: text.clone(), location }),
             Value::Integer(_)
             | Value::Float(_)
             | Value::Boolean(_)
             | Value::Datetime(_)
             | Value::Array(_)
-            | Value::Table(_) => WordOrSection::Section(Self::of(node, place, notes)),
+            | Value::Table(_) => TextOrSection::Section(Self::of(node, location, diagnostics)),
         }
     }
 
     /// The fields of a table whose names are free, each a word or a table: `headers = { NAME = "..." }`.
-    pub fn named_words_or_sections(
+    pub fn named_texts_or_sections(
         &mut self,
         name: &'static str,
-    ) -> Vec<(String, WordOrSection<'a>)> {
+    ) -> Vec<(String, TextOrSection<'a>)> {
         let Some(node) = self.ask(name) else { return Vec::new() };
-        let outer = Self::of(node.value, node.place, self.notes);
+        let outer = Self::of(node.value, node.location, self.diagnostics);
         let read = |(name, field): (&&'a str, &&'a Node)| {
-            let place = field.place(outer.place.field(name).path);
-            ((*name).to_owned(), Self::word_or_table(field, place, self.notes))
+            let location = field.location(outer.location.field(name).path);
+            ((*name).to_owned(), Self::text_or_table(field, location, self.diagnostics))
         };
         outer.fields.iter().map(read).collect()
     }
@@ -548,16 +569,16 @@ impl<'a> Section<'a> {
     pub fn refused(&mut self, name: &'static str, why: &str) {
         if let Some(node) = self.fields.get(name) {
             self.known.insert(name);
-            let place = node.place(self.place.field(name).path);
-            self.notes.mistake(&place, why);
+            let location = node.location(self.location.field(name).path);
+            self.diagnostics.mistake(&location, why);
         }
     }
 
     /// A list of texts or integers, as texts.
-    pub fn codes(&mut self, name: &'static str) -> Option<Placed<Vec<Placed<String>>>> {
+    pub fn codes(&mut self, name: &'static str) -> Option<Spanned<Vec<Spanned<String>>>> {
         self.list(name, "a list of statuses", |section, item| match &item.value.value {
             Value::Integer(Some(number)) => {
-                Some(Placed { value: number.to_string(), place: item.place.clone() })
+                Some(Spanned { value: number.to_string(), location: item.location.clone() })
             }
             Value::Text(_)
             | Value::Integer(None)
@@ -573,42 +594,42 @@ impl<'a> Section<'a> {
         &mut self,
         name: &'static str,
         must: &str,
-        read: impl Fn(&Self, &Placed<&Node>) -> Option<T>,
-    ) -> Option<Placed<Vec<T>>> {
+        read: impl Fn(&Self, &Spanned<&Node>) -> Option<T>,
+    ) -> Option<Spanned<Vec<T>>> {
         let node = self.ask(name)?;
         let Value::Array(items) = &node.value.value else {
             self.wrong_kind(&node, must);
             return None;
         };
-        let placed = items.iter().enumerate().map(|(index, item)| Placed {
+        let spanned = items.iter().enumerate().map(|(index, item)| Spanned {
             value: item,
-            place: item.place(format!("{}[{index}]", node.place)),
+            location: item.location(format!("{}[{index}]", node.location)),
         });
-        let value = placed.filter_map(|item| read(self, &item)).collect();
-        Some(Placed { value, place: node.place })
+        let value = spanned.filter_map(|item| read(self, &item)).collect();
+        Some(Spanned { value, location: node.location })
     }
 
     /// Any value, as JSON.
-    pub fn any(&mut self, name: &'static str) -> Option<Placed<serde_json::Value>> {
+    pub fn any(&mut self, name: &'static str) -> Option<Spanned<serde_json::Value>> {
         let node = self.ask(name)?;
-        Some(Placed { value: node.value.to_json(), place: node.place })
+        Some(Spanned { value: node.value.to_json(), location: node.location })
     }
 
     /// A table within this one.
     pub fn section(&mut self, name: &'static str) -> Option<Self> {
         let node = self.ask(name)?;
-        Some(Self::of(node.value, node.place, self.notes))
+        Some(Self::of(node.value, node.location, self.diagnostics))
     }
 
     /// A list of tables: `[[route]]`.
     pub fn sections(&mut self, name: &'static str) -> Vec<Self> {
         let Some(node) = self.ask(name) else { return Vec::new() };
         let Value::Array(items) = &node.value.value else {
-            self.wrong_kind(&node, &format!("a list of tables: write [[{}]]", node.place));
+            self.wrong_kind(&node, &format!("a list of tables: write [[{}]]", node.location));
             return Vec::new();
         };
         let read = |(index, item): (usize, &'a Node)| {
-            Self::of(item, item.place(format!("{}[{index}]", node.place)), self.notes)
+            Self::of(item, item.location(format!("{}[{index}]", node.location)), self.diagnostics)
         };
         items.iter().enumerate().map(read).collect()
     }
@@ -616,21 +637,21 @@ impl<'a> Section<'a> {
     /// The tables of a table whose names are free: `[upstreams.NAME]`.
     pub fn named_sections(&mut self, name: &'static str) -> Vec<(String, Self)> {
         let Some(node) = self.ask(name) else { return Vec::new() };
-        let outer = Self::of(node.value, node.place, self.notes);
+        let outer = Self::of(node.value, node.location, self.diagnostics);
         let read = |(name, field): (&&'a str, &&'a Node)| {
-            let place = field.place(outer.place.field(name).path);
-            ((*name).to_owned(), Self::of(field, place, self.notes))
+            let location = field.location(outer.location.field(name).path);
+            ((*name).to_owned(), Self::of(field, location, self.diagnostics))
         };
         outer.fields.iter().map(read).collect()
     }
 
     /// The texts of a table whose names are free: `xml_namespaces = { p = "..." }`.
-    pub fn named_texts(&mut self, name: &'static str) -> Vec<(String, Placed<String>)> {
+    pub fn named_texts(&mut self, name: &'static str) -> Vec<(String, Spanned<String>)> {
         let Some(node) = self.ask(name) else { return Vec::new() };
-        let outer = Self::of(node.value, node.place, self.notes);
+        let outer = Self::of(node.value, node.location, self.diagnostics);
         let read = |(name, field): (&&'a str, &&'a Node)| {
-            let place = field.place(outer.place.field(name).path);
-            let text = outer.text_of(&Placed { value: *field, place })?;
+            let location = field.location(outer.location.field(name).path);
+            let text = outer.text_of(&Spanned { value: *field, location })?;
             Some(((*name).to_owned(), text))
         };
         outer.fields.iter().filter_map(read).collect()
@@ -647,7 +668,7 @@ impl<'a> Section<'a> {
         } else {
             format!("must be {works:?}")
         };
-        self.notes.mistake(&text.place, wrong);
+        self.diagnostics.mistake(&text.location, wrong);
     }
 
     /// Fields that are planned and do nothing yet: using one is a mistake, because it would be silently without effect.
@@ -655,8 +676,8 @@ impl<'a> Section<'a> {
         for name in names {
             if let Some(node) = self.fields.get(name) {
                 self.known.insert(name);
-                let place = node.place(self.place.field(name).path);
-                self.notes.mistake(&place, "is not supported yet; leave it out");
+                let location = node.location(self.location.field(name).path);
+                self.diagnostics.mistake(&location, "is not supported yet; leave it out");
             }
         }
     }
@@ -667,14 +688,15 @@ impl<'a> Section<'a> {
             if self.known.contains(name) {
                 continue;
             }
-            let place = node.place(self.place.field(name).path);
-            self.notes.mistake(&place, unknown("unknown field", name, self.known.iter().copied()));
+            let location = node.location(self.location.field(name).path);
+            self.diagnostics
+                .mistake(&location, unknown("unknown field", name, self.known.iter().copied()));
         }
     }
 
-    fn wrong_kind(&self, node: &Placed<&Node>, must: &str) {
+    fn wrong_kind(&self, node: &Spanned<&Node>, must: &str) {
         let is = node.value.value.kind();
-        self.notes.mistake(&node.place, format!("this is {is}, it must be {must}"));
+        self.diagnostics.mistake(&node.location, format!("this is {is}, it must be {must}"));
     }
 }
 

@@ -127,15 +127,15 @@ fn pairs(what: &str, a: &[Pair], b: &[Pair]) -> Option<Difference> {
     Some(Difference::at(place, first.map(Vec::as_slice), second.map(Vec::as_slice)))
 }
 
-/// A step into a JSON text.
+/// A segment of a path into a JSON text.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Step<'t> {
+enum PathSegment<'t> {
     /// As it is spelt, without its quotes.
     Name(&'t str),
     Index(usize),
 }
 
-impl Step<'_> {
+impl PathSegment<'_> {
     fn push(self, path: &mut String) {
         let plain = |name: &str| {
             name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
@@ -161,16 +161,18 @@ fn json(mut a: &str, mut b: &str) -> Option<Difference> {
         let at = ours.iter().zip(&theirs).position(|(a, b)| a != b);
         let at = at.unwrap_or(ours.len().min(theirs.len()));
         match (ours.get(at), theirs.get(at)) {
-            (Some((step, inner)), Some((same, other))) if step == same => {
-                step.push(&mut path);
+            (Some((segment, inner)), Some((same, other))) if segment == same => {
+                segment.push(&mut path);
                 (a, b) = (inner, other);
             }
-            (Some((step, inner)), other) if comes_first(*step, other.map(|(step, _)| *step)) => {
-                step.push(&mut path);
+            (Some((segment, inner)), other)
+                if comes_first(*segment, other.map(|(segment, _)| *segment)) =>
+            {
+                segment.push(&mut path);
                 return Some(Difference::at(path, Some(inner.as_bytes()), None));
             }
-            (_, Some((step, other))) => {
-                step.push(&mut path);
+            (_, Some((segment, other))) => {
+                segment.push(&mut path);
                 return Some(Difference::at(path, None, Some(other.as_bytes())));
             }
             (Some(_), None) | (None, None) => return None,
@@ -179,17 +181,18 @@ fn json(mut a: &str, mut b: &str) -> Option<Difference> {
     Some(Difference::at(path, Some(a.as_bytes()), Some(b.as_bytes())))
 }
 
-fn comes_first(step: Step<'_>, other: Option<Step<'_>>) -> bool {
-    match (step, other) {
+fn comes_first(segment: PathSegment<'_>, other: Option<PathSegment<'_>>) -> bool {
+    match (segment, other) {
         (_, None) => true,
-        (Step::Name(a), Some(Step::Name(b))) => a < b,
-        (Step::Index(a), Some(Step::Index(b))) => a < b,
-        (Step::Name(_), Some(Step::Index(_))) | (Step::Index(_), Some(Step::Name(_))) => false,
+        (PathSegment::Name(a), Some(PathSegment::Name(b))) => a < b,
+        (PathSegment::Index(a), Some(PathSegment::Index(b))) => a < b,
+        (PathSegment::Name(_), Some(PathSegment::Index(_)))
+        | (PathSegment::Index(_), Some(PathSegment::Name(_))) => false,
     }
 }
 
 /// The parts of an array or object; `None`: it is neither.
-fn entries(text: &str) -> Option<Vec<(Step<'_>, &str)>> {
+fn entries(text: &str) -> Option<Vec<(PathSegment<'_>, &str)>> {
     let is_object = text.starts_with('{');
     if !is_object && !text.starts_with('[') {
         return None;
@@ -197,20 +200,20 @@ fn entries(text: &str) -> Option<Vec<(Step<'_>, &str)>> {
     let mut rest = text.get(1..text.len().checked_sub(1)?)?;
     let mut entries = Vec::new();
     while !rest.is_empty() {
-        let step;
+        let segment;
         if is_object {
             let end = value_end(rest)?;
-            step = Step::Name(rest.get(1..end.checked_sub(1)?)?);
+            segment = PathSegment::Name(rest.get(1..end.checked_sub(1)?)?);
             rest = rest.get(end..)?.strip_prefix(':')?;
         } else {
             let digits = rest.bytes().take_while(u8::is_ascii_digit).count();
             let named = rest.get(digits..)?.strip_prefix(':').filter(|_| digits > 0);
             let index = named.and_then(|_| rest.get(..digits)?.parse().ok());
-            step = Step::Index(index.unwrap_or(entries.len()));
+            segment = PathSegment::Index(index.unwrap_or(entries.len()));
             rest = named.unwrap_or(rest);
         }
         let end = value_end(rest)?;
-        entries.push((step, rest.get(..end)?));
+        entries.push((segment, rest.get(..end)?));
         rest = rest.get(end..)?;
         rest = rest.strip_prefix(',').unwrap_or(rest);
     }

@@ -65,7 +65,7 @@ pub(crate) struct Selection {
 
 /// What a selection left of a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kept {
+pub(crate) enum Selected {
     /// All but what is ignored.
     Whole,
     /// What is named.
@@ -75,7 +75,7 @@ pub(crate) enum Kept {
 /// Writes the pairs that count in canonical order. `None`: it cannot be read; nothing was written.
 ///
 /// Where `only` names nothing that is there, all pairs count: what was not foreseen is compared, not overlooked.
-pub(crate) fn write(text: &[u8], selection: &Selection, out: &mut Vec<u8>) -> Option<Kept> {
+pub(crate) fn write(text: &[u8], selection: &Selection, out: &mut Vec<u8>) -> Option<Selected> {
     let mut decoded = Vec::with_capacity(text.len());
     let mut pairs = Vec::with_capacity(text.len() / 32 + 1);
     for piece in text.split(|b| *b == b'&').filter(|piece| !piece.is_empty()) {
@@ -85,39 +85,39 @@ pub(crate) fn write(text: &[u8], selection: &Selection, out: &mut Vec<u8>) -> Op
         decode_into(name, &mut decoded)?;
         let name_end = decoded.len();
         decode_into(value.get(1..).unwrap_or_default(), &mut decoded)?;
-        pairs.push(Place { start, name_end, end: decoded.len() });
+        pairs.push(PairSpan { start, name_end, end: decoded.len() });
     }
-    let name = |place: &Place| decoded.get(place.start..place.name_end).unwrap_or_default();
-    let named = |names: &[String], place: &Place| {
-        !names.is_empty() && names.iter().any(|known| known.as_bytes() == name(place))
+    let name = |span: &PairSpan| decoded.get(span.start..span.name_end).unwrap_or_default();
+    let named = |names: &[String], span: &PairSpan| {
+        !names.is_empty() && names.iter().any(|known| known.as_bytes() == name(span))
     };
-    let picked = pairs.iter().any(|place| named(&selection.only, place));
-    pairs.retain(|place| {
-        (!picked || named(&selection.only, place)) && !named(&selection.ignore, place)
+    let picked = pairs.iter().any(|span| named(&selection.only, span));
+    pairs.retain(|span| {
+        (!picked || named(&selection.only, span)) && !named(&selection.ignore, span)
     });
-    arrange(&mut pairs, name, |place| place.start);
+    arrange(&mut pairs, name, |span| span.start);
     out.reserve(decoded.len() + 2 * pairs.len() + 8);
     write_length(out, pairs.len());
-    for Place { start, name_end, end } in &pairs {
+    for PairSpan { start, name_end, end } in &pairs {
         for half in [decoded.get(*start..*name_end), decoded.get(*name_end..*end)] {
             let half = half.unwrap_or_default();
             write_length(out, half.len());
             out.extend_from_slice(half);
         }
     }
-    Some(if picked { Kept::Picked } else { Kept::Whole })
+    Some(if picked { Selected::Picked } else { Selected::Whole })
 }
 
-/// Sorts fields by their names, as far as their order means nothing. `place`: where a field stood.
+/// Sorts fields by their names, as far as their order means nothing. `start`: where a field stood.
 ///
 /// Equal names stay in their order, and so do names that some API reads as one place, or as a list: `a[][x]` and `a[][y]` fill
 /// the elements of a list one after the other, `a` takes the place of `a[x]`, and `a.b` is `A_B` to one API or another.
 pub(crate) fn arrange<'n, T>(
     fields: &mut [T],
     name: impl Fn(&T) -> &'n [u8],
-    place: impl Fn(&T) -> usize,
+    start: impl Fn(&T) -> usize,
 ) {
-    fields.sort_unstable_by(|a, b| name(a).cmp(name(b)).then(place(a).cmp(&place(b))));
+    fields.sort_unstable_by(|a, b| name(a).cmp(name(b)).then(start(a).cmp(&start(b))));
     let odd = |byte: &u8| matches!(byte, b'[' | b'.' | b' ' | b'\\') || byte.is_ascii_uppercase();
     if !fields.iter().any(|field| name(field).iter().any(odd)) {
         return;
@@ -126,7 +126,7 @@ pub(crate) fn arrange<'n, T>(
     for alike in fields.chunk_by_mut(|a, b| root(name(a)).eq(root(name(b)))) {
         let meet = |pair: &[T]| matches!(pair, [a, b] if meet(name(a), name(b)));
         if alike.windows(2).any(meet) {
-            alike.sort_unstable_by_key(&place);
+            alike.sort_unstable_by_key(&start);
         }
     }
 }
@@ -147,7 +147,7 @@ fn meet(one: &[u8], other: &[u8]) -> bool {
 }
 
 /// Where a pair stands in the decoded text.
-struct Place {
+struct PairSpan {
     start: usize,
     name_end: usize,
     end: usize,

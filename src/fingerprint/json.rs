@@ -75,7 +75,7 @@ pub(crate) struct Selection {
 
 /// What a selection left of a document.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kept {
+pub(crate) enum Selected {
     /// All but what is ignored, as JSON text.
     Whole,
     /// What is named, each at its place: see [`Writer::picked`].
@@ -83,11 +83,11 @@ pub(crate) enum Kept {
 }
 
 /// Writes what counts of a body. `None`: it cannot be read; nothing was written.
-pub(crate) fn write(body: &[u8], selection: &Selection, out: &mut Vec<u8>) -> Option<Kept> {
+pub(crate) fn write(body: &[u8], selection: &Selection, out: &mut Vec<u8>) -> Option<Selected> {
     let text = canonical(body)?;
     if selection.only.is_empty() && selection.ignore.is_empty() {
         *out = text;
-        return Some(Kept::Whole);
+        return Some(Selected::Whole);
     }
     Some(Tree::of(text).write(selection, out))
 }
@@ -203,7 +203,7 @@ impl Tree {
 
     /// Writes what counts. Where `only` names nothing that is there, all of the document counts: what was not foreseen is
     /// compared, not overlooked.
-    pub(crate) fn write(&self, selection: &Selection, out: &mut Vec<u8>) -> Kept {
+    pub(crate) fn write(&self, selection: &Selection, out: &mut Vec<u8>) -> Selected {
         let value = self.to_value();
         let dropped = self.located(&selection.ignore, &value);
         let mut writer = Writer { tree: self, dropped, out };
@@ -211,11 +211,11 @@ impl Tree {
             let picked = self.located(&selection.only, &value);
             if picked.named.contains(&true) {
                 writer.picked(self.root(), &picked);
-                return Kept::Picked;
+                return Selected::Picked;
             }
         }
         writer.value(self.root());
-        Kept::Whole
+        Selected::Whole
     }
 
     /// By address, not by path: a path of long names would be walked for each of its many matches.
@@ -490,7 +490,7 @@ mod tests {
         paths.iter().map(|path| JsonPath::parse(path).unwrap()).collect()
     }
 
-    fn kept(only: &[&str], ignore: &[&str], text: &str) -> (Kept, String) {
+    fn kept(only: &[&str], ignore: &[&str], text: &str) -> (Selected, String) {
         let selection = Selection { only: paths(only), ignore: paths(ignore) };
         let mut out = Vec::new();
         let kept = write(text.as_bytes(), &selection, &mut out).expect(text);
@@ -509,7 +509,7 @@ mod tests {
     fn what_is_left_is_json_in_its_one_spelling() {
         let whole = |ignore: &[&str], text: &str| {
             let (kind, text) = kept(&[], ignore, text);
-            assert_eq!(kind, Kept::Whole);
+            assert_eq!(kind, Selected::Whole);
             text
         };
         let text = r#"{"b":[{"t":1,"v":"\u0022"},2,[3]],"a":{"t":{"x":1}},"t":0}"#;
@@ -532,7 +532,7 @@ mod tests {
     fn only_what_is_named_counts_each_at_its_place() {
         let picked = |only: &[&str], ignore: &[&str], text: &str| {
             let (kind, text) = kept(only, ignore, text);
-            assert_eq!(kind, Kept::Picked);
+            assert_eq!(kind, Selected::Picked);
             text
         };
         let text = r#"{"id":1,"items":[{"sku":"a","n":1},{"n":2},{"sku":"b"}],"at":"09:00"}"#;
@@ -557,7 +557,7 @@ mod tests {
     #[test]
     fn where_nothing_is_named_the_whole_counts() {
         let (kind, text) = kept(&["$.id"], &["$.t"], r#"{"t":1,"order":2}"#);
-        assert_eq!((kind, text.as_str()), (Kept::Whole, r#"{"order":2}"#));
+        assert_eq!((kind, text.as_str()), (Selected::Whole, r#"{"order":2}"#));
         assert_ne!(kept(&["$.id"], &[], r#"{"a":1}"#), kept(&["$.id"], &[], r#"{"a":2}"#));
     }
 

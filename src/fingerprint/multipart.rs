@@ -15,9 +15,9 @@
 
 use memchr::memmem;
 
-use super::form::{Kept, Selection, arrange};
+use super::form::{Selected, Selection, arrange};
 use super::json::write_length;
-use super::parameters::{Parametered, is_token, trim};
+use super::parameters::{ParameterizedValue, is_token, trim};
 
 /// Writes the canonical form of what counts: of a form, the fields that are selected. `None`: nothing was written.
 pub(crate) fn write(
@@ -25,12 +25,12 @@ pub(crate) fn write(
     body: &[u8],
     selection: &Selection,
     out: &mut Vec<u8>,
-) -> Option<Kept> {
+) -> Option<Selected> {
     read(content_type, body).map(|multipart| multipart.write(selection, out))
 }
 
 fn read<'a>(content_type: &'a [u8], body: &'a [u8]) -> Option<Multipart<'a>> {
-    let kind = Parametered::parse(content_type)?;
+    let kind = ParameterizedValue::parse(content_type)?;
     if kind.is_continued("boundary") {
         return None;
     }
@@ -52,13 +52,13 @@ enum Multipart<'a> {
     /// As [`arrange`] puts them.
     Form(Vec<(Vec<u8>, Part<'a>)>),
     Ordered {
-        kind: Parametered<'a>,
+        kind: ParameterizedValue<'a>,
         parts: Vec<Part<'a>>,
     },
 }
 
 impl Multipart<'_> {
-    fn write(&self, selection: &Selection, out: &mut Vec<u8>) -> Kept {
+    fn write(&self, selection: &Selection, out: &mut Vec<u8>) -> Selected {
         match self {
             Self::Form(fields) => {
                 let named = |names: &[String], name: &[u8]| {
@@ -70,14 +70,14 @@ impl Multipart<'_> {
                 };
                 write_length(out, fields.iter().filter(kept).count());
                 fields.iter().filter(kept).for_each(|(_, part)| part.write(out));
-                if picked { Kept::Picked } else { Kept::Whole }
+                if picked { Selected::Picked } else { Selected::Whole }
             }
             Self::Ordered { kind, parts } => {
                 let parameters = kind.parameters.iter().filter(|(name, _)| name != b"boundary");
                 write_parameters(parameters, out);
                 write_length(out, parts.len());
                 parts.iter().for_each(|part| part.write(out));
-                Kept::Whole
+                Selected::Whole
             }
         }
     }
@@ -163,7 +163,7 @@ impl<'a> Part<'a> {
     /// The name of the form field that this part is.
     fn field(&self) -> Option<Vec<u8>> {
         let (_, value) = self.headers.iter().find(|(name, _)| name == b"content-disposition")?;
-        let disposition = Parametered::parse(value)?;
+        let disposition = ParameterizedValue::parse(value)?;
         let is_field = disposition.value.eq_ignore_ascii_case(b"form-data");
         let is_field = is_field && !disposition.is_continued("name");
         disposition.get("name").filter(|_| is_field).map(<[u8]>::to_vec)
@@ -173,7 +173,7 @@ impl<'a> Part<'a> {
         write_length(out, self.headers.len());
         for (name, value) in &self.headers {
             write_text(name, out);
-            match Parametered::parse(value).filter(|_| is_parametered(name)) {
+            match ParameterizedValue::parse(value).filter(|_| is_parametered(name)) {
                 Some(read) => {
                     out.push(b'p');
                     write_text(&read.value.to_ascii_lowercase(), out);

@@ -6,14 +6,14 @@
 
 /// A value and its parameters.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Parametered<'a> {
+pub(crate) struct ParameterizedValue<'a> {
     /// What stands before the first `;`, without blanks around it.
     pub(crate) value: &'a [u8],
     /// Sorted by their names, which are in lower case.
     pub(crate) parameters: Vec<(Vec<u8>, &'a [u8])>,
 }
 
-impl<'a> Parametered<'a> {
+impl<'a> ParameterizedValue<'a> {
     /// Reads a header's value.
     pub(crate) fn parse(text: &'a [u8]) -> Option<Self> {
         let end = text.iter().position(|b| *b == b';').unwrap_or(text.len());
@@ -113,7 +113,7 @@ mod tests {
 
     #[test]
     fn spelling_does_not_matter_and_text_does() {
-        let read = |text: &'static str| Parametered::parse(text.as_bytes());
+        let read = |text: &'static str| ParameterizedValue::parse(text.as_bytes());
         let plain = read("form-data; name=a; filename=b.txt");
         assert!(plain.is_some());
         for same in [

@@ -25,7 +25,7 @@ pub(crate) use path::{Path, WS_SECURITY, named};
 use self::path::Matcher;
 use self::read::{Attribute, Document, Layout, Letters, Name, Node};
 use super::json::write_length;
-use super::parameters::Parametered;
+use super::parameters::ParameterizedValue;
 
 /// What of a document counts.
 #[derive(Clone, Debug, Default)]
@@ -38,7 +38,7 @@ pub(crate) struct Selection {
 
 /// What a selection left of a document.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kept {
+pub(crate) enum Selected {
     /// All but what is ignored.
     Whole,
     /// What is named, each at its place.
@@ -48,27 +48,27 @@ pub(crate) enum Kept {
 /// Writes the canonical form of what counts. `None`: nothing was written.
 pub(crate) fn write(
     body: &[u8],
-    kind: &Parametered<'_>,
+    kind: &ParameterizedValue<'_>,
     selection: &Selection,
     out: &mut Vec<u8>,
-) -> Option<Kept> {
+) -> Option<Selected> {
     let text = decode::decode(body, kind.get("charset"))?;
     let document = read::read(&text)?;
     write_type(kind, out);
     let start = out.len();
     if !selection.only.is_empty() {
         if Writer::new(&document, selection, Some(&selection.only), out).write() {
-            return Some(Kept::Picked);
+            return Some(Selected::Picked);
         }
         out.truncate(start);
     }
     Writer::new(&document, selection, None, out).write();
-    Some(Kept::Whole)
+    Some(Selected::Whole)
 }
 
 /// Parameters of Content-Type say what is asked (`action`, in SOAP 1.2), but for the charset: before the document, as an
 /// instruction of a name that no document can have.
-fn write_type(kind: &Parametered<'_>, out: &mut Vec<u8>) {
+fn write_type(kind: &ParameterizedValue<'_>, out: &mut Vec<u8>) {
     for (name, text) in kind.parameters.iter().filter(|(name, _)| name != b"charset") {
         out.extend_from_slice(b"<?xml:");
         out.extend_from_slice(name);

@@ -14,7 +14,7 @@ use super::reply::{Name, Problem};
 use super::room::Limits;
 use super::tokens::Tokens;
 use super::{Gateway, Settings, headers};
-use crate::explain::{self, Becomes, Canonical, Explain, Explained, Sample};
+use crate::explain::{self, Canonical, Disposition, Explain, Explained, Sample};
 use crate::route::{Mode, Route, RouteMatch, Routes};
 use crate::scope::{DigestKey, Params};
 use crate::telemetry::Metrics;
@@ -67,12 +67,12 @@ async fn explain(routes: &Routes, intake: &Intake, sample: Sample) -> Explained 
         let why = format!("It is refused before anything else is looked at: {}.", refused.detail);
         let problem = Problem::new(Name::RequestRefused).status(refused.status);
         let problem = problem.detail(refused.detail).document(None);
-        return Explained::of(Becomes::Refused, why, look).problem(problem);
+        return Explained::of(Disposition::Refused, why, look).problem(problem);
     }
     match routes.find(request.method(), request.uri().path()) {
         RouteMatch::Nothing => {
             let why = "No route names its method and path.";
-            Explained::of(Becomes::PassesWithoutRoute, why, look)
+            Explained::of(Disposition::PassesWithoutRoute, why, look)
         }
         RouteMatch::Ambiguous { split, decoded } => {
             let why = format!(
@@ -80,7 +80,7 @@ async fn explain(routes: &Routes, intake: &Intake, sample: Sample) -> Explained 
                 split.operation, decoded.operation
             );
             let problem = Problem::new(Name::PathAmbiguous).document(None);
-            Explained::of(Becomes::Refused, why, look).problem(problem)
+            Explained::of(Disposition::Refused, why, look).problem(problem)
         }
         RouteMatch::Keyed { route, params } => {
             let observes = match route.policy.mode {
@@ -107,11 +107,11 @@ async fn read(
     route: &Arc<Route>,
     params: &Params,
     request: Request<super::upstream::Body>,
-) -> (Becomes, String, Outcome) {
+) -> (Disposition, String, Outcome) {
     let operation = &route.operation;
     let protects = match route.policy.mode {
-        Mode::Protect => Becomes::Protected,
-        Mode::Observe => Becomes::Observed,
+        Mode::Protect => Disposition::Protected,
+        Mode::Observe => Disposition::Observed,
     };
     match intake.read(route, params, request).await {
         Read::Keyed(keyed) => {
@@ -130,12 +130,12 @@ async fn read(
             let why = format!(
                 "The route {operation} takes it, but it has no key and the route requires none: it passes through unprotected."
             );
-            (Becomes::PassesWithoutKey, why, None)
+            (Disposition::PassesWithoutKey, why, None)
         }
         Read::Refused(problem) => {
             let becomes = match route.policy.mode {
-                Mode::Protect => Becomes::Refused,
-                Mode::Observe => Becomes::Observed,
+                Mode::Protect => Disposition::Refused,
+                Mode::Observe => Disposition::Observed,
             };
             let why = format!("The route {operation} refuses it: {}", problem.told());
             (becomes, why, Some(Err(problem.document(Some(operation)))))

@@ -33,7 +33,7 @@ use crate::fingerprint;
 use crate::record::event::RequestParts;
 use crate::record::{Fence, Fingerprint, Key, Scope};
 use crate::route::{ReplayAuth, Route};
-use crate::scope::jwt::Token;
+use crate::scope::jwt::Claims;
 use crate::scope::{self, DigestKey, Params, RequestHead};
 use crate::telemetry::{Metrics, Step};
 
@@ -331,7 +331,7 @@ fn compared(route: &Route, asked: &RequestHead<'_>, body: &Bytes) -> (Fingerprin
 
 /// Who asks, as far as it was checked.
 struct Identity {
-    token: Option<Token>,
+    token: Option<Claims>,
 }
 
 fn readers(route: &Route) -> Readers {

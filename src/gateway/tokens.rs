@@ -24,7 +24,7 @@ use tokio_util::task::TaskTracker;
 
 use super::forward::{self, Evidence};
 use super::upstream::{self, Upstream};
-use crate::scope::jwt::{self, Fault, Keys, Rules, Token};
+use crate::scope::jwt::{self, Claims, Keys, Rules, TokenError};
 use crate::scope::{self, Refusal};
 use crate::tasks;
 use crate::telemetry::causes;
@@ -118,7 +118,7 @@ impl Tokens {
     }
 
     /// Checks the request's token.
-    pub(super) async fn check(&self, headers: &HeaderMap) -> Result<Token, Refusal> {
+    pub(super) async fn check(&self, headers: &HeaderMap) -> Result<Claims, Refusal> {
         const UNKNOWN: Refusal = Refusal::TokenInvalid("names a key that is not known");
         let text = scope::bearer(headers).map_err(Refusal::TokenInvalid)?;
         let text = text.ok_or(Refusal::TokenMissing)?;
@@ -133,8 +133,8 @@ impl Tokens {
         }
         let keys = state.keys.ok_or(Refusal::TokenUnverified)?;
         match verify(&keys) {
-            Err(Fault::KeyUnknown) => {}
-            checked @ (Ok(_) | Err(Fault::Invalid(_))) => {
+            Err(TokenError::KeyUnknown) => {}
+            checked @ (Ok(_) | Err(TokenError::Invalid(_))) => {
                 return checked.map_err(|fault| refusal(fault, UNKNOWN));
             }
         }
@@ -173,10 +173,10 @@ impl Tokens {
     }
 }
 
-fn refusal(fault: Fault, unknown: Refusal) -> Refusal {
-    match fault {
-        Fault::Invalid(why) => Refusal::TokenInvalid(why),
-        Fault::KeyUnknown => unknown,
+fn refusal(error: TokenError, unknown: Refusal) -> Refusal {
+    match error {
+        TokenError::Invalid(why) => Refusal::TokenInvalid(why),
+        TokenError::KeyUnknown => unknown,
     }
 }
 

@@ -398,7 +398,7 @@ pub struct Rules {
 
 /// Why a token is not accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fault {
+pub enum TokenError {
     /// It is no good: what is wrong, to stand after "the token".
     Invalid(&'static str),
     /// It may be good, and names a key that is not among those known.
@@ -407,16 +407,16 @@ pub enum Fault {
 
 /// A token that was checked.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Token(Map<String, Value>);
+pub struct Claims(Map<String, Value>);
 
 /// Checks a token's signature and claims. `now`: since 1970.
 ///
 /// # Errors
-/// See [`Fault`].
-pub fn verify(text: &str, keys: &Keys, rules: &Rules, now: Duration) -> Result<Token, Fault> {
-    const MALFORMED: Fault = Fault::Invalid("is no signed JWT");
+/// See [`TokenError`].
+pub fn verify(text: &str, keys: &Keys, rules: &Rules, now: Duration) -> Result<Claims, TokenError> {
+    const MALFORMED: TokenError = TokenError::Invalid("is no signed JWT");
     if text.len() > TOKEN_MAX {
-        return Err(Fault::Invalid("is too long"));
+        return Err(TokenError::Invalid("is too long"));
     }
     let (message, signature) = text.rsplit_once('.').ok_or(MALFORMED)?;
     let (head, payload) = message.split_once('.').ok_or(MALFORMED)?;
@@ -425,22 +425,22 @@ pub fn verify(text: &str, keys: &Keys, rules: &Rules, now: Duration) -> Result<T
     let (payload, signature) = (decode(payload)?, decode(signature)?);
     let algorithm = head.get("alg").and_then(Value::as_str).and_then(Algorithm::parse);
     let algorithm = algorithm.filter(|algorithm| rules.algorithms.contains(algorithm));
-    let algorithm =
-        algorithm.ok_or(Fault::Invalid("is not signed by an algorithm that is accepted here"))?;
+    let algorithm = algorithm
+        .ok_or(TokenError::Invalid("is not signed by an algorithm that is accepted here"))?;
     if head.contains_key("crit") {
-        return Err(Fault::Invalid("asks for an extension that is not known here"));
+        return Err(TokenError::Invalid("asks for an extension that is not known here"));
     }
     if !head.get("typ").is_none_or(is_access) {
-        return Err(Fault::Invalid("is of another kind than an access token"));
+        return Err(TokenError::Invalid("is of another kind than an access token"));
     }
     let candidates = candidates(keys, algorithm, head.get("kid"))?;
     let signed = |key: &&Key| key.signed(algorithm, message.as_bytes(), &signature);
     if !candidates.iter().any(signed) {
-        return Err(Fault::Invalid("has a signature that does not fit"));
+        return Err(TokenError::Invalid("has a signature that does not fit"));
     }
     let claims = object(&payload).ok_or(MALFORMED)?;
-    check(&claims, rules, now).map_err(Fault::Invalid)?;
-    Ok(Token(claims))
+    check(&claims, rules, now).map_err(TokenError::Invalid)?;
+    Ok(Claims(claims))
 }
 
 /// A JSON object in which no name stands twice.
@@ -466,23 +466,23 @@ fn candidates<'k>(
     keys: &'k Keys,
     algorithm: Algorithm,
     named: Option<&Value>,
-) -> Result<Vec<&'k Key>, Fault> {
+) -> Result<Vec<&'k Key>, TokenError> {
     let fitting: Vec<&Key> = keys.0.iter().filter(|key| key.fits(algorithm)).collect();
     let named = match named {
         Some(Value::String(name)) => Some(name.as_str()),
-        Some(_) => return Err(Fault::Invalid("names its key by something that is no text")),
+        Some(_) => return Err(TokenError::Invalid("names its key by something that is no text")),
         None => None,
     };
     match (named, fitting.as_slice()) {
         // A key without a name that stands alone: from a file, for all tokens.
         (_, [only]) if only.id.is_none() => Ok(fitting),
         (None, [_]) => Ok(fitting),
-        (None, []) => Err(Fault::KeyUnknown),
-        (None, [_, _, ..]) => Err(Fault::Invalid("does not say which key it is signed with")),
+        (None, []) => Err(TokenError::KeyUnknown),
+        (None, [_, _, ..]) => Err(TokenError::Invalid("does not say which key it is signed with")),
         (Some(name), _) => {
             let own = fitting.into_iter().filter(|key| key.id.as_deref() == Some(name));
             let own: Vec<&Key> = own.take(TRIES_MAX).collect();
-            if own.is_empty() { Err(Fault::KeyUnknown) } else { Ok(own) }
+            if own.is_empty() { Err(TokenError::KeyUnknown) } else { Ok(own) }
         }
     }
 }
@@ -539,7 +539,7 @@ impl ClaimPath {
     }
 }
 
-impl Token {
+impl Claims {
     /// Who it is about, where it says so in a form that can be kept.
     #[must_use]
     pub fn subject(&self) -> Option<&str> {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate::admin::{Readiness, State, Token, router, serve};
-use oncegate::explain::{Becomes, Explain, Explained, Sample};
+use oncegate::explain::{Disposition, Explain, Explained, Sample};
 use oncegate::record::Status;
 use oncegate::route::Routes;
 use oncegate::store::EventStatus;
@@ -46,7 +46,7 @@ struct Nobody;
 impl Explain for Nobody {
     async fn explain(&self, sample: Sample) -> Explained {
         let look = Routes::default().look(&sample.method, sample.target.path());
-        Explained::of(Becomes::PassesWithoutRoute, "there is no route", look)
+        Explained::of(Disposition::PassesWithoutRoute, "there is no route", look)
     }
 }
 

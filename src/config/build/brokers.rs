@@ -3,23 +3,23 @@
 //! What must stay true: a field that means nothing for this kind of target is a mistake, because it would be silently
 //! without effect.
 
-use super::{Builder, Maybe, Place, Placed, file};
+use super::{Builder, Location, Setting, Spanned, file};
 use crate::relay::sink::Target;
 use crate::relay::sink::broker::{Login, Tls};
 use crate::relay::sink::nats;
 #[cfg(feature = "redis")]
 use crate::relay::sink::redis;
 
-fn place<T>(field: &Maybe<T>) -> Option<&Place> {
-    field.as_ref().map(|placed| &placed.place)
+fn location<T>(field: &Setting<T>) -> Option<&Location> {
+    field.as_ref().map(|spanned| &spanned.location)
 }
 
 impl Builder<'_> {
-    pub(super) fn nats(&self, raw: &file::Sink, url: &Placed<String>) -> Option<Target> {
-        self.refuse(raw, "a NATS sink", &[place(&raw.stream), place(&raw.max_length)]);
+    pub(super) fn nats(&self, raw: &file::Sink, url: &Spanned<String>) -> Option<Target> {
+        self.refuse(raw, "a NATS sink", &[location(&raw.stream), location(&raw.max_length)]);
         self.refuse_webhook_fields(raw);
         let servers = self.checked(url, nats::servers);
-        let subject = self.required(raw.subject.as_ref(), &raw.place, "subject");
+        let subject = self.required(raw.subject.as_ref(), &raw.location, "subject");
         let subject = subject.and_then(|text| self.checked(text, nats::Subject::parse));
         let (login, tls) = (self.login(raw), self.tls(raw));
         Some(Target::Nats(nats::Settings {
@@ -31,63 +31,69 @@ impl Builder<'_> {
     }
 
     #[cfg(feature = "redis")]
-    pub(super) fn redis(&self, raw: &file::Sink, url: &Placed<String>) -> Option<Target> {
-        self.refuse(raw, "a Redis sink", &[place(&raw.subject)]);
+    pub(super) fn redis(&self, raw: &file::Sink, url: &Spanned<String>) -> Option<Target> {
+        self.refuse(raw, "a Redis sink", &[location(&raw.subject)]);
         self.refuse_webhook_fields(raw);
         let server = self.checked(url, redis::Server::parse);
         if let Some(server) = server.as_ref().filter(|server| !server.speaks_tls()) {
             let fields = [&raw.ca_file, &raw.client_cert_file, &raw.client_key_file];
-            for place in fields.into_iter().filter_map(place) {
+            for location in fields.into_iter().filter_map(location) {
                 let wrong = format!("means something for rediss://{} only", server.host());
-                self.notes.mistake(place, wrong);
+                self.diagnostics.mistake(location, wrong);
             }
         }
-        let stream = self.required(raw.stream.as_ref(), &raw.place, "stream");
+        let stream = self.required(raw.stream.as_ref(), &raw.location, "stream");
         let stream = stream.and_then(|text| self.checked(text, read_stream));
         let (login, tls) = (self.login(raw), self.tls(raw));
         Some(Target::Redis(redis::Settings {
             server: server?,
             stream: stream?,
-            length_max: raw.max_length.as_ref().map(|placed| placed.value),
+            length_max: raw.max_length.as_ref().map(|spanned| spanned.value),
             login: login?,
             tls,
         }))
     }
 
     #[cfg(not(feature = "redis"))]
-    pub(super) fn redis(&self, _: &file::Sink, url: &Placed<String>) -> Option<Target> {
+    pub(super) fn redis(&self, _: &file::Sink, url: &Spanned<String>) -> Option<Target> {
         let wrong = "this program is built without Redis: build it with `cargo build --release --features redis`";
-        self.notes.mistake(&url.place, wrong);
+        self.diagnostics.mistake(&url.location, wrong);
         None
     }
 
     /// What only brokers have.
     pub(super) fn refuse_broker_fields(&self, raw: &file::Sink) {
-        let fields =
-            [place(&raw.user), place(&raw.subject), place(&raw.stream), place(&raw.max_length)];
+        let fields = [
+            location(&raw.user),
+            location(&raw.subject),
+            location(&raw.stream),
+            location(&raw.max_length),
+        ];
         self.refuse(raw, "a webhook", &fields);
     }
 
     fn refuse_webhook_fields(&self, raw: &file::Sink) {
         let why = "means something for a webhook only: a broker is where you say, also at a private address, and \
                    encrypted where its URL says so";
-        for place in [place(&raw.allow_private), place(&raw.allow_http)].into_iter().flatten() {
-            self.notes.mistake(place, why);
+        for location in
+            [location(&raw.allow_private), location(&raw.allow_http)].into_iter().flatten()
+        {
+            self.diagnostics.mistake(location, why);
         }
-        let shape = [place(&raw.format), raw.headers.first().map(|header| &header.place)];
+        let shape = [location(&raw.format), raw.headers.first().map(|header| &header.location)];
         self.refuse(raw, "a broker", &shape);
     }
 
-    fn refuse(&self, raw: &file::Sink, what: &str, fields: &[Option<&Place>]) {
+    fn refuse(&self, raw: &file::Sink, what: &str, fields: &[Option<&Location>]) {
         let url = raw.url.as_ref().and_then(|url| url.value.split_once("://"));
         let scheme = url.map_or("https", |(scheme, _)| scheme);
-        for place in fields.iter().flatten() {
+        for location in fields.iter().flatten() {
             let wrong = format!("means nothing for {what}, which {scheme}:// makes of this sink");
-            self.notes.mistake(place, wrong);
+            self.diagnostics.mistake(location, wrong);
         }
     }
 
-    /// `None`: a mistake is noted.
+    /// `None`: a mistake is reported.
     fn login(&self, raw: &file::Sink) -> Option<Login> {
         let named: Vec<_> =
             [&raw.secret, &raw.secret_file, &raw.secret_env].into_iter().flatten().collect();
@@ -97,7 +103,7 @@ impl Builder<'_> {
             [_, second, ..] => {
                 let wrong =
                     "stands beside another secret; keep one of secret_file, secret_env and secret";
-                self.notes.mistake(&second.place, wrong);
+                self.diagnostics.mistake(&second.location, wrong);
                 return None;
             }
         };
@@ -109,20 +115,20 @@ impl Builder<'_> {
             }
             (Some(user), None) => {
                 let wrong = "needs its password: secret_file, secret_env or secret";
-                self.notes.mistake(&user.place, wrong);
+                self.diagnostics.mistake(&user.location, wrong);
                 None
             }
         }
     }
 
-    fn password(&self, raw: &file::Sink, named: &Placed<String>) -> Option<String> {
+    fn password(&self, raw: &file::Sink, named: &Spanned<String>) -> Option<String> {
         let text = if raw.secret_file.is_some() {
             self.secret_text(named)?
         } else if raw.secret_env.is_some() {
             let value = self.variables.get(&named.value).cloned();
             if value.is_none() {
                 let wrong = format!("the variable {} is not set", named.value);
-                self.notes.mistake(&named.place, wrong);
+                self.diagnostics.mistake(&named.location, wrong);
             }
             value?
         } else {
@@ -130,7 +136,7 @@ impl Builder<'_> {
         };
         let line = text.trim_end_matches(['\r', '\n']);
         if line.is_empty() || line.chars().any(char::is_control) {
-            self.notes.mistake(&named.place, "must be one line: a password or a token");
+            self.diagnostics.mistake(&named.location, "must be one line: a password or a token");
             return None;
         }
         Some(line.to_owned())

@@ -12,7 +12,7 @@ use rustls::pki_types::pem::PemObject as _;
 
 use super::replay_auth::read_server;
 use super::sinks::is_private;
-use super::{Builder, Duration, Maybe, Placed, Route, Routes, SECOND, file, or};
+use super::{Builder, Duration, Route, Routes, SECOND, Setting, Spanned, file, or};
 use crate::gateway::tokens::{KeySource, Remote, Settings};
 use crate::gateway::upstream;
 use crate::scope::Source;
@@ -32,7 +32,7 @@ impl Builder<'_> {
                     "is missing; the tenant of {} is read from a token, and this says which tokens are good",
                     route.operation
                 );
-                self.notes.mistake(&super::Place::absent("jwt"), wrong);
+                self.diagnostics.mistake(&super::Location::absent("jwt"), wrong);
             }
             return None;
         };
@@ -45,38 +45,40 @@ impl Builder<'_> {
     }
 
     fn rules(&self, raw: &file::Jwt) -> Rules {
-        let named = |field: &Maybe<String>| field.as_ref().map(|placed| placed.value.clone());
-        let issuer = self.required(raw.issuer.as_ref(), &raw.place, "issuer");
+        let named = |field: &Setting<String>| field.as_ref().map(|spanned| spanned.value.clone());
+        let issuer = self.required(raw.issuer.as_ref(), &raw.location, "issuer");
         if let Some(empty) = issuer.filter(|issuer| issuer.value.is_empty()) {
-            self.notes.mistake(&empty.place, "is empty");
+            self.diagnostics.mistake(&empty.location, "is empty");
         }
-        self.required(raw.audience.as_ref(), &raw.place, "audience");
+        self.required(raw.audience.as_ref(), &raw.location, "audience");
         let audiences = self.each(&raw.audience, |text| {
             let empty = || "is empty".to_owned();
             (!text.is_empty()).then(|| text.to_owned()).ok_or_else(empty)
         });
-        self.required(raw.algorithms.as_ref(), &raw.place, "algorithms");
+        self.required(raw.algorithms.as_ref(), &raw.location, "algorithms");
         let algorithms = self.each(&raw.algorithms, read_algorithm);
         for list in [&raw.audience, &raw.algorithms].into_iter().flatten() {
             if list.value.is_empty() {
-                self.notes.mistake(&list.place, "names nothing, so that no token is good");
+                self.diagnostics.mistake(&list.location, "names nothing, so that no token is good");
             }
         }
         let leeway = or(&raw.leeway, 30 * SECOND);
-        if let Some(placed) = raw.leeway.as_ref().filter(|placed| placed.value > LEEWAY_MAX) {
-            self.notes
-                .mistake(&placed.place, "must be at most \"5m\": a token is good so much longer");
+        if let Some(spanned) = raw.leeway.as_ref().filter(|spanned| spanned.value > LEEWAY_MAX) {
+            self.diagnostics.mistake(
+                &spanned.location,
+                "must be at most \"5m\": a token is good so much longer",
+            );
         }
         Rules { algorithms, issuer: named(&raw.issuer).unwrap_or_default(), audiences, leeway }
     }
 
     fn key_source(&self, raw: &file::Jwt, algorithms: &[Algorithm]) -> Option<KeySource> {
         let named = [&raw.jwks_url, &raw.jwks_file, &raw.key_file, &raw.secret_file];
-        let named: Vec<&Placed<String>> = named.into_iter().flatten().collect();
+        let named: Vec<&Spanned<String>> = named.into_iter().flatten().collect();
         let [one] = named.as_slice() else {
             let wrong =
                 format!("name exactly one of {SOURCES}: the keys that tokens are signed with");
-            self.notes.mistake(&raw.place, wrong);
+            self.diagnostics.mistake(&raw.location, wrong);
             return None;
         };
         if raw.jwks_url.is_some() {
@@ -89,7 +91,7 @@ impl Builder<'_> {
                     let why = left_out.first().map_or("it is empty", String::as_str);
                     return Err(format!("holds no key that can be used: {why}"));
                 }
-                left_out.iter().for_each(|text| self.notes.warning(&one.place, text));
+                left_out.iter().for_each(|text| self.diagnostics.warning(&one.location, text));
                 Ok(keys)
             })
         } else if raw.key_file.is_some() {
@@ -97,18 +99,18 @@ impl Builder<'_> {
         } else {
             read_secret(&bytes, algorithms)
         };
-        let keys = keys.map_err(|wrong| self.notes.mistake(&one.place, wrong)).ok()?;
-        for placed in raw.algorithms.iter().flat_map(|list| &list.value) {
-            let algorithm = Algorithm::parse(&placed.value);
+        let keys = keys.map_err(|wrong| self.diagnostics.mistake(&one.location, wrong)).ok()?;
+        for spanned in raw.algorithms.iter().flat_map(|list| &list.value) {
+            let algorithm = Algorithm::parse(&spanned.value);
             if algorithm.is_some_and(|algorithm| !keys.fit(&[algorithm])) {
-                let wrong = format!("{} does not fit the key in {}", placed.value, one.value);
-                self.notes.mistake(&placed.place, wrong);
+                let wrong = format!("{} does not fit the key in {}", spanned.value, one.value);
+                self.diagnostics.mistake(&spanned.location, wrong);
             }
         }
         Some(KeySource::Fixed(keys))
     }
 
-    fn remote(&self, raw: &file::Jwt, url: &Placed<String>) -> Option<Remote> {
+    fn remote(&self, raw: &file::Jwt, url: &Spanned<String>) -> Option<Remote> {
         let allow_http = or(&raw.allow_http, false);
         let read = |text: &str| {
             let (base, target) = read_server(text, "/.well-known/jwks.json")?;
@@ -123,17 +125,17 @@ impl Builder<'_> {
             Ok((url, target))
         };
         let (url, target) = self.checked(url, read)?;
-        for placed in raw.algorithms.iter().flat_map(|list| &list.value) {
-            if placed.value.starts_with("HS") {
+        for spanned in raw.algorithms.iter().flat_map(|list| &list.value) {
+            if spanned.value.starts_with("HS") {
                 let wrong = "needs a secret, and secrets are not fetched; use secret_file";
-                self.notes.mistake(&placed.place, wrong);
+                self.diagnostics.mistake(&spanned.location, wrong);
             }
         }
         let timeout = or(&raw.timeout, 5 * SECOND);
         let server = upstream::Settings {
             connect_timeout: timeout,
             answer_idle_timeout: Some(timeout),
-            ca_file: raw.ca_file.as_ref().map(|placed| self.readable(placed)),
+            ca_file: raw.ca_file.as_ref().map(|spanned| self.readable(spanned)),
             ..upstream::Settings::at(url)
         };
         let refresh = or(&raw.refresh, 600 * SECOND);

@@ -52,8 +52,8 @@ impl Builder<'_> {
     /// The mistakes of `[policy]` alone, so that they are seen without a route.
     pub(super) fn check_on_unknown(&self, common: &Common<'_>) {
         let policy = &common.file.policy;
-        if let Some(placed) = &policy.on_unknown {
-            self.checked(placed, read_choice);
+        if let Some(spanned) = &policy.on_unknown {
+            self.checked(spanned, read_choice);
         }
         if let Some(raw) = &policy.lookup {
             let none = file::Policy::default();
@@ -64,22 +64,23 @@ impl Builder<'_> {
 
     pub(super) fn on_unknown(&self, route: &Route<'_>, common: &Common<'_>) -> OnUnknown {
         let policy = &common.file.policy;
-        let placed = route.own.on_unknown.as_ref().or(policy.on_unknown.as_ref());
-        let choice = placed.map_or(Some(Choice::Hold), |placed| self.checked(placed, read_choice));
+        let spanned = route.own.on_unknown.as_ref().or(policy.on_unknown.as_ref());
+        let choice =
+            spanned.map_or(Some(Choice::Hold), |spanned| self.checked(spanned, read_choice));
         if let Some(unused) = &route.own.lookup
             && choice.is_some_and(|choice| choice != Choice::Lookup)
         {
             let wrong = "does nothing here: on_unknown is not \"lookup\"";
-            self.notes.mistake(&unused.place, wrong);
+            self.diagnostics.mistake(&unused.location, wrong);
         }
-        match (choice, placed) {
+        match (choice, spanned) {
             (None | Some(Choice::Hold), _) => OnUnknown::Hold,
             (Some(Choice::Retry), _) => OnUnknown::Retry,
-            (Some(Choice::Lookup), placed) => {
+            (Some(Choice::Lookup), spanned) => {
                 let raw = route.own.lookup.as_ref().or(policy.lookup.as_ref());
-                if let (None, Some(placed)) = (raw, placed) {
+                if let (None, Some(spanned)) = (raw, spanned) {
                     let wrong = "\"lookup\" needs to know what to ask: lookup = { path = \"...\", found = \"...\" }";
-                    self.notes.mistake(&placed.place, wrong);
+                    self.diagnostics.mistake(&spanned.location, wrong);
                 }
                 let lookup = raw.and_then(|raw| self.lookup(raw, route, common));
                 lookup.map_or(OnUnknown::Hold, |lookup| OnUnknown::Lookup(Arc::new(lookup)))
@@ -96,8 +97,8 @@ impl Builder<'_> {
             _ => Err("must be \"GET\" or \"POST\": a question that changes nothing".to_owned()),
         };
         let method = raw.method.as_ref().map_or(Some(Method::GET), |m| self.checked(m, read));
-        let path = self.required(raw.path.as_ref(), &raw.place, "path");
-        let found = self.required(raw.found.as_ref(), &raw.place, "found");
+        let path = self.required(raw.path.as_ref(), &raw.location, "path");
+        let found = self.required(raw.found.as_ref(), &raw.location, "found");
         let headers = self.question_headers(raw);
         let not_found = self.each(&raw.not_found, read_not_found);
         let spec = Spec {
@@ -106,20 +107,20 @@ impl Builder<'_> {
             path: path?.value.clone(),
             found: found?.value.clone(),
             not_found,
-            status: raw.status.as_ref().map_or(json!(200), |placed| placed.value.clone()),
-            body: raw.body.as_ref().map(|placed| placed.value.clone()),
+            status: raw.status.as_ref().map_or(json!(200), |spanned| spanned.value.clone()),
+            body: raw.body.as_ref().map(|spanned| spanned.value.clone()),
         };
         let template = Template::compile(&spec).map_err(|errors| {
             for error in errors {
                 let name = error.field.split('.').next().unwrap_or_default();
                 let field = match name {
-                    "path" => raw.path.as_ref().map(|placed| &placed.place),
-                    "found" => raw.found.as_ref().map(|placed| &placed.place),
-                    "headers" => raw.headers.as_ref().map(|placed| &placed.place),
-                    "status" => raw.status.as_ref().map(|placed| &placed.place),
-                    _ => raw.body.as_ref().map(|placed| &placed.place),
+                    "path" => raw.path.as_ref().map(|spanned| &spanned.location),
+                    "found" => raw.found.as_ref().map(|spanned| &spanned.location),
+                    "headers" => raw.headers.as_ref().map(|spanned| &spanned.location),
+                    "status" => raw.status.as_ref().map(|spanned| &spanned.location),
+                    _ => raw.body.as_ref().map(|spanned| &spanned.location),
                 };
-                self.notes.mistake(field.unwrap_or(&raw.place), error.text);
+                self.diagnostics.mistake(field.unwrap_or(&raw.location), error.text);
             }
         });
         let after_loss = super::or(&raw.settle, route.timeout);
@@ -135,10 +136,10 @@ impl Builder<'_> {
     }
 
     fn question_headers(&self, raw: &file::Lookup) -> Option<Vec<(HeaderName, String)>> {
-        let Some(placed) = &raw.headers else { return Some(Vec::new()) };
-        let Value::Object(members) = &placed.value else {
-            self.notes
-                .mistake(&placed.place, "must be a table: { X-Tenant-Id = \"{{ tenant }}\" }");
+        let Some(spanned) = &raw.headers else { return Some(Vec::new()) };
+        let Value::Object(members) = &spanned.value else {
+            self.diagnostics
+                .mistake(&spanned.location, "must be a table: { X-Tenant-Id = \"{{ tenant }}\" }");
             return None;
         };
         let read = |(name, value): (&String, &Value)| {
@@ -149,8 +150,8 @@ impl Builder<'_> {
             let text = value.as_str().ok_or_else(|| format!("{name}: must be a text"))?;
             Ok((header, text.to_owned()))
         };
-        let noted = |wrong: String| self.notes.mistake(&placed.place, wrong);
-        members.iter().map(|member| read(member).map_err(noted).ok()).collect()
+        let reported = |wrong: String| self.diagnostics.mistake(&spanned.location, wrong);
+        members.iter().map(|member| read(member).map_err(reported).ok()).collect()
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use http::uri::PathAndQuery;
 
-use super::{Builder, Placed, SECOND, file, or, read_base};
+use super::{Builder, SECOND, Spanned, file, or, read_base};
 use crate::route::{ReplayAuth, Server, Subrequest};
 
 impl Builder<'_> {
@@ -14,19 +14,19 @@ impl Builder<'_> {
     pub(super) fn replay_auth(&self, raw: Option<&file::ReplayAuth>, upstream: &str) -> ReplayAuth {
         let chosen = match raw {
             None => return ReplayAuth::Scope,
-            Some(file::ReplayAuth::Word(word)) => self.checked(word, read_word),
-            Some(file::ReplayAuth::Asked(asked)) => self.subrequest(asked, upstream),
+            Some(file::ReplayAuth::Text(word)) => self.checked(word, read_word),
+            Some(file::ReplayAuth::Subrequest(asked)) => self.subrequest(asked, upstream),
         };
-        // In the place of a mistake, which is noted.
+        // In place of a mistake, which is reported.
         chosen.unwrap_or(ReplayAuth::SameCredential)
     }
 
     fn subrequest(&self, raw: &file::Subrequest, upstream: &str) -> Option<ReplayAuth> {
         self.above_zero(&raw.timeout);
-        let url = self.required(raw.subrequest.as_ref(), &raw.place, "subrequest")?;
-        let ca_file = raw.ca_file.as_ref().map(|placed| self.readable(placed));
-        if let Some(placed) = raw.ca_file.as_ref().filter(|_| !url.value.starts_with("https://")) {
-            self.notes.mistake(&placed.place, "means something for an https URL only");
+        let url = self.required(raw.subrequest.as_ref(), &raw.location, "subrequest")?;
+        let ca_file = raw.ca_file.as_ref().map(|spanned| self.readable(spanned));
+        if let Some(spanned) = raw.ca_file.as_ref().filter(|_| !url.value.starts_with("https://")) {
+            self.diagnostics.mistake(&spanned.location, "means something for an https URL only");
         }
         let (server, target) = if url.value.starts_with('/') {
             (Server::Upstream(upstream.to_owned()), self.checked(url, read_target)?)
@@ -39,12 +39,12 @@ impl Builder<'_> {
     }
 
     /// The text of a file that holds a key, and no byte more than a key may have.
-    pub(super) fn key_bytes(&self, file: &Placed<String>) -> Option<Vec<u8>> {
+    pub(super) fn key_bytes(&self, file: &Spanned<String>) -> Option<Vec<u8>> {
         let path = self.folder.join(&file.value);
         std::fs::read(&path)
             .map_err(|error| {
                 let wrong = format!("cannot read {}: {error}", path.display());
-                self.notes.mistake(&file.place, wrong);
+                self.diagnostics.mistake(&file.location, wrong);
             })
             .ok()
     }

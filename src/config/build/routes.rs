@@ -3,7 +3,7 @@
 //! A field of a route stands in for the same field of `[policy]`, and that for the default. A route without a name for
 //! its operation is one operation for each method, named after method and path.
 //!
-//! What must stay true: a mistake in `[policy]` is noted even where no route uses it, and once, not per route.
+//! What must stay true: a mistake in `[policy]` is reported even where no route uses it, and once, not per route.
 
 use std::time::Duration;
 
@@ -11,21 +11,22 @@ use crate::record::event::subscription::Subscriber;
 use crate::scope::jwt::ClaimPath;
 
 use super::{
-    BTreeMap, BTreeSet, Builder, Code, DAY, DEFAULT_UPSTREAM, Derive, File, HeaderName, Lists, MIB,
-    Maybe, Method, Mode, OnUnknown, Operation, Pattern, Place, Placed, Policy, Route, RouteFacts,
-    Routes, SECOND, Source, Spec, StatusCode, Templates, Tenant, covers, file, fingerprint, lookup,
-    payload_max, read_code, read_header, read_method, same_answer, scope, unknown, upstream,
+    BTreeMap, BTreeSet, Builder, Code, DAY, DEFAULT_UPSTREAM, Derive, File, HeaderName, Lists,
+    Location, MIB, Method, Mode, OnUnknown, Operation, Pattern, Policy, Route, RouteFacts, Routes,
+    SECOND, Setting, Source, Spanned, Spec, StatusCode, Templates, Tenant, covers, file,
+    fingerprint, lookup, payload_max, read_code, read_header, read_method, same_answer, scope,
+    unknown, upstream,
 };
 
 /// How long the upstream may take, unless something else is said.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A field of the route, else of the policy.
-fn pick<'f, T>(route: &'f Maybe<T>, policy: &'f Maybe<T>) -> &'f Maybe<T> {
+fn pick<'f, T>(route: &'f Setting<T>, policy: &'f Setting<T>) -> &'f Setting<T> {
     if route.is_some() { route } else { policy }
 }
 
-fn pick_or<T: Clone>(route: &Maybe<T>, policy: &Maybe<T>, default: T) -> T {
+fn pick_or<T: Clone>(route: &Setting<T>, policy: &Setting<T>, default: T) -> T {
     super::or(pick(route, policy), default)
 }
 
@@ -54,11 +55,12 @@ impl Builder<'_> {
         let _ = (self.outcome(&none, &file.policy), self.fingerprint(None, &file.policy));
         let made = if without_file { every_write() } else { Vec::new() };
         let raws = if without_file { &made } else { &file.routes };
-        let mut places = Vec::new();
+        let mut locations = Vec::new();
         let mut entries = Vec::new();
         for raw in raws {
             let made = self.route(raw, &common);
-            places.extend(made.iter().map(|(_, route)| (route.operation.clone(), &raw.place)));
+            locations
+                .extend(made.iter().map(|(_, route)| (route.operation.clone(), &raw.location)));
             entries.extend(made);
         }
         let facts = entries
@@ -72,21 +74,21 @@ impl Builder<'_> {
         self.refuse_repeated_operations(raws);
         let routes = Routes::build(entries, super::or(&file.server.ignore_path_case, false));
         let routes = routes.unwrap_or_else(|wrong| {
-            wrong.iter().for_each(|text| self.wrong_route(&places, text));
+            wrong.iter().for_each(|text| self.wrong_route(&locations, text));
             Routes::default()
         });
         (routes, facts)
     }
 
     /// The table of routes names a route by its operation; whoever reads it wants to know where that stands.
-    fn wrong_route(&self, places: &[(Operation, &Place)], text: &str) {
-        let found = places.iter().find_map(|(operation, place)| {
+    fn wrong_route(&self, locations: &[(Operation, &Location)], text: &str) {
+        let found = locations.iter().find_map(|(operation, location)| {
             let rest = text.strip_prefix(&format!("route {operation}: "))?;
-            Some((*place, rest))
+            Some((*location, rest))
         });
         match found {
-            Some((place, rest)) => self.notes.mistake(place, rest),
-            None => self.notes.mistake(&Place::absent("route"), text),
+            Some((location, rest)) => self.diagnostics.mistake(location, rest),
+            None => self.diagnostics.mistake(&Location::absent("route"), text),
         }
     }
 
@@ -99,23 +101,23 @@ impl Builder<'_> {
                     "{:?} is the operation of another route already; two operations share no key",
                     operation.value
                 );
-                self.notes.mistake(&operation.place, wrong);
+                self.diagnostics.mistake(&operation.location, wrong);
             }
         }
     }
 
     fn route(&self, raw: &file::Route, common: &Common<'_>) -> Vec<(Pattern, Route)> {
         let methods = self.methods(raw);
-        let path = self.required(raw.path.as_ref(), &raw.place, "path");
+        let path = self.required(raw.path.as_ref(), &raw.location, "path");
         let upstream = self.route_upstream(raw, common);
         let Some(path) = path.map(|path| path.value.clone()) else { return Vec::new() };
         let by_method = |method: Method| {
             let name = format!("{method} {path}");
-            self.route_of(raw, common, &name, &raw.place, vec![method], &path, &upstream)
+            self.route_of(raw, common, &name, &raw.location, vec![method], &path, &upstream)
         };
         match &raw.operation {
             Some(name) => self
-                .route_of(raw, common, &name.value, &name.place, methods, &path, &upstream)
+                .route_of(raw, common, &name.value, &name.location, methods, &path, &upstream)
                 .into_iter()
                 .collect(),
             None => methods.into_iter().filter_map(by_method).collect(),
@@ -128,7 +130,7 @@ impl Builder<'_> {
         raw: &file::Route,
         common: &Common<'_>,
         name: &str,
-        name_place: &Place,
+        name_place: &Location,
         methods: Vec<Method>,
         path: &str,
         upstream: &str,
@@ -136,7 +138,7 @@ impl Builder<'_> {
         let policy = &common.file.policy;
         let Some(operation) = Operation::parse(name) else {
             let wrong = "an operation is 1 to 255 bytes of visible text";
-            self.notes.mistake(name_place, wrong);
+            self.diagnostics.mistake(name_place, wrong);
             return None;
         };
         let events = self.events(raw, &operation, common);
@@ -163,16 +165,16 @@ impl Builder<'_> {
         match (&raw.method, &raw.methods) {
             (Some(one), None) => self.checked(one, read_method).into_iter().collect(),
             (None, Some(list)) if list.value.is_empty() => {
-                self.notes.mistake(&list.place, "names no method");
+                self.diagnostics.mistake(&list.location, "names no method");
                 Vec::new()
             }
             (None, several @ Some(_)) => self.each(several, read_method),
             (Some(both), Some(_)) => {
-                self.notes.mistake(&both.place, "stands beside methods; keep one of them");
+                self.diagnostics.mistake(&both.location, "stands beside methods; keep one of them");
                 Vec::new()
             }
             (None, None) => {
-                self.notes.missing(&raw.place.field("method"));
+                self.diagnostics.missing(&raw.location.field("method"));
                 Vec::new()
             }
         }
@@ -185,7 +187,7 @@ impl Builder<'_> {
 
     pub(super) fn named_upstream(
         &self,
-        named: Option<&Placed<String>>,
+        named: Option<&Spanned<String>>,
         common: &Common<'_>,
     ) -> Option<String> {
         let named = named?;
@@ -194,7 +196,7 @@ impl Builder<'_> {
         if !defined {
             let names = common.upstreams.keys().map(String::as_str);
             let hint = unknown("no such upstream", &named.value, names);
-            self.notes.mistake(&named.place, hint);
+            self.diagnostics.mistake(&named.location, hint);
         }
         Some(named.value.clone())
     }
@@ -209,20 +211,20 @@ impl Builder<'_> {
             raw.events.iter().filter_map(|event| self.event(event, common)).collect();
         let max = payload_max(&common.file.outbox);
         let mut whole = specs.len() == raw.events.len();
-        // One by one first, so that a mistake is noted at its own event.
+        // One by one first, so that a mistake is reported at its own event.
         for (event, spec) in raw.events.iter().zip(&specs).filter(|_| whole) {
             let alone =
                 Templates::compile(operation, std::slice::from_ref(spec), common.sinks, max);
             if let Err(wrong) = alone {
-                wrong.into_iter().for_each(|text| self.notes.mistake(&event.place, text));
+                wrong.into_iter().for_each(|text| self.diagnostics.mistake(&event.location, text));
             }
         }
         let compiled = Templates::compile(operation, &specs, common.sinks, max);
         whole &= compiled.is_ok();
         if let Err(wrong) = &compiled
-            && !self.notes.has_mistake_under(&raw.place.field("event"))
+            && !self.diagnostics.has_mistake_under(&raw.location.field("event"))
         {
-            wrong.iter().for_each(|text| self.notes.mistake(&raw.place, text));
+            wrong.iter().for_each(|text| self.diagnostics.mistake(&raw.location, text));
         }
         compiled.ok().filter(|_| whole)
     }
@@ -235,11 +237,11 @@ impl Builder<'_> {
             known.contains(&name).then(|| name.to_owned()).ok_or_else(hint)
         };
         let sinks = raw.sinks.is_some().then(|| self.each(&raw.sinks, read));
-        let text = |field: &Maybe<String>| field.as_ref().map(|placed| placed.value.clone());
+        let text = |field: &Setting<String>| field.as_ref().map(|spanned| spanned.value.clone());
         Some(Spec {
-            kind: self.required(raw.kind.as_ref(), &raw.place, "type")?.value.clone(),
+            kind: self.required(raw.kind.as_ref(), &raw.location, "type")?.value.clone(),
             when: text(&raw.when),
-            payload: raw.payload.as_ref().map(|placed| placed.value.clone()),
+            payload: raw.payload.as_ref().map(|spanned| spanned.value.clone()),
             for_each: text(&raw.for_each),
             event_key: text(&raw.event_key),
             ordering_key: text(&raw.ordering_key),
@@ -282,7 +284,7 @@ impl Builder<'_> {
         }
     }
 
-    fn mode(&self, field: &Maybe<String>) -> Mode {
+    fn mode(&self, field: &Setting<String>) -> Mode {
         let read = |text: &str| match text {
             "protect" => Ok(Mode::Protect),
             "observe" => Ok(Mode::Observe),
@@ -290,7 +292,7 @@ impl Builder<'_> {
                       would have been done)"
                 .to_owned()),
         };
-        field.as_ref().and_then(|placed| self.checked(placed, read)).unwrap_or_default()
+        field.as_ref().and_then(|spanned| self.checked(spanned, read)).unwrap_or_default()
     }
 
     /// A list that is written wins over a default of the other list that names the same answer.
@@ -312,7 +314,7 @@ impl Builder<'_> {
             (Some(_), Some(written)) => {
                 if lists.unknown_on.iter().any(|code| in_both(code, &lists.release_on)) {
                     let wrong = "names an answer that release_on names too; keep it in one of them";
-                    self.notes.mistake(&written.place, wrong);
+                    self.diagnostics.mistake(&written.location, wrong);
                 }
             }
             (None, None) => {}
@@ -329,8 +331,8 @@ impl Builder<'_> {
             return fingerprint::Recipe::compile(&fingerprint::Settings::default()).ok();
         };
         let xml_namespaces = self.xml_namespaces(&raw.xml_namespaces);
-        // One by one first, so that a mistake is noted at its own entry.
-        let each = |list: &Maybe<Vec<Placed<String>>>,
+        // One by one first, so that a mistake is reported at its own entry.
+        let each = |list: &Setting<Vec<Spanned<String>>>,
                     put: fn(&mut fingerprint::Settings, String)| {
             self.each(list, |entry| {
                 let mut alone = fingerprint::Settings {
@@ -344,9 +346,9 @@ impl Builder<'_> {
         let only = each(&raw.only, |alone, entry| alone.only.push(entry));
         let ignore = each(&raw.ignore, |alone, entry| alone.ignore.push(entry));
         let ignore_xml = each(&raw.ignore_xml, |alone, entry| alone.ignore_xml.push(entry));
-        if let Some(placed) = raw.only.as_ref().filter(|placed| placed.value.is_empty()) {
+        if let Some(spanned) = raw.only.as_ref().filter(|spanned| spanned.value.is_empty()) {
             let wrong = "names nothing; leave it out, and all of the body counts";
-            self.notes.mistake(&placed.place, wrong);
+            self.diagnostics.mistake(&spanned.location, wrong);
         }
         let headers = self.each(&raw.headers, |entry| {
             let alone =
@@ -354,7 +356,7 @@ impl Builder<'_> {
             read_header(entry).and_then(|_| compiled(&alone)).map(|_| entry.to_owned())
         });
         let ignore_query = self.each(&raw.ignore_query, |entry| Ok(entry.to_owned()));
-        let decoded_max = raw.max_decoded.as_ref().map(|placed| placed.value);
+        let decoded_max = raw.max_decoded.as_ref().map(|spanned| spanned.value);
         let settings = fingerprint::Settings {
             only,
             ignore,
@@ -368,8 +370,8 @@ impl Builder<'_> {
     }
 
     /// All of them, also those with a mistake: paths that use them have none of their own.
-    fn xml_namespaces(&self, raw: &[(String, Placed<String>)]) -> fingerprint::xml::Given {
-        let read = |(prefix, uri): &(String, Placed<String>)| {
+    fn xml_namespaces(&self, raw: &[(String, Spanned<String>)]) -> fingerprint::xml::Given {
+        let read = |(prefix, uri): &(String, Spanned<String>)| {
             self.checked(uri, |text| fingerprint::xml::check(prefix, text));
             (prefix.clone(), uri.value.clone())
         };
@@ -378,7 +380,7 @@ impl Builder<'_> {
 
     fn scope(&self, route: &file::Policy, policy: &file::Policy, path: &str) -> scope::Recipe {
         let header = pick(&route.key_header, &policy.key_header).as_ref();
-        let key_header = header.and_then(|placed| self.checked(placed, read_header));
+        let key_header = header.and_then(|spanned| self.checked(spanned, read_header));
         let derive = pick(&route.derive_key, &policy.derive_key).as_ref();
         let tenant = route.tenant.as_ref().or(policy.tenant.as_ref());
         scope::Recipe {
@@ -391,51 +393,53 @@ impl Builder<'_> {
     }
 
     /// `path` is empty for [policy] alone, which has no path to look at.
-    fn derive(&self, parts: &Placed<Vec<Placed<String>>>, path: &str) -> Option<Derive> {
+    fn derive(&self, parts: &Spanned<Vec<Spanned<String>>>, path: &str) -> Option<Derive> {
         let texts: Vec<String> = parts.value.iter().map(|part| part.value.clone()).collect();
         if texts.is_empty() {
-            self.notes.mistake(&parts.place, "names no part; leave it out, or name at least one");
+            self.diagnostics
+                .mistake(&parts.location, "names no part; leave it out, or name at least one");
             return None;
         }
         for part in &parts.value {
             self.checked(part, |text| Derive::parse(&[text.to_owned()]));
             if let Some(name) = part.value.strip_prefix("path:").filter(|name| !name.is_empty()) {
-                self.parameter(name, &part.place, path);
+                self.parameter(name, &part.location, path);
             }
         }
         Derive::parse(&texts).ok()
     }
 
     fn tenant(&self, raw: &file::Tenant, path: &str) -> Source {
-        let flag = |field: &Maybe<bool>, source: Source| {
-            field.as_ref().map(|placed| {
-                if !placed.value {
-                    self.notes.mistake(&placed.place, "can only be true; else leave it out");
+        let flag = |field: &Setting<bool>, source: Source| {
+            field.as_ref().map(|spanned| {
+                if !spanned.value {
+                    self.diagnostics
+                        .mistake(&spanned.location, "can only be true; else leave it out");
                 }
                 Some(source)
             })
         };
         let header =
-            |placed: &Placed<String>| self.checked(placed, read_header).map(Source::Header);
-        let fixed = |placed: &Placed<String>| {
+            |spanned: &Spanned<String>| self.checked(spanned, read_header).map(Source::Header);
+        let fixed = |spanned: &Spanned<String>| {
             let read = |text: &str| {
                 Tenant::parse(text)
                     .ok_or_else(|| "is not 1 to 255 bytes of visible text".to_owned())
             };
-            self.checked(placed, read).map(Source::Fixed)
+            self.checked(spanned, read).map(Source::Fixed)
         };
-        let claim = |placed: &Placed<String>| {
+        let claim = |spanned: &Spanned<String>| {
             let read = |text: &str| {
                 ClaimPath::parse(text).ok_or_else(|| {
                     "is not the name of a claim, \"tenant_id\", or a pointer to one, \"/org/id\""
                         .to_owned()
                 })
             };
-            self.checked(placed, read).map(Source::JwtClaim)
+            self.checked(spanned, read).map(Source::JwtClaim)
         };
         let found: Vec<Option<Source>> = [
             raw.header.as_ref().map(header),
-            raw.path.as_ref().map(|placed| self.tenant_parameter(placed, path)),
+            raw.path.as_ref().map(|spanned| self.tenant_parameter(spanned, path)),
             flag(&raw.host, Source::Host),
             flag(&raw.basic_user, Source::BasicUser),
             flag(&raw.credential, Source::Credential),
@@ -445,24 +449,24 @@ impl Builder<'_> {
         .into_iter()
         .flatten()
         .collect();
-        if found.len() != 1 && !self.notes.has_mistake_under(&raw.place) {
+        if found.len() != 1 && !self.diagnostics.has_mistake_under(&raw.location) {
             let wrong = "name exactly one of header, path, host, basic_user, credential, jwt_claim and fixed";
-            self.notes.mistake(&raw.place, wrong);
+            self.diagnostics.mistake(&raw.location, wrong);
         }
         found.into_iter().flatten().next().unwrap_or_else(default_tenant)
     }
 
     /// `path` is empty for [policy] alone, which has no path to look at.
-    fn tenant_parameter(&self, placed: &Placed<String>, path: &str) -> Option<Source> {
-        self.parameter(&placed.value, &placed.place, path);
-        Some(Source::Path(placed.value.clone()))
+    fn tenant_parameter(&self, spanned: &Spanned<String>, path: &str) -> Option<Source> {
+        self.parameter(&spanned.value, &spanned.location, path);
+        Some(Source::Path(spanned.value.clone()))
     }
 
-    fn parameter(&self, name: &str, place: &Place, path: &str) {
+    fn parameter(&self, name: &str, location: &Location, path: &str) {
         let named = path.contains(&format!("{{{name}}}")) || path.contains(&format!("{{*{name}}}"));
         if !named && !path.is_empty() {
             let wrong = format!("the path {path:?} has no parameter {{{name}}}");
-            self.notes.mistake(place, wrong);
+            self.diagnostics.mistake(location, wrong);
         }
     }
 }
@@ -478,15 +482,15 @@ fn default_tenant() -> Source {
 /// What is protected without a file: every POST and PATCH.
 fn every_write() -> Vec<file::Route> {
     let text = |value: &str| {
-        let place = Place::absent("route");
-        Placed { value: value.to_owned(), place }
+        let location = Location::absent("route");
+        Spanned { value: value.to_owned(), location }
     };
     ["/{*path}", "/"]
         .into_iter()
         .map(|path| file::Route {
-            methods: Some(Placed {
+            methods: Some(Spanned {
                 value: vec![text("POST"), text("PATCH")],
-                place: Place::absent("route"),
+                location: Location::absent("route"),
             }),
             path: Some(text(path)),
             ..file::Route::default()

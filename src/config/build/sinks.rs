@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use ::http::{HeaderMap, HeaderValue, Uri};
 
-use super::{BTreeSet, Builder, DAY, HOUR, Maybe, Placed, SECOND, count, file, or, read_header};
+use super::{BTreeSet, Builder, DAY, HOUR, SECOND, Setting, Spanned, count, file, or, read_header};
 use crate::record::event::subscription::{TypeFilter, TypePattern};
 use crate::relay::address::{NO_PORT, names_no_port};
 use crate::relay::sink::http::Format;
@@ -22,7 +22,8 @@ impl Builder<'_> {
             if let Some(name) = &raw.name
                 && !names.insert(&name.value)
             {
-                self.notes.mistake(&name.place, format!("{:?} names two sinks", name.value));
+                self.diagnostics
+                    .mistake(&name.location, format!("{:?} names two sinks", name.value));
             }
         }
         raws.iter().filter_map(|raw| self.sink(raw, &source)).collect()
@@ -32,11 +33,12 @@ impl Builder<'_> {
         self.above_zero(&raw.timeout);
         let (base, max) = (or(&raw.backoff_base, SECOND), or(&raw.backoff_max, HOUR));
         if base > max || base.is_zero() {
-            let place = raw.place.field("backoff");
-            self.notes.mistake(&place, "base must be longer than nothing and not longer than max");
+            let location = raw.location.field("backoff");
+            self.diagnostics
+                .mistake(&location, "base must be longer than nothing and not longer than max");
         }
         let target = self.target(raw, source);
-        let name = self.required(raw.name.as_ref(), &raw.place, "name");
+        let name = self.required(raw.name.as_ref(), &raw.location, "name");
         let name = name.and_then(|name| self.checked(name, read_name));
         let settings = sink::Settings {
             name: name?,
@@ -46,7 +48,7 @@ impl Builder<'_> {
             backoff_max: max,
             attempts_max: or(&raw.max_attempts, 20),
             age_max: or(&raw.max_age, 3 * DAY),
-            events: self.wanted(raw),
+            events: self.type_filter(raw),
             refusals_max: or(&raw.max_refusals, 5),
             pause_after: or(&raw.pause_after, 10),
             order: self.order(raw),
@@ -54,17 +56,18 @@ impl Builder<'_> {
         };
         // The part's own check has the last word.
         if let Err(wrong) = settings.check()
-            && !self.notes.has_mistake_under(&raw.place)
+            && !self.diagnostics.has_mistake_under(&raw.location)
         {
-            self.notes.mistake(&raw.place, wrong);
+            self.diagnostics.mistake(&raw.location, wrong);
         }
         Some(settings)
     }
 
     /// Which events it wants: none named means all.
-    fn wanted(&self, raw: &file::Sink) -> TypeFilter {
+    fn type_filter(&self, raw: &file::Sink) -> TypeFilter {
         if let Some(none) = raw.events.as_ref().filter(|list| list.value.is_empty()) {
-            self.notes.mistake(&none.place, "names no event; leave it out, and the sink gets all");
+            self.diagnostics
+                .mistake(&none.location, "names no event; leave it out, and the sink gets all");
         }
         match &raw.events {
             Some(_) => TypeFilter::Matching(self.each(&raw.events, TypePattern::parse)),
@@ -87,13 +90,13 @@ impl Builder<'_> {
                       ordering key waits until that one is redelivered or discarded)"
                 .to_owned()),
         };
-        let by_key = raw.ordering.as_ref().and_then(|placed| self.checked(placed, ordering));
-        let dead = raw.on_dead.as_ref().and_then(|placed| self.checked(placed, on_dead));
+        let by_key = raw.ordering.as_ref().and_then(|spanned| self.checked(spanned, ordering));
+        let dead = raw.on_dead.as_ref().and_then(|spanned| self.checked(spanned, on_dead));
         match (by_key, &raw.on_dead) {
             (Some(true), _) => Order::Key(dead.unwrap_or_default()),
-            (None | Some(false), Some(placed)) => {
+            (None | Some(false), Some(spanned)) => {
                 let wrong = "has no effect without ordering = \"key\": add that, or leave it out";
-                self.notes.mistake(&placed.place, wrong);
+                self.diagnostics.mistake(&spanned.location, wrong);
                 Order::None
             }
             (None | Some(false), None) => Order::None,
@@ -111,7 +114,7 @@ impl Builder<'_> {
             }
             Ok(text.to_owned())
         };
-        let source = raw.source.as_ref().and_then(|placed| self.checked(placed, read));
+        let source = raw.source.as_ref().and_then(|spanned| self.checked(spanned, read));
         source.unwrap_or_else(|| "/oncegate".to_owned())
     }
 
@@ -131,14 +134,14 @@ impl Builder<'_> {
     fn webhook(&self, raw: &file::Sink, source: &str) -> Option<http::Settings> {
         let (allow_private, allow_http) =
             (or(&raw.allow_private, false), or(&raw.allow_http, false));
-        let url = self.required(raw.url.as_ref(), &raw.place, "url");
+        let url = self.required(raw.url.as_ref(), &raw.location, "url");
         let url = url.and_then(|url| {
             self.checked(url, |text| read_sink_url(text, allow_private, allow_http))
         });
         let secrets = self.secrets(raw);
         let headers = self.headers(&raw.headers);
-        let format = raw.format.as_ref().and_then(|placed| self.checked(placed, read_format));
-        let readable = |file: &Maybe<String>| file.as_ref().map(|placed| self.readable(placed));
+        let format = raw.format.as_ref().and_then(|spanned| self.checked(spanned, read_format));
+        let readable = |file: &Setting<String>| file.as_ref().map(|spanned| self.readable(spanned));
         Some(http::Settings {
             url: url?,
             secrets,
@@ -159,12 +162,12 @@ impl Builder<'_> {
         match (&raw.client_cert_file, &raw.client_key_file) {
             (Some(cert), Some(key)) => {
                 let key_file = self.readable(key);
-                self.private(&key.place, &key_file);
+                self.private(&key.location, &key_file);
                 Some(http::Identity { cert_file: self.readable(cert), key_file })
             }
             (Some(alone), None) | (None, Some(alone)) => {
                 let wrong = "stands alone; client_cert_file and client_key_file belong together";
-                self.notes.mistake(&alone.place, wrong);
+                self.diagnostics.mistake(&alone.location, wrong);
                 None
             }
             (None, None) => None,
@@ -175,11 +178,11 @@ impl Builder<'_> {
         let mut headers = HeaderMap::new();
         for raw in raws {
             let Ok(name) = read_header(&raw.name) else {
-                self.notes.mistake(&raw.place, "cannot be the name of a header");
+                self.diagnostics.mistake(&raw.location, "cannot be the name of a header");
                 continue;
             };
             if http::is_reserved(&name) {
-                self.notes.mistake(&raw.place, "is set by Oncegate itself; leave it out");
+                self.diagnostics.mistake(&raw.location, "is set by Oncegate itself; leave it out");
                 continue;
             }
             let Some(text) = self.header_text(raw) else { continue };
@@ -191,7 +194,7 @@ impl Builder<'_> {
                 }
                 Err(_) => {
                     let wrong = "its value must be one line of visible ASCII characters";
-                    self.notes.mistake(&raw.place, wrong);
+                    self.diagnostics.mistake(&raw.location, wrong);
                 }
             }
         }
@@ -206,18 +209,19 @@ impl Builder<'_> {
             _ => {
                 let wrong =
                     "needs a text, or exactly one of file and env: { file = \"sink.token\" }";
-                if !self.notes.has_mistake_under(&raw.place) {
-                    self.notes.mistake(&raw.place, wrong);
+                if !self.diagnostics.has_mistake_under(&raw.location) {
+                    self.diagnostics.mistake(&raw.location, wrong);
                 }
                 None
             }
         }
     }
 
-    fn variable(&self, named: &Placed<String>) -> Option<String> {
+    fn variable(&self, named: &Spanned<String>) -> Option<String> {
         let value = self.variables.get(&named.value).cloned();
         if value.is_none() {
-            self.notes.mistake(&named.place, format!("the variable {} is not set", named.value));
+            self.diagnostics
+                .mistake(&named.location, format!("the variable {} is not set", named.value));
         }
         value
     }
@@ -228,7 +232,7 @@ impl Builder<'_> {
             [&raw.secret, &raw.secret_file, &raw.secret_env].into_iter().flatten().collect();
         let [one] = named.as_slice() else {
             let wrong = "needs exactly one of secret_file, secret_env and secret: deliveries are signed with it";
-            self.notes.mistake(&raw.place, wrong);
+            self.diagnostics.mistake(&raw.location, wrong);
             return Vec::new();
         };
         let text = if raw.secret_file.is_some() {
@@ -243,7 +247,7 @@ impl Builder<'_> {
         if secrets.is_empty() || !secrets.iter().all(|secret| is_secret(secret)) {
             let wrong = "each line must be `whsec_` and the base64 of 24 to 64 random bytes: \
                          `echo whsec_$(head -c 32 /dev/urandom | base64)`";
-            self.notes.mistake(&one.place, wrong);
+            self.diagnostics.mistake(&one.location, wrong);
         }
         secrets
     }

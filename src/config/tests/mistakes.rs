@@ -1,4 +1,4 @@
-//! Every mistake has its place, its cause and its remedy.
+//! Every mistake has its location, its cause and its remedy.
 
 use super::{SECRET, good, mistakes, with};
 
@@ -456,7 +456,7 @@ fn all_mistakes_are_reported_at_once_in_the_order_of_the_file() {
     let text = "[server]\nlisen = \"a\"\n[policy]\nwait = 1\nkey_header = \"a b\"\n[[route]]\nmethod = \"POST\"\n\
                 path = \"/a\"\n[[route]]\nmethod = \"POST\"\npath = \"/b\"\nretention = \"\"\n";
     let found = mistakes(text);
-    let places: Vec<_> =
+    let locations: Vec<_> =
         found.iter().map(|l| l.splitn(3, ": ").take(2).collect::<Vec<_>>()).collect();
     let expected = [
         ["og.toml:2", "server.lisen"],
@@ -465,5 +465,5 @@ fn all_mistakes_are_reported_at_once_in_the_order_of_the_file() {
         ["og.toml:12", "route[1].retention"],
         ["og.toml", "upstream.url"],
     ];
-    assert_eq!(places, expected);
+    assert_eq!(locations, expected);
 }

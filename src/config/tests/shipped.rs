@@ -53,10 +53,10 @@ fn parts(config: &Config) -> Vec<String> {
 #[test]
 fn the_reference_names_every_field() {
     let reference = repository("config/oncegate.toml");
-    let notes = Notes::default();
-    let tree = tree::parse(&reference, &notes);
-    drop(file::read(&tree, &notes));
-    let asked = notes.asked();
+    let diagnostics = Diagnostics::default();
+    let tree = tree::parse(&reference, &diagnostics);
+    drop(file::read(&tree, &diagnostics));
+    let asked = diagnostics.asked();
     assert!(asked.len() > 90, "{}", asked.len());
     for path in asked {
         let field = path.rsplit('.').next().unwrap();

@@ -7,7 +7,7 @@ fn a_tenant_that_nobody_verifies_is_warned_of_unless_reading_is_guarded() {
     let warned = |lines: &str, more: &str| {
         let text = format!("{more}[[route]]\nmethod = \"POST\"\npath = \"/a\"\n{lines}");
         let config = good(&with(&text), &[]);
-        check::warnings(&config).into_iter().any(|warning| warning.place == "policy.tenant")
+        check::warnings(&config).into_iter().any(|warning| warning.location == "policy.tenant")
     };
     let header = "tenant = { header = \"X-T\" }\n";
     assert!(warned(header, ""));
@@ -16,7 +16,7 @@ fn a_tenant_that_nobody_verifies_is_warned_of_unless_reading_is_guarded() {
     let jwt = "[jwt]\nalgorithms = [\"RS256\"]\nissuer = \"i\"\naudience = \"a\"\njwks_url = \"https://a/\"\n";
     assert!(!warned("tenant = { jwt_claim = \"t\" }", jwt));
     let idle = good(&with(jwt), &[]);
-    assert!(check::warnings(&idle).iter().any(|warning| warning.place == "jwt"));
+    assert!(check::warnings(&idle).iter().any(|warning| warning.location == "jwt"));
 }
 
 #[test]
@@ -29,8 +29,8 @@ fn a_key_file_that_others_can_read_is_warned_of() {
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
         let text = with(&format!("{field} = \"{}\"", path.display()));
         let (_, warnings) = load(&text, &[]).unwrap();
-        warnings.into_iter().any(|Warning { place, text }| {
-            place == field && text.contains(&format!("{mode:04o}")) && text.contains("chmod 600")
+        warnings.into_iter().any(|Warning { location, text }| {
+            location == field && text.contains(&format!("{mode:04o}")) && text.contains("chmod 600")
         })
     };
     for field in ["store.encryption_key_file", "server.digest_key_file"] {
@@ -45,7 +45,7 @@ fn a_key_file_that_others_can_read_is_warned_of() {
 fn check_names_what_is_unsafe() {
     let of = |text: &str| {
         let config = good(&with(text), &[]);
-        check::warnings(&config).into_iter().map(|warning| warning.place).collect::<Vec<_>>()
+        check::warnings(&config).into_iter().map(|warning| warning.location).collect::<Vec<_>>()
     };
     assert_eq!(of(""), ["route"]);
     let quiet = format!(
@@ -76,7 +76,7 @@ fn an_ordered_sink_whose_events_have_no_key_is_warned_of() {
             "[[sink]]\nname = \"a\"\nurl = \"https://e.com/\"\nsecret_file = \"sink.secret\"";
         let route = "[[route]]\nmethod = \"POST\"\npath = \"/a\"\n[[route.event]]\ntype = \"made\"";
         let config = good(&with(&format!("{sink}\n{order}\n{route}\n{key}")), &[]);
-        check::warnings(&config).iter().any(|warning| warning.place == "sink.ordering")
+        check::warnings(&config).iter().any(|warning| warning.location == "sink.ordering")
     };
     let (by_key, key) =
         ("ordering = \"key\"\non_dead = \"block\"", "ordering_key = \"{{ tenant }}\"");
@@ -121,7 +121,7 @@ fn a_look_up_that_may_find_somebody_elses_is_warned_of() {
             "[[route]]\nmethod = \"POST\"\npath = \"/a\"\non_unknown = \"lookup\"\n{tenant}lookup = {{ {asked} }}\n"
         );
         let warned = check::warnings(&good(&with(&text), &[]));
-        let warned = warned.iter().filter(|warning| warning.place == "policy.lookup");
+        let warned = warned.iter().filter(|warning| warning.location == "policy.lookup");
         let texts = warned.map(|warning| warning.text.as_str()).collect::<Vec<_>>();
         assert_eq!(texts.len(), expected.len(), "{tenant}{asked}: {texts:?}");
         for (text, part) in texts.iter().zip(expected) {

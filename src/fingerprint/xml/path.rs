@@ -149,7 +149,7 @@ fn test(text: &str, given: &Given) -> Result<Test, Option<String>> {
 
 /// How much of one path has been found at one element: bit `n` for its first `n` steps.
 #[derive(Clone, Copy, Debug)]
-struct Found {
+struct Matched {
     /// The last of these steps names the element itself.
     here: u64,
     /// It names an element around it.
@@ -161,12 +161,12 @@ struct Found {
 pub(super) struct Matcher<'p> {
     paths: &'p [Path],
     /// For each open element, and for the document around them, one entry for each path.
-    levels: Vec<Found>,
+    levels: Vec<Matched>,
 }
 
 impl<'p> Matcher<'p> {
     pub(super) fn new(paths: &'p [Path]) -> Self {
-        Self { paths, levels: vec![Found { here: 1, above: 0 }; paths.len()] }
+        Self { paths, levels: vec![Matched { here: 1, above: 0 }; paths.len()] }
     }
 
     /// Goes into an element. Whether a path names it.
@@ -184,7 +184,7 @@ impl<'p> Matcher<'p> {
                 }
             }
             named |= path.attribute.is_none() && here & path.whole() != 0;
-            self.levels.push(Found { here, above });
+            self.levels.push(Matched { here, above });
         }
         named
     }

@@ -6,7 +6,7 @@ use super::*;
 
 fn form_of(kind: &str, body: &[u8], selection: &Selection) -> Option<String> {
     let mut out = Vec::new();
-    let kind = Parametered::parse(kind.as_bytes()).unwrap();
+    let kind = ParameterizedValue::parse(kind.as_bytes()).unwrap();
     write(body, &kind, selection, &mut out).map(|_| String::from_utf8(out).unwrap())
 }
 
@@ -30,13 +30,13 @@ fn without(ignore: &[&str], text: &str) -> String {
 fn only(only: &[&str], ignore: &[&str], text: &str) -> Option<String> {
     let selection = Selection { ignore: paths(ignore), only: paths(only) };
     let mut out = Vec::new();
-    let kind = Parametered::parse(b"text/xml").unwrap();
+    let kind = ParameterizedValue::parse(b"text/xml").unwrap();
     let kept = write(text.as_bytes(), &kind, &selection, &mut out).expect(text);
     let out = String::from_utf8(out).unwrap();
-    if kept == Kept::Whole {
+    if kept == Selected::Whole {
         assert_eq!(out, without(ignore, text));
     }
-    (kept == Kept::Picked).then_some(out)
+    (kept == Selected::Picked).then_some(out)
 }
 
 #[test]

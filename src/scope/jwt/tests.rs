@@ -98,11 +98,11 @@ fn rules(algorithms: &[Algorithm]) -> Rules {
     }
 }
 
-fn check_at(token: &str, keys: &Keys, rules: &Rules, now: u64) -> Result<Token, Fault> {
+fn check_at(token: &str, keys: &Keys, rules: &Rules, now: u64) -> Result<Claims, TokenError> {
     verify(token, keys, rules, Duration::from_secs(now))
 }
 
-fn hs256(payload: &str) -> Result<Token, Fault> {
+fn hs256(payload: &str) -> Result<Claims, TokenError> {
     let token = hmac_signed(r#"{"alg":"HS256","typ":"JWT"}"#, payload, SECRET);
     check_at(&token, &Keys::one(Key::secret(SECRET)), &rules(&[Algorithm::Hs256]), NOW)
 }
@@ -258,7 +258,7 @@ fn claims_of_another_time_issuer_or_audience_are_refused() {
         (json!({ "aud": "oncegate other" }), "is meant for somebody else"),
         (json!({ "sub": 7 }), "has a subject that is no text"),
     ] {
-        let expected = if why.is_empty() { Ok(()) } else { Err(Fault::Invalid(why)) };
+        let expected = if why.is_empty() { Ok(()) } else { Err(TokenError::Invalid(why)) };
         assert_eq!(hs256(&claims_with(&changes)).map(drop), expected, "{changes}");
     }
     // A name that stands twice says two things.
@@ -308,19 +308,26 @@ fn a_key_is_found_by_its_name_alone() {
     };
     let check = |kid: &str| check_at(&token(kid), &keys, &rules, NOW).map(drop);
     assert_eq!(check(r#","kid":"one""#), Ok(()));
-    assert_eq!(check(r#","kid":"two""#), Err(Fault::Invalid("has a signature that does not fit")));
+    assert_eq!(
+        check(r#","kid":"two""#),
+        Err(TokenError::Invalid("has a signature that does not fit"))
+    );
     for unknown in
         ["", "One", "one ", "../../../../dev/null", "/etc/passwd", "one\\u0000", "' OR 1=1"]
     {
-        assert_eq!(check(&format!(r#","kid":"{unknown}""#)), Err(Fault::KeyUnknown), "{unknown}");
+        assert_eq!(
+            check(&format!(r#","kid":"{unknown}""#)),
+            Err(TokenError::KeyUnknown),
+            "{unknown}"
+        );
     }
     for odd in ["", r#","kid":1"#, r#","kid":["one"]"#, r#","kid":null"#] {
-        assert!(matches!(check(odd), Err(Fault::Invalid(_))), "{odd}");
+        assert!(matches!(check(odd), Err(TokenError::Invalid(_))), "{odd}");
     }
     // Keys that the token itself brings, or names a place of, are nobody's.
     let own = ec_jwk(&one, "P-256", "mine");
     let head = format!(r#","kid":"mine","jwk":{own},"jku":"https://evil","x5u":"https://evil""#);
-    assert_eq!(check(&head), Err(Fault::KeyUnknown));
+    assert_eq!(check(&head), Err(TokenError::KeyUnknown));
     // With one key there is nothing to choose.
     let alone = set(&[ec_jwk(&one, "P-256", "one")]);
     assert!(check_at(&token(""), &alone, &rules, NOW).is_ok());
