@@ -643,3 +643,73 @@ async fn a_damaged_entry_loses_itself_only_and_its_file_is_set_aside() {
     said(&cut.gateway, "not all of a spill file").await;
     assert_eq!(cut.orders.runs(), 3);
 }
+
+/// Why the spill has a format of its own. A SQLite database in its place would be as durable; damage to it is what it takes
+/// otherwise: these are SQLite's ways, and where they change, so may the decision.
+mod if_it_were_a_database {
+    use rusqlite::Connection;
+
+    /// Outcomes that are kept one by one.
+    const KEPT: usize = 20;
+
+    /// A database of outcomes, each in a synced transaction of its own; `checkpoints`: and moved out of the log at once.
+    /// What a process leaves that is killed then: the database, and its log.
+    fn left(checkpoints: bool) -> [Vec<u8>; 2] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("spill.db");
+        let db = Connection::open(&path).unwrap();
+        db.execute_batch(
+            "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; PRAGMA wal_autocheckpoint = 0;
+             CREATE TABLE ends (id INTEGER PRIMARY KEY, body BLOB NOT NULL)",
+        )
+        .unwrap();
+        for number in 0..KEPT {
+            let body = format!("outcome-{number:02}-").repeat(100);
+            db.execute("INSERT INTO ends (body) VALUES (?1)", [body]).unwrap();
+            if checkpoints {
+                db.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(())).unwrap();
+            }
+        }
+        [path, folder.path().join("spill.db-wal")].map(|path| std::fs::read(path).unwrap())
+    }
+
+    /// How many outcomes the next process can read, each asked for by itself; and what SQLite's own check says.
+    fn found([database, log]: &[Vec<u8>; 2]) -> (usize, Option<String>) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("spill.db");
+        std::fs::write(&path, database).unwrap();
+        std::fs::write(folder.path().join("spill.db-wal"), log).unwrap();
+        let db = Connection::open(&path).unwrap();
+        let read = |id: &usize| {
+            let one = "SELECT length(body) FROM ends WHERE id = ?1";
+            db.query_row(one, [i64::try_from(*id).unwrap()], |row| row.get::<_, i64>(0)).is_ok()
+        };
+        let check = db.query_row("PRAGMA integrity_check", [], |row| row.get(0)).ok();
+        ((1..=KEPT).filter(read).count(), check)
+    }
+
+    fn at(bytes: &[u8], text: &str) -> usize {
+        bytes.windows(text.len()).position(|window| window == text.as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn a_damaged_log_would_lose_all_that_follows_and_would_not_say_so() {
+        let mut left = left(false);
+        assert_eq!(found(&left).0, KEPT);
+        let hit = at(&left[1], "outcome-05-");
+        left[1][hit] ^= 1;
+        // As if the outcomes from the damaged one on had never been kept.
+        assert_eq!(found(&left), (5, Some("ok".to_owned())));
+    }
+
+    #[test]
+    fn without_a_log_a_damaged_page_would_lose_what_is_beneath_it() {
+        let mut left = left(true);
+        assert_eq!(found(&left).0, KEPT);
+        // The page that leads to those with the outcomes (file format, 1.6: of the type 5), found by its type.
+        let page = 4096;
+        let inner = (0..left[0].len()).step_by(page).find(|at| left[0][*at] == 5).unwrap();
+        left[0][inner] ^= 1;
+        assert_eq!(found(&left).0, 0, "one byte, all outcomes");
+    }
+}

@@ -12,6 +12,8 @@
 //! - A damaged body loses that entry alone. After a damaged head the next entry that is whole is looked for. Reading only
 //!   goes forward, so it ends.
 //! - An entry that the file ends in the middle of was being written when its process died: nobody was told of it.
+//!
+//! A SQLite database would not keep the second of these: `docs/architecture.md` says what was tried.
 
 use std::collections::HashSet;
 use std::fs::File;
