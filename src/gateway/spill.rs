@@ -20,6 +20,7 @@
 
 mod disk;
 mod drain;
+mod encoding;
 mod format;
 mod writer;
 
@@ -35,8 +36,9 @@ use uuid::Uuid;
 pub use self::disk::Disk;
 use self::disk::Held;
 pub use self::drain::{DrainError, drain};
-use self::format::{FileHead, Kind, NotExecuted, Place};
-pub(super) use self::format::{decode, encode};
+use self::encoding::encode_freed;
+pub(super) use self::encoding::{decode, encode};
+use self::format::{FileHead, Kind, Place};
 use self::writer::{Order, Writer};
 use crate::fault::{self, Point};
 use crate::record::{Fingerprint, RecordId};
@@ -113,24 +115,22 @@ impl Spill {
     pub(super) async fn keep(&self, completion: &Completion, fingerprint: Fingerprint) -> Keeping {
         let mut sealed = completion.clone();
         let entry = self.keys.seal_completion(&mut sealed);
-        let entry = entry.map(|()| (Kind::Outcome, format::encode(&sealed, fingerprint)));
+        let entry = entry.map(|()| (Kind::Outcome, encode(&sealed, fingerprint)));
         self.keep_entry(completion.fence.id, entry).await
     }
 
     /// Keeps that an attempt did not execute, until the database has taken it. `gone_on`: its record has gone on, so that this
     /// is only to be noted. An outcome of what executed is kept by [`Spill::keep`].
     pub(super) async fn keep_freed(&self, late: &LateOutcome, gone_on: bool) -> Keeping {
-        let LateOutcome { scope, fence, end } = late;
-        let mut answer = match end {
+        let mut sealed = late.clone();
+        let entry = match &mut sealed.end {
             LateEnd::Released { answer } | LateEnd::Completed { answer, .. } => {
-                Some(answer.clone())
+                self.keys.seal_of(late.fence, answer)
             }
-            LateEnd::NotSent => None,
+            LateEnd::NotSent => Ok(()),
         };
-        let sealed = answer.iter_mut().try_for_each(|answer| self.keys.seal_of(*fence, answer));
-        let freed = NotExecuted { scope: scope.clone(), fence: *fence, answer, gone_on };
-        let entry = sealed.map(|()| (Kind::Freed, format::encode_freed(&freed)));
-        self.keep_entry(fence.id, entry).await
+        let entry = entry.map(|()| (Kind::Freed, encode_freed(&sealed, gone_on)));
+        self.keep_entry(late.fence.id, entry).await
     }
 
     /// Keeps an entry. One that cannot be sealed is not written.

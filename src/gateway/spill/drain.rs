@@ -15,9 +15,8 @@ use uuid::Uuid;
 
 use super::Unwritable;
 use super::disk::{self, ENDING};
-use super::format::{
-    self, BadHead, Contents, FileHead, HEAD, Kind, NotExecuted, Place, ReadAt as _,
-};
+use super::encoding::{decode, decode_freed};
+use super::format::{BadHead, Contents, FileHead, HEAD, Kind, Place, read_at};
 use crate::record::{Record, State};
 use crate::store::sealed::Keys;
 use crate::store::{self, Changed, Completion, Error, LateEnd, LateOutcome, Settled, Store};
@@ -86,18 +85,16 @@ impl Source {
         let body = self.head.body(&self.file, place)?;
         match place.kind {
             Kind::Outcome => {
-                let Some((mut completion, _)) = format::decode(&body) else { return Ok(None) };
+                let Some((mut completion, _)) = decode(&body) else { return Ok(None) };
                 self.keys.open_completion(&mut completion).map_err(io::Error::other)?;
                 Ok(Some(Owed::Outcome(Arc::new(completion))))
             }
             Kind::Freed => {
-                let Some(freed) = format::decode_freed(&body) else { return Ok(None) };
-                let NotExecuted { scope, fence, mut answer, gone_on } = freed;
-                let opened = answer.iter_mut().try_for_each(|it| self.keys.open_of(fence, it));
-                opened.map_err(io::Error::other)?;
-                let end = answer.map_or(LateEnd::NotSent, |answer| LateEnd::Released { answer });
-                let late = Box::new(LateOutcome { scope, fence, end });
-                Ok(Some(Owed::Freed { late, gone_on }))
+                let Some((mut late, gone_on)) = decode_freed(&body) else { return Ok(None) };
+                if let LateEnd::Released { answer } = &mut late.end {
+                    self.keys.open_of(late.fence, answer).map_err(io::Error::other)?;
+                }
+                Ok(Some(Owed::Freed { late: Box::new(late), gone_on }))
             }
             Kind::Paid => Ok(None),
         }
@@ -281,9 +278,7 @@ fn remove(path: &Path) -> io::Result<Found> {
 }
 
 fn read_head(file: &File, length: u64) -> io::Result<Result<FileHead, BadHead>> {
-    let mut bytes = vec![0; usize::try_from(length.min(HEAD)).map_err(io::Error::other)?];
-    file.fill(&mut bytes, 0)?;
-    Ok(FileHead::decode(&bytes))
+    Ok(FileHead::decode(&read_at(file, 0, length.min(HEAD))?))
 }
 
 /// Pays one outcome, for as long as the patience lasts. `None`: it cannot be read.

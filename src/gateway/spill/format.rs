@@ -19,19 +19,11 @@ use std::collections::HashSet;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt as _;
-use std::time::Duration;
 
-use bytes::Bytes;
-use http::StatusCode;
 use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 
-use crate::record::event::Event;
-use crate::record::{
-    Answer, Attempt, Fence, Fingerprint, KeptBody, Key, Operation, Scope, Tenant, decode_headers,
-    encode_headers,
-};
-use crate::store::Completion;
+use super::encoding::take;
 
 /// Length of a file's head.
 pub(super) const HEAD: u64 = 52;
@@ -138,10 +130,8 @@ impl FileHead {
 
     /// The inverse of [`FileHead::encode`].
     pub(super) fn decode(bytes: &[u8]) -> Result<Self, BadHead> {
-        let mut cursor = Cursor(bytes);
-        let mut read = || {
-            Some((cursor.array()?, cursor.u32()?, cursor.uuid()?, cursor.uuid()?, cursor.array()?))
-        };
+        let from = &mut &*bytes;
+        let mut read = || Some((take(from)?, take(from)?, take(from)?, take(from)?, take(from)?));
         let (magic, version, database, salt, check): ([u8; 8], _, _, _, [u8; 8]) =
             read().ok_or(BadHead::Short)?;
         if magic == MAGIC && version > VERSION {
@@ -174,55 +164,38 @@ impl FileHead {
     }
 
     /// The inverse of [`FileHead::entry_head`].
-    fn read_entry_head(&self, offset: u64, bytes: &[u8]) -> Option<(Kind, Place)> {
-        let mut cursor = Cursor(bytes);
-        let _magic: [u8; 4] = cursor.array()?;
-        let (kind, length) = (Kind::of(cursor.u8()?)?, cursor.u32()?);
-        let check = cursor.array()?;
+    fn read_entry_head(&self, offset: u64, bytes: &[u8]) -> Option<Place> {
+        let from = &mut bytes.get(ENTRY_MAGIC.len()..)?;
+        let [byte] = take(from)?;
+        let (kind, length, check) = (Kind::of(byte)?, take(from)?, take(from)?);
         let whole = self.entry_head(offset, kind, length, check) == bytes;
-        whole.then_some((kind, Place { kind, offset, length, check }))
+        whole.then_some(Place { kind, offset, length, check })
     }
 
     /// Reads all of a file of this head and of this length.
     ///
     /// # Errors
     /// Only where the file itself cannot be read; damage in it is a part of the [`Contents`].
-    pub(super) fn read(&self, file: &impl ReadAt, length: u64) -> io::Result<Contents> {
+    pub(super) fn read(&self, file: &File, length: u64) -> io::Result<Contents> {
         let (mut contents, mut paid) = (Contents::default(), HashSet::new());
         let mut at = HEAD;
         while at < length {
             at = match self.look(file, length, at)? {
-                Look::Whole(Kind::Outcome | Kind::Freed, place, _) => {
-                    contents.owed.push(place);
+                Look::Whole(place, body) => {
+                    match place.kind {
+                        Kind::Outcome | Kind::Freed => contents.owed.push(place),
+                        Kind::Paid => paid.extend(read_paid(&body)),
+                    }
                     place.end()
                 }
-                Look::Whole(Kind::Paid, place, body) => {
-                    paid.extend(read_paid(&body));
-                    place.end()
-                }
-                Look::BadBody(place) => {
+                Look::Damaged { next } => {
                     contents.damaged += 1;
-                    place.end()
+                    next
                 }
                 Look::Torn => {
                     contents.torn = true;
                     length
                 }
-                Look::BadHead => match self.next_whole(file, length, at + 1)? {
-                    Some(next) => {
-                        contents.damaged += 1;
-                        next
-                    }
-                    // A file that was made longer and not filled any more is full of zeros.
-                    None if only_zeros(file, length, at)? => {
-                        contents.torn = true;
-                        length
-                    }
-                    None => {
-                        contents.damaged += 1;
-                        length
-                    }
-                },
             };
         }
         contents.owed.retain(|place| !paid.contains(&(place.offset, place.check)));
@@ -233,7 +206,7 @@ impl FileHead {
     ///
     /// # Errors
     /// Where it cannot be read, or is not the same any more.
-    pub(super) fn body(&self, file: &impl ReadAt, place: Place) -> io::Result<Vec<u8>> {
+    pub(super) fn body(&self, file: &File, place: Place) -> io::Result<Vec<u8>> {
         let body = read_at(file, place.offset + ENTRY_HEAD, u64::from(place.length))?;
         if self.check(&body) == place.check {
             return Ok(body);
@@ -241,35 +214,38 @@ impl FileHead {
         Err(io::Error::new(io::ErrorKind::InvalidData, "an entry changed while it was read"))
     }
 
-    fn look(&self, file: &impl ReadAt, length: u64, at: u64) -> io::Result<Look> {
+    fn look(&self, file: &File, length: u64, at: u64) -> io::Result<Look> {
         if length - at < ENTRY_HEAD {
             return Ok(Look::Torn);
         }
-        let head = read_at(file, at, ENTRY_HEAD)?;
-        let Some((kind, place)) = self.read_entry_head(at, &head) else { return Ok(Look::BadHead) };
+        let Some(place) = self.read_entry_head(at, &read_at(file, at, ENTRY_HEAD)?) else {
+            return self.skip(file, length, at);
+        };
         if place.end() > length {
             return Ok(Look::Torn);
         }
         let body = read_at(file, at + ENTRY_HEAD, u64::from(place.length))?;
         let whole = self.check(&body) == place.check;
-        Ok(if whole { Look::Whole(kind, place, body) } else { Look::BadBody(place) })
+        Ok(if whole { Look::Whole(place, body) } else { Look::Damaged { next: place.end() } })
     }
 
-    /// The next place from `at` on where an entry's head is whole.
-    fn next_whole(&self, file: &impl ReadAt, length: u64, at: u64) -> io::Result<Option<u64>> {
-        let mut at = at;
+    /// What stands at a place without the head of an entry: damage, as far as the next whole head. Zeros to the end are none: a
+    /// file that was made longer and not filled any more is full of them.
+    fn skip(&self, file: &File, length: u64, at: u64) -> io::Result<Look> {
+        let (mut at, mut zeros) = (at, true);
         while at < length {
             // A head that begins in this step may end in the next one.
             let step = read_at(file, at, (STEP + ENTRY_HEAD).min(length - at))?;
-            for (ahead, window) in (at..at + STEP).zip(step.windows(ENTRY_HEAD_LENGTH)) {
-                if window.starts_with(&ENTRY_MAGIC) && self.read_entry_head(ahead, window).is_some()
+            zeros = zeros && step.iter().all(|byte| *byte == 0);
+            for (next, window) in (at..at + STEP).zip(step.windows(ENTRY_HEAD_LENGTH)) {
+                if window.starts_with(&ENTRY_MAGIC) && self.read_entry_head(next, window).is_some()
                 {
-                    return Ok(Some(ahead));
+                    return Ok(Look::Damaged { next });
                 }
             }
             at += STEP;
         }
-        Ok(None)
+        Ok(if zeros { Look::Torn } else { Look::Damaged { next: length } })
     }
 }
 
@@ -277,9 +253,8 @@ const ENTRY_HEAD_LENGTH: usize = 33;
 
 /// What stands at a place of a file.
 enum Look {
-    Whole(Kind, Place, Vec<u8>),
-    BadBody(Place),
-    BadHead,
+    Whole(Place, Vec<u8>),
+    Damaged { next: u64 },
     Torn,
 }
 
@@ -297,40 +272,17 @@ impl Place {
     }
 }
 
+/// The inverse of [`Place::paid`].
 fn read_paid(body: &[u8]) -> Option<(u64, Check)> {
-    let mut cursor = Cursor(body);
-    Some((cursor.u64()?, cursor.array()?))
+    let from = &mut &*body;
+    Some((take(from)?, take(from)?))
 }
 
-/// What can be read from any place.
-pub(super) trait ReadAt {
-    /// Fills `buffer` from this offset on.
-    fn fill(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
-}
-
-impl ReadAt for File {
-    fn fill(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
-        self.read_exact_at(buffer, offset)
-    }
-}
-
-fn read_at(file: &impl ReadAt, offset: u64, length: u64) -> io::Result<Vec<u8>> {
-    let length = usize::try_from(length).map_err(io::Error::other)?;
-    let mut bytes = vec![0; length];
-    file.fill(&mut bytes, offset)?;
+/// Bytes of a file, which must be there.
+pub(super) fn read_at(file: &File, offset: u64, length: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; usize::try_from(length).map_err(io::Error::other)?];
+    file.read_exact_at(&mut bytes, offset)?;
     Ok(bytes)
-}
-
-fn only_zeros(file: &impl ReadAt, length: u64, at: u64) -> io::Result<bool> {
-    let mut at = at;
-    while at < length {
-        let step = read_at(file, at, STEP.min(length - at))?;
-        if step.iter().any(|byte| *byte != 0) {
-            return Ok(false);
-        }
-        at += STEP;
-    }
-    Ok(true)
 }
 
 /// The first bytes of a hash.
@@ -338,256 +290,17 @@ fn first<const N: usize>(hash: &[u8]) -> [u8; N] {
     hash.first_chunk().copied().unwrap_or([0; N])
 }
 
-/// An outcome as an entry's body.
-pub(in crate::gateway) fn encode(completion: &Completion, fingerprint: Fingerprint) -> Vec<u8> {
-    let Completion { scope, fence, answer, retention, events } = completion;
-    let mut out = Vec::new();
-    put_attempt(&mut out, scope, *fence);
-    out.extend(fingerprint.canonical);
-    out.extend(fingerprint.raw);
-    out.extend(fingerprint.recipe);
-    put_answer(&mut out, answer);
-    out.extend(retention.as_secs().to_le_bytes());
-    out.extend(retention.subsec_nanos().to_le_bytes());
-    put_count(&mut out, events.len());
-    for event in events {
-        let Event { id, key, kind, position, ordering_key, payload, sinks } = event;
-        out.extend(id.as_bytes());
-        put(&mut out, key.as_bytes());
-        put(&mut out, kind.as_bytes());
-        out.extend(position.to_le_bytes());
-        put_some(&mut out, ordering_key.as_ref().map(String::as_bytes));
-        put(&mut out, payload);
-        put_count(&mut out, sinks.len());
-        for sink in sinks {
-            put(&mut out, sink.as_bytes());
-        }
-    }
-    out
-}
-
-/// An attempt that is known not to have executed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct NotExecuted {
-    pub(super) scope: Scope,
-    pub(super) fence: Fence,
-    /// What the upstream said; none: not one byte was sent.
-    pub(super) answer: Option<Answer>,
-    /// Its record had gone on already: there is nothing to be freed, only something to be noted.
-    pub(super) gone_on: bool,
-}
-
-/// An attempt that did not execute as an entry's body.
-pub(super) fn encode_freed(freed: &NotExecuted) -> Vec<u8> {
-    let NotExecuted { scope, fence, answer, gone_on } = freed;
-    let mut out = Vec::new();
-    put_attempt(&mut out, scope, *fence);
-    out.push(u8::from(*gone_on));
-    out.push(u8::from(answer.is_some()));
-    if let Some(answer) = answer {
-        put_answer(&mut out, answer);
-    }
-    out
-}
-
-/// The inverse of [`encode_freed`]. `None`: it is not what that makes.
-pub(super) fn decode_freed(body: &[u8]) -> Option<NotExecuted> {
-    let mut cursor = Cursor(body);
-    let (scope, fence) = attempt(&mut cursor)?;
-    let (gone_on, answered) = (cursor.u8()?, cursor.u8()?);
-    let answer = match answered {
-        0 => None,
-        _ => Some(answer(&mut cursor)?),
-    };
-    let canonical = gone_on <= 1 && answered <= 1 && cursor.0.is_empty();
-    canonical.then_some(NotExecuted { scope, fence, answer, gone_on: gone_on == 1 })
-}
-
-fn put_attempt(out: &mut Vec<u8>, scope: &Scope, fence: Fence) {
-    out.extend(Uuid::from(fence.id).as_bytes());
-    out.extend(fence.attempt.number().to_le_bytes());
-    put(out, scope.tenant.as_str().as_bytes());
-    put(out, scope.operation.as_str().as_bytes());
-    put(out, scope.key.as_str().as_bytes());
-}
-
-fn attempt(cursor: &mut Cursor<'_>) -> Option<(Scope, Fence)> {
-    let fence = Fence { id: cursor.uuid()?.into(), attempt: Attempt::from_number(cursor.u32()?) };
-    let scope = Scope {
-        tenant: Tenant::stored(cursor.text()?),
-        operation: Operation::stored(cursor.text()?),
-        key: Key::stored(cursor.text()?),
-    };
-    Some((scope, fence))
-}
-
-fn put_answer(out: &mut Vec<u8>, answer: &Answer) {
-    let Answer { status, headers, spelling, body } = answer;
-    out.extend(status.as_u16().to_le_bytes());
-    put(out, &encode_headers(headers, spelling));
-    match body {
-        KeptBody::Whole(body) => put_some(out, Some(body)),
-        KeptBody::NotRetained => put_some(out, None),
-    }
-}
-
-fn answer(cursor: &mut Cursor<'_>) -> Option<Answer> {
-    let status = StatusCode::from_u16(cursor.u16()?).ok()?;
-    let (headers, spelling) = decode_headers(cursor.bytes()?).ok()?;
-    let body = match cursor.maybe()? {
-        Some(body) => KeptBody::Whole(Bytes::copy_from_slice(body)),
-        None => KeptBody::NotRetained,
-    };
-    Some(Answer { status, headers, spelling, body })
-}
-
-/// The inverse of [`encode`]. `None`: it is not what `encode` makes.
-pub(in crate::gateway) fn decode(body: &[u8]) -> Option<(Completion, Fingerprint)> {
-    let mut cursor = Cursor(body);
-    let (scope, fence) = attempt(&mut cursor)?;
-    let fingerprint =
-        Fingerprint { canonical: cursor.array()?, raw: cursor.array()?, recipe: cursor.array()? };
-    let answer = answer(&mut cursor)?;
-    let seconds = Duration::from_secs(cursor.u64()?);
-    let retention = seconds.checked_add(Duration::from_nanos(cursor.u32()?.into()))?;
-    let count = cursor.u32()?;
-    let events = (0..count).map(|_| event(&mut cursor)).collect::<Option<_>>()?;
-    let completion = Completion { scope, fence, answer, retention, events };
-    cursor.0.is_empty().then_some((completion, fingerprint))
-}
-
-fn event(cursor: &mut Cursor<'_>) -> Option<Event> {
-    Some(Event {
-        id: cursor.uuid()?,
-        key: cursor.text()?.to_owned(),
-        kind: cursor.text()?.to_owned(),
-        position: cursor.u16()?,
-        ordering_key: match cursor.maybe()? {
-            Some(text) => Some(std::str::from_utf8(text).ok()?.to_owned()),
-            None => None,
-        },
-        payload: Bytes::copy_from_slice(cursor.bytes()?),
-        sinks: {
-            let count = cursor.u32()?;
-            (0..count).map(|_| cursor.text().map(str::to_owned)).collect::<Option<_>>()?
-        },
-    })
-}
-
-/// A count as it is written. One that does not fit makes a body that is refused for its length.
-fn put_count(out: &mut Vec<u8>, count: usize) {
-    out.extend(u32::try_from(count).unwrap_or(u32::MAX).to_le_bytes());
-}
-
-fn put(out: &mut Vec<u8>, bytes: &[u8]) {
-    put_count(out, bytes.len());
-    out.extend(bytes);
-}
-
-fn put_some(out: &mut Vec<u8>, bytes: Option<&[u8]>) {
-    out.push(u8::from(bytes.is_some()));
-    if let Some(bytes) = bytes {
-        put(out, bytes);
-    }
-}
-
-/// What is left to be read.
-struct Cursor<'a>(&'a [u8]);
-
-impl<'a> Cursor<'a> {
-    fn take(&mut self, count: usize) -> Option<&'a [u8]> {
-        let (taken, rest) = self.0.split_at_checked(count)?;
-        self.0 = rest;
-        Some(taken)
-    }
-
-    fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
-        self.take(N)?.try_into().ok()
-    }
-
-    fn u8(&mut self) -> Option<u8> {
-        self.array().map(u8::from_le_bytes)
-    }
-
-    fn u16(&mut self) -> Option<u16> {
-        self.array().map(u16::from_le_bytes)
-    }
-
-    fn u32(&mut self) -> Option<u32> {
-        self.array().map(u32::from_le_bytes)
-    }
-
-    fn u64(&mut self) -> Option<u64> {
-        self.array().map(u64::from_le_bytes)
-    }
-
-    fn uuid(&mut self) -> Option<Uuid> {
-        self.array().map(Uuid::from_bytes)
-    }
-
-    fn bytes(&mut self) -> Option<&'a [u8]> {
-        let count = usize::try_from(self.u32()?).ok()?;
-        self.take(count)
-    }
-
-    fn text(&mut self) -> Option<&'a str> {
-        std::str::from_utf8(self.bytes()?).ok()
-    }
-
-    fn maybe(&mut self) -> Option<Option<&'a [u8]>> {
-        match self.u8()? {
-            0 => Some(None),
-            1 => self.bytes().map(Some),
-            _ => None,
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use http::{HeaderMap, HeaderValue};
+    use std::io::Write as _;
 
     use super::*;
-    use crate::record::{RecordId, Spelling};
 
-    impl ReadAt for Vec<u8> {
-        fn fill(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
-            let rest = self.get(usize::try_from(offset).unwrap()..).unwrap_or_default();
-            let bytes = rest.get(..buffer.len()).ok_or(io::ErrorKind::UnexpectedEof)?;
-            buffer.copy_from_slice(bytes);
-            Ok(())
-        }
-    }
-
-    fn fingerprint() -> Fingerprint {
-        Fingerprint { canonical: [1; 32], raw: [2; 32], recipe: [3; 8] }
-    }
-
-    fn completion(key: &str, body: KeptBody) -> Completion {
-        let mut headers = HeaderMap::new();
-        headers.append("link", HeaderValue::from_static("a"));
-        headers.append("link", HeaderValue::from_bytes(&[0x80, 0xff]).unwrap());
-        let spelling = Spelling::of(&headers, ["Link", "LINK"]);
-        let event = |n: u16, ordering_key: Option<&str>, sinks: &[&str]| Event {
-            id: Uuid::from_u128(n.into()),
-            key: format!("{key}/{n}"),
-            kind: "order.created".to_owned(),
-            position: n,
-            ordering_key: ordering_key.map(str::to_owned),
-            payload: Bytes::from(vec![0, 1, 255]),
-            sinks: sinks.iter().map(|&sink| sink.to_owned()).collect(),
-        };
-        Completion {
-            scope: Scope {
-                tenant: Tenant::stored("ténant"),
-                operation: Operation::stored("orders.create"),
-                key: Key::stored(key),
-            },
-            fence: Fence { id: RecordId::fresh(), attempt: Attempt::from_number(7) },
-            answer: Answer { status: StatusCode::CREATED, headers, spelling, body },
-            retention: Duration::from_millis(86_400_001),
-            events: vec![event(0, Some("k"), &["main", "audit"]), event(1, None, &[])],
-        }
+    /// A file of these bytes.
+    fn file_of(bytes: &[u8]) -> File {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(bytes).unwrap();
+        file
     }
 
     /// A file of these bodies, with where each entry begins, and where the file ends.
@@ -610,7 +323,7 @@ mod tests {
     }
 
     fn read(head: &FileHead, bytes: &[u8]) -> Contents {
-        head.read(&bytes.to_vec(), u64::try_from(bytes.len()).unwrap()).unwrap()
+        head.read(&file_of(bytes), bytes.len() as u64).unwrap()
     }
 
     fn offsets(contents: &Contents) -> Vec<usize> {
@@ -618,47 +331,7 @@ mod tests {
     }
 
     fn some_bodies() -> Vec<Vec<u8>> {
-        vec![
-            vec![7; 40],
-            Vec::new(),
-            vec![9; 3],
-            encode(&completion("k", KeptBody::NotRetained), fingerprint()),
-        ]
-    }
-
-    #[test]
-    fn an_outcome_comes_back_as_it_was_kept() {
-        for body in [
-            KeptBody::Whole(Bytes::from((0..=255).collect::<Vec<u8>>())),
-            KeptBody::Whole(Bytes::new()),
-            KeptBody::NotRetained,
-        ] {
-            let completion = completion("k", body);
-            let encoded = encode(&completion, fingerprint());
-            let (back, print) = decode(&encoded).unwrap();
-            assert_eq!(format!("{back:?}"), format!("{completion:?}"));
-            assert_eq!(print, fingerprint());
-            for length in 0..encoded.len() {
-                assert!(decode(&encoded[..length]).is_none(), "{length}");
-            }
-            let longer = [encoded.as_slice(), &[0]].concat();
-            assert!(decode(&longer).is_none());
-        }
-    }
-
-    #[test]
-    fn an_attempt_that_did_not_execute_comes_back_as_it_was_kept() {
-        let of = completion("k", KeptBody::Whole(Bytes::from_static(b"later")));
-        for (answer, gone_on) in [(Some(of.answer.clone()), false), (None, false), (None, true)] {
-            let (scope, fence) = (of.scope.clone(), of.fence);
-            let freed = NotExecuted { scope, fence, answer, gone_on };
-            let encoded = encode_freed(&freed);
-            assert_eq!(decode_freed(&encoded), Some(freed));
-            for length in 0..encoded.len() {
-                assert!(decode_freed(&encoded[..length]).is_none(), "{length}");
-            }
-            assert!(decode_freed(&[encoded.as_slice(), &[0]].concat()).is_none());
-        }
+        vec![vec![7; 40], Vec::new(), vec![9; 3], (0..=255).collect()]
     }
 
     #[test]

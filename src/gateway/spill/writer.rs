@@ -162,6 +162,7 @@ impl Writer {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt as _;
     use std::sync::{Mutex, mpsc};
 
     use uuid::Uuid;
@@ -235,9 +236,11 @@ mod tests {
     /// What the next process would find.
     fn found(paper: &Paper, head: &FileHead) -> Vec<Vec<u8>> {
         let bytes = paper.0.lock().unwrap().bytes.clone();
-        let contents = head.read(&bytes, bytes.len() as u64).unwrap();
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&bytes, 0).unwrap();
+        let contents = head.read(&file, bytes.len() as u64).unwrap();
         assert_eq!((contents.damaged, contents.torn), (0, false));
-        contents.owed.into_iter().map(|place| head.body(&bytes, place).unwrap()).collect()
+        contents.owed.into_iter().map(|place| head.body(&file, place).unwrap()).collect()
     }
 
     #[test]
