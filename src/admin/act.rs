@@ -4,29 +4,30 @@
 //! - A request says what it means in a JSON object, and says so by its `Content-Type`: a browser sends none of it for a page
 //!   of somebody else's without asking first, and is refused then.
 //! - A field that is not known is refused by name, since a filter that is ignored acts on the wrong events.
-//! - The store decides whether an event may be touched, and audits it. The words for "it was left alone" are here, for the
-//!   command too.
 //!
 //! A caller that goes away in the middle of many dead events stops the rest of them; the audit table says how many were done.
 
-use std::collections::BTreeMap;
+use std::future::Future;
 use std::time::Duration;
 
 use axum::extract::rejection::PathRejection;
-use axum::extract::{Path, Request};
+use axum::extract::{Path, RawQuery, Request, State as Extract};
 use http::HeaderMap;
 use http::header::CONTENT_TYPE;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use uuid::Uuid;
 
-use super::query::Query;
+use super::action::{ActionRefusal, ActionReport, done, refusal, run, wrong_sink};
+use super::answer::{self, Json, Problem, READ_TIMEOUT, id_of};
+use super::detail::event_rows;
+use super::query::{self, Query};
 use super::sinks::{self, NoChange};
-use super::{Json, OPERATOR, Problem, READ_TIMEOUT, State, id_of, query};
-use crate::store::{
-    self, Chosen, DeadFilter, EventAction, EventFilter, EventRow, EventStatus, Operator, SinkOrder,
-    Store, Touched,
-};
+use super::state::State;
+use crate::store::{self, Chosen, DeadFilter, EventAction, EventStatus, Operator, SinkOrder};
+
+/// Who acts here, in the audit table: whoever has the token.
+pub const OPERATOR: &str = "admin listener";
 
 /// How long an action may take: a great many dead events go in pieces.
 const ACT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -34,232 +35,53 @@ const ACT_TIMEOUT: Duration = Duration::from_secs(60);
 const BODY_MAX: usize = 16 << 10;
 /// Longest name of an operator, in characters.
 const WHO_MAX: usize = 200;
-/// How many rows of one event (one a sink) are looked at.
-const ROWS_MAX: u32 = 500;
 
-/// In the past, as answers name their count.
-#[must_use]
-pub fn done(action: EventAction) -> &'static str {
-    match action {
-        EventAction::Redeliver => "redelivered",
-        EventAction::Discard => "discarded",
-    }
+pub(super) async fn redeliver_one(
+    Extract(state): Extract<State>,
+    id: Result<Path<String>, PathRejection>,
+    request: Request,
+) -> Result<Json, Problem> {
+    one(EventAction::Redeliver, state, id, request).await
 }
 
-/// Does it.
-///
-/// # Errors
-/// The store's.
-pub async fn run(
-    action: EventAction,
-    store: &dyn Store,
-    which: &Chosen,
-    by: &Operator,
-) -> Result<Touched, store::Error> {
-    match action {
-        EventAction::Redeliver => store.redeliver(which, by).await,
-        EventAction::Discard => store.discard(which, by).await,
-    }
+pub(super) async fn discard_one(
+    Extract(state): Extract<State>,
+    id: Result<Path<String>, PathRejection>,
+    request: Request,
+) -> Result<Json, Problem> {
+    one(EventAction::Discard, state, id, request).await
 }
 
-/// What became of an event towards a sink.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SinkOutcome {
-    /// It had ended, and is owed again.
-    Queued,
-    /// It was owed, and is due at once.
-    Owed,
-    /// It is given up.
-    Discarded,
-    /// It is being delivered: left alone.
-    Delivering,
-    /// It was delivered: left alone.
-    Sent,
-    /// It was given up before: left alone.
-    AlreadyDiscarded,
-    /// No sink wanted it: left alone.
-    Unwanted,
-    /// It died meanwhile: left alone.
-    Dead,
+pub(super) async fn redeliver_dead(
+    Extract(state): Extract<State>,
+    request: Request,
+) -> Result<Json, Problem> {
+    dead(EventAction::Redeliver, state, request).await
 }
 
-impl SinkOutcome {
-    fn touched(action: EventAction, was: EventStatus) -> Self {
-        match (action, was) {
-            (EventAction::Discard, _) => Self::Discarded,
-            (EventAction::Redeliver, EventStatus::Pending) => Self::Owed,
-            (EventAction::Redeliver, _) => Self::Queued,
-        }
-    }
-
-    fn left_alone(row: &EventRow) -> Self {
-        match row.status {
-            EventStatus::Pending => Self::Delivering,
-            EventStatus::Sent => Self::Sent,
-            EventStatus::Dead => Self::Dead,
-            EventStatus::Discarded if row.sink.is_empty() => Self::Unwanted,
-            EventStatus::Discarded => Self::AlreadyDiscarded,
-        }
-    }
-
-    fn is_done(self) -> bool {
-        matches!(self, Self::Queued | Self::Owed | Self::Discarded)
-    }
-
-    /// For programs. These names are promised.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Queued => "queued",
-            Self::Owed => "owed",
-            Self::Discarded => "discarded",
-            Self::Delivering => "delivering",
-            Self::Sent => "sent",
-            Self::AlreadyDiscarded => "discarded_before",
-            Self::Unwanted => "unwanted",
-            Self::Dead => "dead",
-        }
-    }
-
-    fn words(self, action: EventAction) -> &'static str {
-        let redeliver = action == EventAction::Redeliver;
-        match self {
-            Self::Queued => "queued again",
-            Self::Owed => "was owed already, due now",
-            Self::Discarded => "discarded",
-            Self::Delivering => "being delivered right now",
-            Self::Sent if redeliver => "delivered before (name the sink to send it again)",
-            Self::Sent => "delivered before (what was sent is not discarded)",
-            Self::AlreadyDiscarded if redeliver => {
-                "discarded before (name the sink to send it all the same)"
-            }
-            Self::AlreadyDiscarded => "discarded before",
-            Self::Unwanted if redeliver => "no sink wanted it (name the sink to send it to)",
-            Self::Unwanted => "no sink wanted it",
-            Self::Dead => "dead since a moment ago",
-        }
-    }
+pub(super) async fn discard_dead(
+    Extract(state): Extract<State>,
+    request: Request,
+) -> Result<Json, Problem> {
+    dead(EventAction::Discard, state, request).await
 }
 
-/// What an action upon one event came to, sink by sink.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ActionReport {
-    action: EventAction,
-    sinks: BTreeMap<String, SinkOutcome>,
+pub(super) async fn pause_sink(
+    Extract(state): Extract<State>,
+    name: Result<Path<String>, PathRejection>,
+    RawQuery(query): RawQuery,
+    request: Request,
+) -> Result<Json, Problem> {
+    sink(SinkOrder::Pause, state, name, query.as_deref(), request).await
 }
 
-impl ActionReport {
-    /// From what was changed, and from the rows of the event as they stand since. `sink`: only this one was meant.
-    #[must_use]
-    pub fn of(
-        action: EventAction,
-        sink: Option<&str>,
-        touched: &Touched,
-        rows: &[EventRow],
-    ) -> Self {
-        let meant = rows.iter().filter(|row| sink.is_none_or(|sink| row.sink == sink));
-        let left = meant.map(|row| (row.sink.clone(), SinkOutcome::left_alone(row)));
-        let done = touched.sinks.iter();
-        let done = done.map(|(sink, was)| (sink.clone(), SinkOutcome::touched(action, *was)));
-        Self { action, sinks: left.chain(done).collect() }
-    }
-
-    /// For programs.
-    #[must_use]
-    pub fn json(&self) -> Value {
-        let sinks = self.sinks.iter();
-        sinks.map(|(sink, outcome)| json!({ "sink": sink, "result": outcome.name() })).collect()
-    }
-
-    /// For people, a line for each sink.
-    #[must_use]
-    pub fn lines(&self) -> Vec<String> {
-        let line = |(sink, outcome): (&String, &SinkOutcome)| {
-            let left = if outcome.is_done() { "" } else { "left alone: " };
-            format!("{}: {left}{}", named(sink), outcome.words(self.action))
-        };
-        self.sinks.iter().map(line).collect()
-    }
-
-    /// Why all of it was left alone.
-    fn reason(&self) -> &'static str {
-        let all =
-            |wanted: &[SinkOutcome]| self.sinks.values().all(|outcome| wanted.contains(outcome));
-        if self.sinks.values().any(|outcome| *outcome == SinkOutcome::Delivering) {
-            "delivering"
-        } else if all(&[SinkOutcome::Sent]) {
-            "sent"
-        } else if all(&[SinkOutcome::AlreadyDiscarded, SinkOutcome::Unwanted]) {
-            "discarded"
-        } else {
-            "left_alone"
-        }
-    }
-}
-
-fn named(sink: &str) -> &str {
-    if sink.is_empty() { "-" } else { sink }
-}
-
-/// Why nothing was done to an event: a name for programs, and a sentence.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ActionRefusal {
-    /// `not_found`; `delivering` (towards one sink at least), `sent` or `discarded` (towards all of them); or `left_alone`.
-    pub name: &'static str,
-    /// In words.
-    pub detail: String,
-}
-
-/// The rows of an event, one a sink.
-///
-/// # Errors
-/// The store's.
-pub async fn rows_of(store: &dyn Store, id: Uuid) -> Result<Vec<EventRow>, store::Error> {
-    let filter = EventFilter { id: Some(id), limit: ROWS_MAX, ..EventFilter::default() };
-    store.list_events(&filter).await
-}
-
-/// Why nothing was done to an event, whose rows are these.
-#[must_use]
-pub fn refusal(
-    id: Uuid,
-    sink: Option<&str>,
-    rows: &[EventRow],
-    report: &ActionReport,
-) -> ActionRefusal {
-    let refuse = |name, detail| ActionRefusal { name, detail };
-    if rows.is_empty() {
-        return refuse("not_found", format!("There is no event {id}."));
-    }
-    if let (Some(sink), true) = (sink, report.sinks.is_empty()) {
-        return refuse("not_found", format!("Event {id} is not for the sink {sink}."));
-    }
-    let words = |(sink, outcome): (&String, &SinkOutcome)| {
-        format!("{}: {}", named(sink), outcome.words(report.action))
-    };
-    let all: Vec<String> = report.sinks.iter().map(words).collect();
-    refuse(report.reason(), format!("Event {id} was left alone. {}.", all.join("; ")))
-}
-
-/// What is wrong with the sink that is named for an action; `None`: nothing. An event may still have rows of a sink that is
-/// known nowhere else.
-///
-/// # Errors
-/// The store's.
-pub async fn wrong_sink(
-    store: &dyn Store,
-    configured: &[String],
-    event: Option<Uuid>,
-    sink: Option<&str>,
-) -> Result<Option<String>, store::Error> {
-    let Some(name) = sink else { return Ok(None) };
-    let wrong = sinks::unknown_sink(store, configured, name).await?;
-    if let (Some(_), Some(id)) = (&wrong, event)
-        && rows_of(store, id).await?.iter().any(|row| row.sink == name)
-    {
-        return Ok(None);
-    }
-    Ok(wrong)
+pub(super) async fn resume_sink(
+    Extract(state): Extract<State>,
+    name: Result<Path<String>, PathRejection>,
+    RawQuery(query): RawQuery,
+    request: Request,
+) -> Result<Json, Problem> {
+    sink(SinkOrder::Resume, state, name, query.as_deref(), request).await
 }
 
 /// Who asks, and why.
@@ -349,7 +171,7 @@ impl DeadEventsBody {
 }
 
 /// `POST /api/v1/events/{id}/redeliver` and `/discard`.
-pub(super) async fn one(
+async fn one(
     action: EventAction,
     state: State,
     id: Result<Path<String>, PathRejection>,
@@ -362,9 +184,9 @@ pub(super) async fn one(
     let by = RequestedBy { who, reason }.operator()?;
     let store = state.store.as_ref();
     known(&state, Some(id), sink.as_deref()).await?;
-    let touched = in_time(run(action, store, &which, &by)).await?;
+    let touched = acted_in_time(run(action, store, &which, &by)).await?;
     if touched.count == 0 {
-        let rows = super::in_time(rows_of(store, id)).await?;
+        let rows = answer::in_time(event_rows(store, id)).await?;
         let report = ActionReport::of(action, sink.as_deref(), &touched, &rows);
         let ActionRefusal { name, detail } = refusal(id, sink.as_deref(), &rows, &report);
         return Err(if rows.is_empty() {
@@ -374,7 +196,7 @@ pub(super) async fn one(
         });
     }
     // It is done, whether or not the rest can be read.
-    let rows = super::in_time(rows_of(store, id)).await.unwrap_or_default();
+    let rows = answer::in_time(event_rows(store, id)).await.unwrap_or_default();
     let report = ActionReport::of(action, sink.as_deref(), &touched, &rows).json();
     let answer = json!({
         "event": id.to_string(), "sink": sink, "sinks": report, "by": by.who, "why": by.why,
@@ -385,7 +207,7 @@ pub(super) async fn one(
 /// Refuses a sink of which neither the configuration nor the store knows.
 async fn known(state: &State, event: Option<Uuid>, sink: Option<&str>) -> Result<(), Problem> {
     let wrong = wrong_sink(state.store.as_ref(), &state.sinks, event, sink);
-    match super::in_time(wrong).await? {
+    match answer::in_time(wrong).await? {
         Some(wrong) => Err(Problem::Action(vec![format!("`sink`: {wrong}")])),
         None => Ok(()),
     }
@@ -400,7 +222,7 @@ struct SinkBody {
 }
 
 /// `POST /api/v1/sinks/{name}/pause` and `/resume`.
-pub(super) async fn sink(
+async fn sink(
     order: SinkOrder,
     state: State,
     name: Result<Path<String>, PathRejection>,
@@ -412,7 +234,7 @@ pub(super) async fn sink(
     let SinkBody { who, reason } = read(request).await?.unwrap_or_default();
     let by = RequestedBy { who, reason }.operator()?;
     let store = state.store.as_ref();
-    match in_time(sinks::operate(store, &state.sinks, &name, order, &by)).await? {
+    match acted_in_time(sinks::operate(store, &state.sinks, &name, order, &by)).await? {
         None => Ok(Json(json!({ "sink": name, "paused": order == SinkOrder::Pause }))),
         Some(NoChange::NotFound) => Err(Problem::NoSink),
         Some(NoChange::Already) => Err(Problem::Already),
@@ -420,11 +242,7 @@ pub(super) async fn sink(
 }
 
 /// `POST /api/v1/events/redeliver` and `/discard`.
-pub(super) async fn dead(
-    action: EventAction,
-    state: State,
-    request: Request,
-) -> Result<Json, Problem> {
+async fn dead(action: EventAction, state: State, request: Request) -> Result<Json, Problem> {
     let body: Option<DeadEventsBody> = read(request).await?;
     let missing = || Problem::Action(vec!["`status`: must be \"dead\"".to_owned()]);
     let body = body.ok_or_else(missing)?;
@@ -432,11 +250,11 @@ pub(super) async fn dead(
     known(&state, None, filter.sink.as_deref()).await?;
     let store = state.store.as_ref();
     if body.dry_run {
-        let count = super::in_time(store.count_dead(&filter)).await?;
+        let count = answer::in_time(store.count_dead(&filter)).await?;
         return Ok(Json(counted(json!({ "dry_run": true }), done(action), count)));
     }
     let by = RequestedBy { who: body.who, reason: body.reason }.operator()?;
-    let touched = in_time(run(action, store, &Chosen::Dead(filter), &by)).await?;
+    let touched = acted_in_time(run(action, store, &Chosen::Dead(filter), &by)).await?;
     Ok(Json(counted(json!({ "by": by.who, "why": by.why }), done(action), touched.count)))
 }
 
@@ -474,14 +292,16 @@ fn is_json(headers: &HeaderMap) -> bool {
 }
 
 /// Waits for the store, but not for ever. An end that is not known is said as that.
-async fn in_time<T>(acting: impl Future<Output = Result<T, store::Error>>) -> Result<T, Problem> {
+async fn acted_in_time<T>(
+    acting: impl Future<Output = Result<T, store::Error>>,
+) -> Result<T, Problem> {
     match tokio::time::timeout(ACT_TIMEOUT, acting).await {
         Ok(Ok(done)) => Ok(done),
         Ok(Err(store::Error::InDoubt(cause))) => {
             tracing::warn!(%cause, "nobody knows whether an operator's action was done");
             Err(Problem::InDoubt)
         }
-        Ok(Err(error)) => super::in_time(std::future::ready(Err(error))).await,
+        Ok(Err(error)) => answer::in_time(std::future::ready(Err(error))).await,
         Err(_) => Err(Problem::InDoubt),
     }
 }

@@ -16,16 +16,9 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use http::HeaderMap;
 use serde::Serialize;
-use uuid::Uuid;
 
-use super::act;
-use crate::record::{Answer, KeptBody, RecordId, Status};
-use crate::store::{
-    self, AttemptRow, AuditRow, EventFilter, EventRow, RecordRow, Store, Unresolved,
-};
-
-/// How many events one record is shown with at most.
-pub const DETAIL_EVENTS_MAX: u32 = 500;
+use crate::record::{Answer, KeptBody, Status};
+use crate::store::{AttemptRow, AuditRow, EventRow, RecordRow};
 
 /// A record. The fields that only [`RecordView::whole`] fills are left out of lists.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -297,109 +290,6 @@ impl From<&AttemptRow> for AttemptView {
     }
 }
 
-/// All there is to know of one event.
-#[derive(Clone, Debug, Serialize)]
-pub struct EventDetail {
-    /// How it stands towards each sink, with its message.
-    pub events: Vec<EventView>,
-    /// The attempts that have ended, by sink, oldest first: failures as far as they are kept, and successes.
-    pub attempts: Vec<AttemptView>,
-}
-
-/// Reads all that is known of an event. `None`: there is none with this id.
-///
-/// # Errors
-/// The store's.
-pub async fn event_detail(
-    store: &dyn Store,
-    id: Uuid,
-) -> Result<Option<EventDetail>, store::Error> {
-    let rows = act::rows_of(store, id).await?;
-    if rows.is_empty() {
-        return Ok(None);
-    }
-    let attempts = store.attempts_of(id).await?;
-    Ok(Some(EventDetail {
-        events: rows.iter().map(EventView::whole).collect(),
-        attempts: attempts.iter().map(AttemptView::from).collect(),
-    }))
-}
-
-/// All there is to know of one record.
-#[derive(Clone, Debug, Serialize)]
-pub struct RecordDetail {
-    /// The record with its answer; `None`: it is gone (expired, or released by an operator), but something tells of it.
-    pub record: Option<RecordView>,
-    /// What is known of it while it is unknown.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub doubt: Option<UnknownView>,
-    /// Its events, oldest first, without their messages.
-    pub events: Vec<EventView>,
-    /// Whether there are more events than are shown.
-    pub events_cut: bool,
-    /// What was done to it by hand, and its late outcomes, oldest first.
-    pub audit: Vec<AuditView>,
-}
-
-/// What is known of an unknown record.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct UnknownView {
-    /// When its attempt became unknown; of a dead owner: its lease's end.
-    pub since: String,
-    /// How often in a row the upstream was asked without result.
-    pub asked: u32,
-    /// Where it was asked: before then it is not asked again.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub next_ask_at: Option<String>,
-}
-
-impl From<Unresolved> for UnknownView {
-    fn from(doubt: Unresolved) -> Self {
-        let Unresolved { since, asked, next_ask_at, .. } = doubt;
-        Self { since: time(since), asked, next_ask_at: (asked > 0).then(|| time(next_ask_at)) }
-    }
-}
-
-/// Reads all that is known of a record. `None`: neither a record nor an event nor an audit row has this id.
-///
-/// # Errors
-/// The store's.
-pub async fn record_detail(
-    store: &dyn Store,
-    id: RecordId,
-) -> Result<Option<RecordDetail>, store::Error> {
-    let row = store.show_record(id).await?;
-    let doubt = match &row {
-        Some(row) if row.status == Status::Unknown => {
-            match store.unresolved(id).await {
-                // What was kept of the request does not open: that hides nothing else.
-                Err(store::Error::Unreadable(_)) => None,
-                found => found?.map(UnknownView::from),
-            }
-        }
-        Some(_) | None => None,
-    };
-    let (events, events_cut) = events_of(store, id).await?;
-    let audit: Vec<_> = store.audit_of(id).await?.iter().map(AuditView::from).collect();
-    if row.is_none() && events.is_empty() && audit.is_empty() {
-        return Ok(None);
-    }
-    let record = row.as_ref().map(RecordView::whole);
-    Ok(Some(RecordDetail { record, doubt, events, events_cut, audit }))
-}
-
-async fn events_of(
-    store: &dyn Store,
-    id: RecordId,
-) -> Result<(Vec<EventView>, bool), store::Error> {
-    let limit = DETAIL_EVENTS_MAX.saturating_add(1);
-    let filter = EventFilter { record: Some(id), limit, ..EventFilter::default() };
-    let mut rows = store.list_events(&filter).await?;
-    let cut = rows.len() >= limit as usize;
-    rows.truncate(DETAIL_EVENTS_MAX as usize);
-    Ok((rows.iter().rev().map(EventView::brief).collect(), cut))
-}
-
 /// RFC 3339 in UTC, to the microsecond. A time outside the years 1970 to 9999 is shown as the nearest one inside.
 #[must_use]
 pub fn time(at: SystemTime) -> String {
@@ -477,6 +367,7 @@ mod tests {
     use bytes::Bytes;
     use http::{HeaderValue, StatusCode};
     use serde_json::json;
+    use uuid::Uuid;
 
     use super::*;
     use crate::record::{Attempt, Fingerprint, Key, Operation, Scope, Spelling, Tenant};

@@ -12,9 +12,10 @@ use uuid::Uuid;
 
 use super::print::{self, Exit, Failure, Table, block, escape, refuse};
 use super::records::{events_table, seconds};
-use crate::admin::act::{self, ActionRefusal, ActionReport};
+use crate::admin::action::{self, ActionRefusal, ActionReport};
+use crate::admin::detail;
 use crate::admin::query;
-use crate::admin::view::{self, AttemptView, EventView};
+use crate::admin::view::{AttemptView, EventView};
 use crate::store::{Chosen, DeadFilter, EventAction, EventFilter, EventStatus, Store};
 
 /// `oncegate events …`
@@ -217,7 +218,7 @@ pub async fn show(
     out: &mut dyn Write,
     json: bool,
 ) -> Result<Exit, Failure> {
-    let detail = view::event_detail(store, args.id).await?;
+    let detail = detail::event_detail(store, args.id).await?;
     let Some((detail, first)) =
         detail.as_ref().and_then(|detail| Some((detail, detail.events.first()?)))
     else {
@@ -300,7 +301,7 @@ async fn refuse_stranger(
     event: Option<Uuid>,
     sink: Option<&str>,
 ) -> Result<(), Failure> {
-    match act::wrong_sink(store, configured, event, sink).await? {
+    match action::wrong_sink(store, configured, event, sink).await? {
         None => Ok(()),
         Some(wrong) => {
             let sink = escape(sink.unwrap_or_default());
@@ -322,21 +323,21 @@ async fn act_on_one(
         (EventAction::Redeliver, None, false) => Chosen::NotTaken { id },
         (_, _, _) => Chosen::One { id, sink: args.sink.clone() },
     };
-    let done = act::run(action, store, &which, &by).await;
+    let done = action::run(action, store, &which, &by).await;
     let touched = print::changed(done, &format!("events show {id}"))?;
-    let rows = match act::rows_of(store, id).await {
+    let rows = match detail::event_rows(store, id).await {
         // It is done, whether or not the rest can be read.
         Err(_) if touched.count > 0 => Vec::new(),
         rows => rows?,
     };
     let report = ActionReport::of(action, sink, &touched, &rows);
     if touched.count == 0 {
-        let ActionRefusal { name, detail } = act::refusal(id, sink, &rows, &report);
+        let ActionRefusal { name, detail } = action::refusal(id, sink, &rows, &report);
         return print::left_alone(out, json, name, &escape(&detail), report.json());
     }
     if json {
         let done = json!({
-            act::done(action): touched.count, "event": id.to_string(), "sink": sink,
+            action::done(action): touched.count, "event": id.to_string(), "sink": sink,
             "sinks": report.json(), "by": by.who, "why": by.why,
         });
         print::json(out, &done)?;
@@ -360,18 +361,18 @@ async fn act_on_dead(
     if args.dry_run {
         let count = store.count_dead(&filter).await?;
         if json {
-            print::json(out, &json!({ act::done(action): count, "dry_run": true }))?;
+            print::json(out, &json!({ action::done(action): count, "dry_run": true }))?;
         } else {
             writeln!(out, "Nothing is done. {}", said(action, count, "dead event", args))?;
         }
         return Ok(Exit::Done);
     }
     let by = print::operator(args.reason.as_deref());
-    let done = act::run(action, store, &Chosen::Dead(filter), &by).await;
+    let done = action::run(action, store, &Chosen::Dead(filter), &by).await;
     let count = print::changed(done, "events list --status dead")?.count;
     if json {
         let done =
-            json!({ act::done(action): count, "sink": args.sink, "by": by.who, "why": by.why });
+            json!({ action::done(action): count, "sink": args.sink, "by": by.who, "why": by.why });
         print::json(out, &done)?;
     } else {
         writeln!(out, "{}", said(action, count, "dead event", args))?;

@@ -17,10 +17,9 @@ use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use serde_json::json;
 
 use super::print::{self, Exit, Failure, Table, block, escape, objection, refuse};
+use crate::admin::detail::{self, RecordDetail};
 use crate::admin::query;
-use crate::admin::view::{
-    self, AuditView, EventView, RecordDetail, RecordView, displayed_status, time,
-};
+use crate::admin::view::{AuditView, EventView, RecordView, displayed_status, time};
 use crate::record::event::Event;
 use crate::record::{Answer, Fence, KeptBody, RecordId, Spelling, Status};
 use crate::store::{Completion, Objection, Operator, RecordFilter, RecordRow, Store};
@@ -203,7 +202,7 @@ pub async fn show(
     out: &mut dyn Write,
     json: bool,
 ) -> Result<Exit, Failure> {
-    let Some(detail) = view::record_detail(store, args.id).await? else {
+    let Some(detail) = detail::record_detail(store, args.id).await? else {
         return objection(out, json, &args.id.to_string(), &Objection::NotFound);
     };
     if json {

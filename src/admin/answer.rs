@@ -1,0 +1,190 @@
+//! How the admin listener answers: JSON with everything escaped, and its short table of problems.
+
+use std::future::Future;
+use std::time::Duration;
+
+use axum::extract::Path;
+use axum::extract::rejection::PathRejection;
+use axum::response::{IntoResponse, Response};
+use http::header::{CONTENT_TYPE, WWW_AUTHENTICATE};
+use http::{HeaderValue, StatusCode};
+use serde::Serialize;
+use serde_json::{Value, json};
+use uuid::Uuid;
+
+use super::view;
+use crate::store;
+
+/// How long a list or a record may take the store.
+pub(super) const READ_TIMEOUT: Duration = Duration::from_secs(10);
+
+pub(super) fn id_of(path: Result<Path<String>, PathRejection>) -> Result<Uuid, Problem> {
+    let Path(text) = path.map_err(|_| Problem::Id)?;
+    text.parse().map_err(|_| Problem::Id)
+}
+
+/// Waits for the store, but not for ever.
+pub(super) async fn in_time<T>(
+    answer: impl Future<Output = Result<T, store::Error>>,
+) -> Result<T, Problem> {
+    match tokio::time::timeout(READ_TIMEOUT, answer).await {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(error)) => {
+            let cause = std::error::Error::source(&error).map(ToString::to_string);
+            tracing::warn!(%error, cause, "the admin listener could not read the store");
+            Err(match error {
+                store::Error::Unavailable(_) | store::Error::InDoubt(_) | store::Error::Late => {
+                    Problem::StoreUnavailable
+                }
+                store::Error::Refused(_) | store::Error::Unreadable(_) => Problem::StoreRefused,
+            })
+        }
+        Err(_) => Err(Problem::StoreUnavailable),
+    }
+}
+
+/// An answer in JSON with everything escaped; see [`view::to_json`].
+pub(super) struct Json<T = Value>(pub(super) T);
+
+impl<T: Serialize> IntoResponse for Json<T> {
+    fn into_response(self) -> Response {
+        as_json(StatusCode::OK, "application/json", &self.0)
+    }
+}
+
+pub(super) fn as_json<T: Serialize>(status: StatusCode, kind: &'static str, value: &T) -> Response {
+    match view::to_json(value) {
+        Ok(mut text) => {
+            text.push('\n');
+            (status, [(CONTENT_TYPE, kind)], text).into_response()
+        }
+        Err(error) => {
+            tracing::error!(%error, "an admin answer could not be written as JSON");
+            StatusCode::INTERNAL_SERVER_ERROR.into_response()
+        }
+    }
+}
+
+/// What operators are told when it is no: the short table of this listener.
+#[derive(Debug)]
+pub(super) enum Problem {
+    Unauthorized,
+    ForeignHost,
+    Query(Vec<String>),
+    Question(String),
+    Action(Vec<String>),
+    Refused { name: &'static str, detail: String, sinks: Value },
+    InDoubt,
+    Id,
+    NotFound,
+    NoSink,
+    Already,
+    NoSuchPage,
+    MethodNotAllowed,
+    StoreUnavailable,
+    StoreRefused,
+}
+
+impl Problem {
+    fn entry(&self) -> (StatusCode, &'static str, &'static str) {
+        match self {
+            Self::Unauthorized => (
+                StatusCode::UNAUTHORIZED,
+                "unauthorized",
+                "Send the admin token: `Authorization: Bearer TOKEN`.",
+            ),
+            Self::ForeignHost => (
+                StatusCode::FORBIDDEN,
+                "foreign-host",
+                "Without an admin token, ask for localhost, 127.0.0.1 or [::1] by that name, and from no other page.",
+            ),
+            Self::Query(_) => (
+                StatusCode::BAD_REQUEST,
+                "query-invalid",
+                "Correct the query; `errors` names each mistake.",
+            ),
+            Self::Question(_) => (
+                StatusCode::BAD_REQUEST,
+                "question-invalid",
+                "Send a JSON object of the fields that are asked for; `errors` says what is wrong.",
+            ),
+            Self::Action(_) => (
+                StatusCode::BAD_REQUEST,
+                "action-invalid",
+                "Send a JSON object that says what is to be done; `errors` says what is wrong.",
+            ),
+            Self::Refused { name, .. } => (StatusCode::CONFLICT, name, ""),
+            Self::InDoubt => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                "in-doubt",
+                "Nobody knows whether that was done, or all of it: look before you ask for it again.",
+            ),
+            Self::Id => (StatusCode::BAD_REQUEST, "id-invalid", "An id is a UUID."),
+            Self::NotFound => (
+                StatusCode::NOT_FOUND,
+                "not-found",
+                "Nothing has this id: it never existed, or its retention is over.",
+            ),
+            Self::NoSink => (
+                StatusCode::NOT_FOUND,
+                "no-such-sink",
+                "No sink has this name: not in the configuration, and nothing is owed to one.",
+            ),
+            Self::Already => (
+                StatusCode::CONFLICT,
+                "already-so",
+                "The sink stands so already: nothing was changed.",
+            ),
+            Self::NoSuchPage => {
+                (StatusCode::NOT_FOUND, "no-such-page", "The admin listener has no such page.")
+            }
+            Self::MethodNotAllowed => (
+                StatusCode::METHOD_NOT_ALLOWED,
+                "method-not-allowed",
+                "This page is read, or acted on, in another way: see docs/operations.md.",
+            ),
+            Self::StoreUnavailable => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                "store-unavailable",
+                "The database does not answer: try again, and see /readyz and the log.",
+            ),
+            Self::StoreRefused => (
+                StatusCode::INTERNAL_SERVER_ERROR,
+                "store-refused",
+                "The database refused the question: see the log.",
+            ),
+        }
+    }
+}
+
+impl IntoResponse for Problem {
+    fn into_response(self) -> Response {
+        let (status, name, detail) = self.entry();
+        let detail = if let Self::Refused { detail, .. } = &self { detail } else { detail };
+        let mut body = json!({
+            "type": format!("urn:oncegate:problem:{name}"),
+            "title": name.replace('-', " "),
+            "status": status.as_u16(),
+            "detail": detail,
+        });
+        if let (Self::Refused { sinks, .. }, Some(fields)) = (&self, body.as_object_mut()) {
+            fields.insert("sinks".to_owned(), sinks.clone());
+        }
+        let errors = if let Self::Query(errors) | Self::Action(errors) = &self {
+            json!(errors)
+        } else if let Self::Question(error) = &self {
+            json!([error])
+        } else {
+            Value::Null
+        };
+        if let (false, Some(fields)) = (errors.is_null(), body.as_object_mut()) {
+            fields.insert("errors".to_owned(), errors);
+        }
+        let mut response = as_json(status, "application/problem+json", &body);
+        if matches!(self, Self::Unauthorized) {
+            let challenge = HeaderValue::from_static("Bearer realm=\"oncegate\"");
+            response.headers_mut().insert(WWW_AUTHENTICATE, challenge);
+        }
+        response
+    }
+}

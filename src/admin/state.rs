@@ -1,0 +1,93 @@
+//! What the handlers of the admin listener share: the store, the metrics, whether the process is ready, and the token.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use sha2::{Digest as _, Sha256};
+use subtle::ConstantTimeEq as _;
+
+use crate::explain::Explain;
+use crate::store::Store;
+use crate::telemetry::Metrics;
+
+/// What the admin listener shows, and to whom.
+#[derive(Clone)]
+pub struct State {
+    /// Where records and events are read.
+    pub store: Arc<dyn Store>,
+    /// What `/metrics` shows.
+    pub metrics: Arc<Metrics>,
+    /// Whether this process may be sent requests.
+    pub ready: Readiness,
+    /// What a caller must send; `None` only on a loopback listener.
+    pub token: Option<Token>,
+    /// The program's version.
+    pub version: &'static str,
+    /// The operations that the configuration names.
+    pub operations: Arc<[String]>,
+    /// The sinks that the configuration names.
+    pub sinks: Arc<[String]>,
+    /// Who says what is made of a request; `None` in a process that takes none.
+    pub explain: Option<Arc<dyn Explain>>,
+}
+
+/// Where the process stands between its start and its end. All clones see one value.
+#[derive(Clone, Debug, Default)]
+pub struct Readiness(Arc<AtomicU8>);
+
+impl Readiness {
+    const STARTING: u8 = 0;
+    const SERVING: u8 = 1;
+    const DRAINING: u8 = 2;
+
+    /// Requests are accepted from now on. Changes nothing once draining.
+    pub fn serving(&self) {
+        // Err: it serves or drains already, and draining is final.
+        self.0
+            .compare_exchange(Self::STARTING, Self::SERVING, Ordering::Relaxed, Ordering::Relaxed)
+            .ok();
+    }
+
+    /// No new requests are accepted from now on. Final.
+    pub fn draining(&self) {
+        self.0.store(Self::DRAINING, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_serving(&self) -> bool {
+        self.0.load(Ordering::Relaxed) == Self::SERVING
+    }
+
+    pub(super) fn as_str(&self) -> &'static str {
+        match self.0.load(Ordering::Relaxed) {
+            Self::STARTING => "starting",
+            Self::SERVING => "serving",
+            _ => "draining",
+        }
+    }
+}
+
+/// The bearer token, kept as its hash so that it is neither shown nor compared byte by byte.
+#[derive(Clone)]
+pub struct Token([u8; 32]);
+
+impl Token {
+    /// The token that callers must send. `None` where it is empty or could not stand in a header.
+    #[must_use]
+    pub fn new(secret: &str) -> Option<Self> {
+        let fits = !secret.is_empty() && secret.bytes().all(|b| b.is_ascii_graphic());
+        fits.then(|| Self(Sha256::digest(secret.as_bytes()).into()))
+    }
+
+    /// Whether this is the token, in a time that does not tell how much of it was right.
+    pub(super) fn is(&self, sent: &[u8]) -> bool {
+        let sent: [u8; 32] = Sha256::digest(sent).into();
+        self.0.ct_eq(&sent).into()
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token(..)")
+    }
+}
