@@ -27,19 +27,19 @@ mod writer;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use tokio::sync::oneshot;
 use uuid::Uuid;
 
-pub use self::disk::Disk;
 use self::disk::Held;
+pub use self::disk::{Disk, Unwritable};
 pub use self::drain::{DrainError, drain};
 use self::encoding::encode_freed;
 pub(super) use self::encoding::{decode, encode};
 use self::format::{FileHead, Kind, Place};
-use self::writer::{Order, Writer};
+use self::writer::{Level, NotKept, Order, Writer};
 use crate::fault::{self, Point};
 use crate::record::{Fingerprint, RecordId};
 use crate::store::sealed::Keys;
@@ -50,9 +50,6 @@ use crate::telemetry::{Drained, Metrics, causes};
 /// Orders that may wait for the thread; beyond it an outcome counts as not kept. More than there are requests in flight.
 const QUEUE_MAX: usize = 8192;
 
-/// From this share of its room on, in eighths, a spill is full for new reservations: the rest is for what runs.
-const HIGH_EIGHTHS: u64 = 7;
-
 /// How a spill is set up.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
@@ -60,29 +57,6 @@ pub struct Settings {
     pub dir: PathBuf,
     /// Most bytes of outcomes in the file of one process.
     pub bytes_max: u64,
-}
-
-/// The spill's folder cannot be used.
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "cannot keep outcomes in {dir}: make it writable for this user, or name another folder in store.spill.dir"
-)]
-pub struct Unwritable {
-    dir: String,
-    #[source]
-    cause: io::Error,
-}
-
-impl Unwritable {
-    fn new(dir: &Path, cause: io::Error) -> Self {
-        Self { dir: dir.display().to_string(), cause }
-    }
-
-    /// Whether nothing but room is missing, which draining may make.
-    #[must_use]
-    pub fn is_for_want_of_room(&self) -> bool {
-        matches!(self.cause.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
-    }
 }
 
 /// Tries whether a spill could be kept in this folder, and leaves nothing of it behind.
@@ -216,30 +190,6 @@ impl Unopened {
     }
 }
 
-/// How full a spill is: what its thread says, and everybody may ask.
-struct Level {
-    bytes_max: u64,
-    bytes: AtomicU64,
-    /// Outcomes that are owed from memory alone.
-    unkept: AtomicU64,
-    metrics: Arc<Metrics>,
-}
-
-impl Level {
-    fn new(bytes_max: u64, metrics: Arc<Metrics>) -> Self {
-        Self { bytes_max, bytes: AtomicU64::new(0), unkept: AtomicU64::new(0), metrics }
-    }
-
-    fn set(&self, entries: usize, bytes: u64) {
-        self.bytes.store(bytes, Ordering::Relaxed);
-        self.metrics.spill(entries as u64, bytes);
-    }
-
-    fn is_high(&self) -> bool {
-        self.bytes.load(Ordering::Relaxed) >= self.bytes_max / 8 * HIGH_EIGHTHS
-    }
-}
-
 /// Where an outcome that is owed to the database is, besides in memory.
 pub(crate) enum Keeping {
     /// In the spill: it outlives the process.
@@ -283,17 +233,4 @@ impl Drop for Unkept {
     fn drop(&mut self) {
         self.0.unkept.fetch_sub(1, Ordering::Relaxed);
     }
-}
-
-/// Why an outcome was not kept.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-enum NotKept {
-    #[error("the spill is full (store.spill.max_size)")]
-    NoRoom,
-    #[error("the disk did not take it: {0}")]
-    Disk(String),
-    #[error("it could not be sealed: {0}")]
-    Unsealed(String),
-    #[error("the spill is closed")]
-    Closed,
 }

@@ -15,6 +15,29 @@ pub(super) const ENDING: &str = "spill";
 /// How often a new file is begun before the folder counts as unwritable: each time another process was in the way.
 const TRIES: usize = 8;
 
+/// The spill's folder cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "cannot keep outcomes in {dir}: make it writable for this user, or name another folder in store.spill.dir"
+)]
+pub struct Unwritable {
+    dir: String,
+    #[source]
+    cause: io::Error,
+}
+
+impl Unwritable {
+    pub(super) fn new(dir: &Path, cause: io::Error) -> Self {
+        Self { dir: dir.display().to_string(), cause }
+    }
+
+    /// Whether nothing but room is missing, which draining may make.
+    #[must_use]
+    pub fn is_for_want_of_room(&self) -> bool {
+        matches!(self.cause.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+    }
+}
+
 /// What a spill needs of its file. A test can have one that fails, or that waits.
 pub trait Disk: Send + 'static {
     /// Writes all of the bytes from this offset on.

@@ -13,8 +13,7 @@ use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 use uuid::Uuid;
 
-use super::Unwritable;
-use super::disk::{self, ENDING};
+use super::disk::{self, ENDING, Unwritable};
 use super::encoding::{decode, decode_freed};
 use super::format::{BadHead, Contents, FileHead, HEAD, Kind, Place, read_at};
 use crate::record::{Record, State};

@@ -10,16 +10,20 @@ use std::collections::HashMap;
 use std::convert::Infallible;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
 
 use tokio::sync::oneshot;
 
 use super::disk::Disk;
 use super::format::{Check, ENTRY_HEAD, FileHead, HEAD, Kind, Place};
-use super::{Level, NotKept};
+use crate::telemetry::Metrics;
 
 /// Most orders that share one sync.
 const BATCH_MAX: usize = 64;
+
+/// From this share of its room on, in eighths, a spill is full for new reservations: the rest is for what runs.
+const HIGH_EIGHTHS: u64 = 7;
 
 /// Who waits for an outcome's place in the file.
 type Reply = oneshot::Sender<Result<Place, NotKept>>;
@@ -32,6 +36,43 @@ pub(super) enum Order {
     Paid(Place),
     /// The process ends. `reply` is dropped when that is done.
     Close { reply: oneshot::Sender<Infallible> },
+}
+
+/// Why an outcome was not kept.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum NotKept {
+    #[error("the spill is full (store.spill.max_size)")]
+    NoRoom,
+    #[error("the disk did not take it: {0}")]
+    Disk(String),
+    #[error("it could not be sealed: {0}")]
+    Unsealed(String),
+    #[error("the spill is closed")]
+    Closed,
+}
+
+/// How full a spill is: what its thread says, and everybody may ask.
+pub(super) struct Level {
+    bytes_max: u64,
+    bytes: AtomicU64,
+    /// Outcomes that are owed from memory alone.
+    pub(super) unkept: AtomicU64,
+    pub(super) metrics: Arc<Metrics>,
+}
+
+impl Level {
+    pub(super) fn new(bytes_max: u64, metrics: Arc<Metrics>) -> Self {
+        Self { bytes_max, bytes: AtomicU64::new(0), unkept: AtomicU64::new(0), metrics }
+    }
+
+    fn set(&self, entries: usize, bytes: u64) {
+        self.bytes.store(bytes, Ordering::Relaxed);
+        self.metrics.spill(entries as u64, bytes);
+    }
+
+    pub(super) fn is_high(&self) -> bool {
+        self.bytes.load(Ordering::Relaxed) >= self.bytes_max / 8 * HIGH_EIGHTHS
+    }
 }
 
 pub(super) struct Writer {
@@ -168,7 +209,6 @@ mod tests {
     use uuid::Uuid;
 
     use super::*;
-    use crate::telemetry::Metrics;
 
     /// A file in memory that says what was done to it, and fails on demand.
     #[derive(Clone, Default)]
