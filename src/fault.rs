@@ -12,7 +12,7 @@
 //!
 //! What must stay true: without the feature `fault-points`, which only tests turn on, every function here is empty, no
 //! variable is read, and [`Injected`] has no value, so the branches that handle it do not exist. A new point is a line
-//! in [`Point`] (or a verb in [`Verb`] and a line in `store/faulty.rs`) and a line at its place; `tests/it/crash_points.rs`
+//! in [`Point`] and a line at its place, or a verb of the store in [`Verb`]; `tests/it/crash_points.rs`
 //! fails until it says what is right there.
 
 #[cfg(not(feature = "fault-points"))]
@@ -148,6 +148,16 @@ named! {
     Before(Verb),
     /// The store has done it, durably, and the caller does not know.
     After(Verb),
+}
+
+impl Verb {
+    /// Of a method of the store, where it changes something.
+    #[must_use]
+    pub fn of_method(method: &str) -> Option<Self> {
+        let is =
+            |name: &str| name.bytes().map(|c| if c == b'-' { b'_' } else { c }).eq(method.bytes());
+        Self::NAMED.iter().find(|(_, name)| is(name)).map(|(verb, _)| *verb)
+    }
 }
 
 impl Point {

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 
 use crate::record::{Lease, LeaseView, OwnerId};
-use crate::store::{Beat, Error, Store};
+use crate::store::{Beat, Error, Records};
 use crate::tasks;
 use crate::telemetry::causes;
 
@@ -50,12 +50,12 @@ pub fn none() -> LeaseView {
 ///
 /// # Errors
 /// As the store says: without a first heartbeat there is no lease.
-pub async fn begin(store: &dyn Store, ttl: Duration, view: &LeaseView) -> Result<(), Error> {
+pub async fn begin(store: &dyn Records, ttl: Duration, view: &LeaseView) -> Result<(), Error> {
     view.renew(fresh(store, ttl).await?);
     Ok(())
 }
 
-async fn fresh(store: &dyn Store, ttl: Duration) -> Result<Lease, Error> {
+async fn fresh(store: &dyn Records, ttl: Duration) -> Result<Lease, Error> {
     for _ in 0..FRESH_MAX {
         if let Some(lease) = beat(store, OwnerId::fresh(), ttl).await? {
             return Ok(lease);
@@ -65,7 +65,7 @@ async fn fresh(store: &dyn Store, ttl: Duration) -> Result<Lease, Error> {
 }
 
 /// One heartbeat. `None`: the lease had run out.
-async fn beat(store: &dyn Store, owner: OwnerId, ttl: Duration) -> Result<Option<Lease>, Error> {
+async fn beat(store: &dyn Records, owner: OwnerId, ttl: Duration) -> Result<Option<Lease>, Error> {
     let sent = now();
     match store.heartbeat(owner, ttl).await? {
         Beat::Renewed => {
@@ -77,7 +77,12 @@ async fn beat(store: &dyn Store, owner: OwnerId, ttl: Duration) -> Result<Option
 }
 
 /// Renews the lease every third of it until `stop`, then ends it. `stop` comes last: when nothing is running any more.
-pub async fn keep(store: Arc<dyn Store>, view: LeaseView, ttl: Duration, stop: CancellationToken) {
+pub async fn keep(
+    store: Arc<dyn Records>,
+    view: LeaseView,
+    ttl: Duration,
+    stop: CancellationToken,
+) {
     let pace = ttl / 3;
     let mut failing = false;
     let mut retry = RETRY_FIRST.min(pace);
@@ -118,7 +123,7 @@ pub async fn keep(store: Arc<dyn Store>, view: LeaseView, ttl: Duration, stop: C
     retire(store.as_ref(), &view).await;
 }
 
-async fn renew(store: &dyn Store, view: &LeaseView, ttl: Duration) -> Result<(), Error> {
+async fn renew(store: &dyn Records, view: &LeaseView, ttl: Duration) -> Result<(), Error> {
     let owner = view.current().owner;
     let lease = if let Some(lease) = beat(store, owner, ttl).await? {
         lease
@@ -132,7 +137,7 @@ async fn renew(store: &dyn Store, view: &LeaseView, ttl: Duration) -> Result<(),
 }
 
 /// Ends the lease: first here, so that nothing more is sent under it, then in the database.
-async fn retire(store: &dyn Store, view: &LeaseView) {
+async fn retire(store: &dyn Records, view: &LeaseView) {
     let owner = view.current().owner;
     view.renew(Lease { owner, sure_until: now() });
     match tokio::time::timeout(RETIRE_MAX, store.retire(owner)).await {

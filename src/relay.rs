@@ -47,7 +47,7 @@ use self::verdict::Evidence;
 use crate::fault::{self, Point};
 use crate::record::LeaseView;
 use crate::store::{
-    Acknowledgement, Claim, Claimed, Error, Lane, LetGo, Look, Order, Over, Store, Verdict,
+    Acknowledgement, Claim, Claimed, Deliveries, Error, Lane, LetGo, Look, Order, Over, Verdict,
 };
 use crate::tasks::{self, Loop};
 use crate::telemetry::{Metrics, causes};
@@ -117,7 +117,7 @@ impl Claimant {
 /// `wake` says that events were written; each notification reaches all sinks. A sink whose settings are not valid
 /// is logged and left out; `sink::Settings::check` tells before.
 pub async fn run(
-    store: Arc<dyn Store>,
+    store: Arc<dyn Deliveries>,
     settings: Settings,
     claimant: Claimant,
     metrics: Arc<Metrics>,
@@ -194,7 +194,7 @@ async fn pass_on(wake: &Notify, nudges: &[Arc<Notify>]) {
 
 /// What the loop of one sink works with.
 struct Desk {
-    store: Arc<dyn Store>,
+    store: Arc<dyn Deliveries>,
     claimant: Claimant,
     sink: Arc<Sink>,
     room: Arc<Room>,

@@ -307,7 +307,7 @@ pub(super) fn keep_lease(
     stop: &CancellationToken,
 ) {
     let (store, view, stopped) = (Arc::clone(store), view.clone(), stop.clone());
-    let begin = move || lease::keep(Arc::clone(&store), view.clone(), ttl, stopped.clone());
+    let begin = move || lease::keep(store.clone(), view.clone(), ttl, stopped.clone());
     tracker.spawn(tasks::kept(Loop::Lease, "", stop.clone(), begin));
 }
 

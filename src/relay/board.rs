@@ -16,7 +16,7 @@ use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
 use super::{Claimant, OUTAGE_FIRST, OUTAGE_MAX, jitter};
-use crate::store::{Pause, PauseReason, SinkState, Store};
+use crate::store::{Deliveries, Pause, PauseReason, SinkState};
 use crate::tasks;
 use crate::telemetry::{Metrics, causes};
 
@@ -95,7 +95,7 @@ impl Board {
 
 /// Reads for all sinks.
 pub(super) struct Reader {
-    pub(super) store: Arc<dyn Store>,
+    pub(super) store: Arc<dyn Deliveries>,
     pub(super) claimant: Claimant,
     pub(super) metrics: Arc<Metrics>,
     pub(super) boards: HashMap<String, Arc<Board>>,

@@ -7,18 +7,8 @@
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use async_trait::async_trait;
-use uuid::Uuid;
-
-use super::{
-    Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
-    Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateOutcome, LetGo, Life,
-    OpenPiece, Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reinstated, Reserved,
-    Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched, Unresolved, Untold, Whence,
-};
-use crate::record::event::Event;
-use crate::record::event::notice::Notice;
-use crate::record::{Attempt, Fence, OwnerId, Record, RecordId, Scope, Status};
+use super::layer::Layer;
+use super::{Error, OperatorsLayer, OutboxLayer, RecordsLayer, SinksLayer, Store};
 
 /// A store that is not open yet, and what opens it.
 #[must_use]
@@ -60,8 +50,8 @@ struct NotOpen {
     why: String,
 }
 
-impl Awaited {
-    fn store(&self) -> Result<&dyn Store, Error> {
+impl Layer for Awaited {
+    fn beneath(&self) -> Result<&dyn Store, Error> {
         let Way { store, begun, why } = &*self.0;
         store.get().map(AsRef::as_ref).ok_or_else(|| {
             let since = Duration::from_secs(begun.elapsed().as_secs());
@@ -71,60 +61,7 @@ impl Awaited {
     }
 }
 
-macro_rules! verbs {
-    ($($name:ident($($arg:ident: $kind:ty),*) -> $done:ty;)*) => {
-        #[async_trait]
-        impl Store for Awaited {
-            $(async fn $name(&self, $($arg: $kind),*) -> Result<$done, Error> {
-                self.store()?.$name($($arg),*).await
-            })*
-        }
-    };
-}
-
-verbs! {
-    heartbeat(owner: OwnerId, lease: Duration) -> Beat;
-    retire(owner: OwnerId) -> ();
-    reserve(proposal: Proposal, deadline: Instant) -> Reserved;
-    take_over(proposal: Proposal, from: Takeover) -> Changed;
-    raise(proposal: Proposal, fence: Fence) -> Changed;
-    find(scope: &Scope) -> Option<Record>;
-    complete(completion: Arc<Completion>, deadline: Instant) -> Settled;
-    release(scope: &Scope, fence: Fence) -> Changed;
-    mark_unknown(scope: &Scope, fence: Fence) -> Changed;
-    mark_dead(only: Option<(&Scope, Fence)>, limit: u32) -> u64;
-    untold(which: Untold, limit: u32) -> Vec<Notice>;
-    tell(notice: &Notice, event: Option<&Event>) -> Changed;
-    note_late_outcome(late: &LateOutcome) -> ();
-    claim(claim: &Claim) -> Vec<Claimed>;
-    acknowledge(sink: &str, order: Order, verdicts: &[Acknowledgement]) -> Vec<Uuid>;
-    next_due(sink: &str) -> Option<Duration>;
-    let_go(sink: &str, order: Order, from: Option<&str>) -> LetGo;
-    sinks(over: Over) -> Vec<SinkState>;
-    turn_sink(sink: &str, no: i64, turn: &SinkTurn) -> Changed;
-    life() -> Life;
-    stands(ids: &[RecordId]) -> Vec<(Fence, Status)>;
-    reinstate(proposal: Proposal, attempt: Attempt) -> Reinstated;
-    open_of(owner: OwnerId, from: Whence, limit: u32) -> OpenPiece;
-    questions(asking: &[Asking], limit: u32) -> Vec<Due>;
-    unresolved(id: RecordId) -> Option<Unresolved>;
-    sweep_records(limit: u32) -> u64;
-    sweep_events(retention: Duration, limit: u32) -> u64;
-    sweep_leases() -> u64;
-    list_records(filter: &RecordFilter) -> Vec<RecordRow>;
-    show_record(id: RecordId) -> Option<RecordRow>;
-    list_events(filter: &EventFilter) -> Vec<EventRow>;
-    operator_release(fence: Fence, completed: bool, by: &Operator) -> Acted;
-    operator_complete(completion: &Completion, by: &Operator) -> Acted;
-    redeliver(which: &Chosen, by: &Operator) -> Touched;
-    discard(which: &Chosen, by: &Operator) -> Touched;
-    count_dead(which: &DeadFilter) -> u64;
-    attempts_of(event: Uuid) -> Vec<AttemptRow>;
-    operate_sink(sink: &str, order: SinkOrder, by: &Operator) -> Changed;
-    last_failure(sink: &str) -> Option<String>;
-    audit_of(record: RecordId) -> Vec<AuditRow>;
-    acted_on(window: Duration) -> Vec<RecordId>;
-    database_id() -> Uuid;
-    ping() -> ();
-    gauges() -> Gauges;
-}
+impl RecordsLayer for Awaited {}
+impl OutboxLayer for Awaited {}
+impl SinksLayer for Awaited {}
+impl OperatorsLayer for Awaited {}

@@ -1,11 +1,49 @@
-//! What the relay and the operators say to a store about events: claims and verdicts, lists and actions.
+//! The outbox: events, as the relay claims them and says how their deliveries ended.
 
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use bytes::Bytes;
 use uuid::Uuid;
 
-use crate::record::{OwnerId, RecordId, Scope};
+use super::layer::verbs;
+use crate::record::OwnerId;
+
+verbs! {
+/// Events that are owed, and their verdicts.
+pub trait Outbox, layered by OutboxLayer {
+    /// Claims events that are due; see [`Claim`]. Committed before it returns. Whether `owner` itself lives is not asked.
+    ///
+    /// With [`Order::Key`] an event is claimed only as the first of its key, and only while no other of its key is claimed.
+    /// What stands behind is put off (`next_attempt_at`), until an acknowledgement in that order makes it due.
+    async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error>;
+
+    /// Writes verdicts, each under its claim number. The ids of those that found their claim still current. `order` is that of
+    /// the claims: with a verdict, in one transaction, the next event of its key becomes due.
+    async fn acknowledge(
+        &self,
+        sink: &str,
+        order: Order,
+        verdicts: &[Acknowledgement],
+    ) -> Result<Vec<Uuid>, Error>;
+
+    /// How long until the next event of this sink that is not claimable now could be (a retry's time or a claim's end);
+    /// `None`: nothing waits.
+    async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error>;
+
+    /// Makes due what nothing keeps back any more in this order: with [`Order::None`] whatever waits for others of its
+    /// ordering key; with [`Order::Key`] the first event of each key whose turn nobody has, and that was put off behind an
+    /// event that went without waking it (by hand, say, or by a relay with another order). Dead events block no key any
+    /// more unless `order` says that they do. The pauses of retries stay as they are.
+    ///
+    /// In pieces, each a short transaction: from the beginning with `None`, then from where the last one ended. To be asked
+    /// at the start and from time to time: so a change of the order takes effect though nobody says that it was one.
+    async fn let_go(&self, sink: &str, order: Order, from: Option<&str>) -> Result<LetGo, Error>;
+
+    /// Deletes events all of whose rows are sent or discarded for longer than `retention`, with their attempts, up to `limit`.
+    /// How many.
+    async fn sweep_events(&self, retention: Duration, limit: u32) -> Result<u64, Error>;
+}
+}
 
 /// Which events a claim takes.
 #[derive(Clone, Debug)]
@@ -196,131 +234,7 @@ impl EventStatus {
     }
 }
 
-/// Which events a list shows; newest first.
-#[derive(Clone, Debug, Default)]
-pub struct EventFilter {
-    /// Only this event (one row per sink).
-    pub id: Option<Uuid>,
-    /// Only of this record.
-    pub record: Option<RecordId>,
-    /// Only of this tenant.
-    pub tenant: Option<String>,
-    /// Only of this operation.
-    pub operation: Option<String>,
-    /// Only under this idempotency key.
-    pub key: Option<String>,
-    /// Only of this type.
-    pub kind: Option<String>,
-    /// Only towards this sink.
-    pub sink: Option<String>,
-    /// Only in this status.
-    pub status: Option<EventStatus>,
-    /// Only those made within this long.
-    pub since: Option<Duration>,
-    /// Only those after this one in the list's order: time, event and sink of the last row of the page before.
-    pub after: Option<(SystemTime, Uuid, String)>,
-    /// At most this many.
-    pub limit: u32,
-}
-
-/// A row of `outbox_events`: an event towards one sink.
-#[derive(Clone, Debug)]
-pub struct EventRow {
-    /// The event's id.
-    pub id: Uuid,
-    /// Its key.
-    pub event_key: String,
-    /// Its type.
-    pub kind: String,
-    /// Its record's scope.
-    pub scope: Scope,
-    /// Its record.
-    pub record: RecordId,
-    /// Towards which sink; empty: none wanted it.
-    pub sink: String,
-    /// Its ordering key.
-    pub ordering_key: Option<String>,
-    /// The message.
-    pub payload: Bytes,
-    /// How it stands.
-    pub status: EventStatus,
-    /// Attempts that finished and failed, and the one that succeeded.
-    pub attempts: u32,
-    /// When it is due.
-    pub next_attempt_at: Option<SystemTime>,
-    /// What went wrong last.
-    pub last_error: Option<String>,
-    /// When it was written.
-    pub created_at: SystemTime,
-    /// How long ago that was, by the database's clock.
-    pub age: Duration,
-    /// When it was delivered.
-    pub sent_at: Option<SystemTime>,
-    /// Whether it is dead and the events behind it in its ordering key wait for it.
-    pub blocks: bool,
-}
-
-/// What an operator does to events.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum EventAction {
-    /// They are due again.
-    Redeliver,
-    /// They are given up for good.
-    Discard,
-}
-
-impl EventAction {
-    /// As the audit table calls it.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Redeliver => "event.redeliver",
-            Self::Discard => "event.discard",
-        }
-    }
-}
-
-/// Upon which events an operator acts.
-#[derive(Clone, Debug)]
-pub enum Chosen {
-    /// One event, towards one sink, or all.
-    One {
-        /// The event.
-        id: Uuid,
-        /// Towards which sink; `None`: all.
-        sink: Option<String>,
-    },
-    /// One event, towards the sinks that have not taken it: where it is owed, or dead.
-    NotTaken {
-        /// The event.
-        id: Uuid,
-    },
-    /// Dead ones, all at once.
-    Dead(DeadFilter),
-}
-
-/// What an operator's action came to.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Touched {
-    /// How many rows were changed: an event towards two sinks is two.
-    pub count: u64,
-    /// Of one event: each sink towards which it was changed, and how it stood there before.
-    pub sinks: Vec<(String, EventStatus)>,
-}
-
-impl Touched {
-    /// One event, towards these sinks.
-    pub(super) fn one(sinks: Vec<(String, EventStatus)>) -> Self {
-        Self { count: sinks.len() as u64, sinks }
-    }
-
-    /// So many rows of many events.
-    pub(super) fn many(count: u64) -> Self {
-        Self { count, sinks: Vec::new() }
-    }
-}
-
-/// What a piece of [`Store::let_go`](super::Store::let_go) came to.
+/// What a piece of [`Outbox::let_go`] came to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LetGo {
     /// How many events are due now.
@@ -329,45 +243,5 @@ pub struct LetGo {
     pub next: Option<String>,
 }
 
-/// Which dead events.
-#[derive(Clone, Debug, Default)]
-pub struct DeadFilter {
-    /// Only towards this sink.
-    pub sink: Option<String>,
-    /// Only of this type.
-    pub kind: Option<String>,
-    /// Only of this tenant.
-    pub tenant: Option<String>,
-    /// Only of this operation.
-    pub operation: Option<String>,
-    /// Only those made within this long.
-    pub since: Option<Duration>,
-}
-
-impl DeadFilter {
-    /// As the audit table tells it, with how many it came to.
-    pub(super) fn detail(&self, changed: u64) -> String {
-        serde_json::json!({
-            "status": EventStatus::Dead.as_str(), "sink": self.sink, "type": self.kind, "tenant": self.tenant,
-            "operation": self.operation, "since_seconds": self.since.map(|since| since.as_secs()), "count": changed,
-        })
-        .to_string()
-    }
-}
-
-/// An attempt of an event towards a sink that has ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AttemptRow {
-    /// Towards which sink.
-    pub sink: String,
-    /// Under which claim. Grows over all attempts, also over a redelivery.
-    pub claim_no: i32,
-    /// Which attempt. Counted anew after a redelivery.
-    pub attempt: u32,
-    /// When it ended, by the database's clock.
-    pub at: SystemTime,
-    /// The sink's status, where there was one.
-    pub status: Option<u16>,
-    /// What went wrong; `None`: the sink took it.
-    pub error: Option<String>,
-}
+/// How many failed attempts of an event towards a sink are kept at least: those under its last claims. Never more.
+pub const ATTEMPTS_KEPT: u32 = 50;

@@ -47,9 +47,9 @@ use super::batch::{Batcher, RunError, Turns};
 use super::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Cause, Changed, Chosen, Claim,
     Claimed, Completion, DeadFilter, Due, Error, EventAction, EventFilter, EventRow, Gauges,
-    LateOutcome, LetGo, Life, OpenError, OpenPiece, Operator, Order, Over, Proposal, RecordFilter,
-    RecordRow, Reinstated, Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover,
-    Touched, Unresolved, Untold, Whence,
+    LateOutcome, LetGo, Life, OpenError, OpenPiece, Operator, Operators, Order, Outbox, Over,
+    Proposal, RecordFilter, RecordRow, Records, Reinstated, Reserved, Settled, SinkOrder,
+    SinkState, SinkTurn, Sinks, Takeover, Touched, Unresolved, Untold, Whence,
 };
 use crate::record::event::Event;
 use crate::record::event::notice::Notice;
@@ -251,7 +251,7 @@ impl Task for Ping {
 }
 
 #[async_trait]
-impl Store for Postgres {
+impl Records for Postgres {
     async fn heartbeat(&self, owner: OwnerId, lease: Duration) -> Result<Beat, Error> {
         leases::heartbeat(&self.heart, owner, lease).await
     }
@@ -327,6 +327,28 @@ impl Store for Postgres {
         complete::note_late(&self.door, late).await
     }
 
+    async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Notice>, Error> {
+        notices::untold(&self.door, which, limit).await
+    }
+
+    async fn tell(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error> {
+        notices::tell(&self.door, notice, event).await
+    }
+
+    async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {
+        let from = *self.swept_to.lock().unwrap_or_else(PoisonError::into_inner);
+        let (gone, to) = records::sweep(&self.door, limit, from).await?;
+        *self.swept_to.lock().unwrap_or_else(PoisonError::into_inner) = to;
+        Ok(gone)
+    }
+
+    async fn sweep_leases(&self) -> Result<u64, Error> {
+        leases::sweep(&self.door).await
+    }
+}
+
+#[async_trait]
+impl Outbox for Postgres {
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {
         outbox::claim(&self.door, claim).await
     }
@@ -348,6 +370,13 @@ impl Store for Postgres {
         order::let_go(&self.door, sink, order, from).await
     }
 
+    async fn sweep_events(&self, retention: Duration, limit: u32) -> Result<u64, Error> {
+        outbox::sweep(&self.door, retention, limit).await
+    }
+}
+
+#[async_trait]
+impl Sinks for Postgres {
     async fn sinks(&self, over: Over) -> Result<Vec<SinkState>, Error> {
         sinks::states(&self.door, over).await
     }
@@ -368,30 +397,10 @@ impl Store for Postgres {
     async fn last_failure(&self, sink: &str) -> Result<Option<String>, Error> {
         sinks::last_failure(&self.door, sink).await
     }
+}
 
-    async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Notice>, Error> {
-        notices::untold(&self.door, which, limit).await
-    }
-
-    async fn tell(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error> {
-        notices::tell(&self.door, notice, event).await
-    }
-
-    async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {
-        let from = *self.swept_to.lock().unwrap_or_else(PoisonError::into_inner);
-        let (gone, to) = records::sweep(&self.door, limit, from).await?;
-        *self.swept_to.lock().unwrap_or_else(PoisonError::into_inner) = to;
-        Ok(gone)
-    }
-
-    async fn sweep_events(&self, retention: Duration, limit: u32) -> Result<u64, Error> {
-        outbox::sweep(&self.door, retention, limit).await
-    }
-
-    async fn sweep_leases(&self) -> Result<u64, Error> {
-        leases::sweep(&self.door).await
-    }
-
+#[async_trait]
+impl Operators for Postgres {
     async fn list_records(&self, filter: &RecordFilter) -> Result<Vec<RecordRow>, Error> {
         show::list_records(&self.door, filter).await
     }

@@ -13,7 +13,6 @@ mod keys;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use async_trait::async_trait;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
@@ -23,18 +22,18 @@ use uuid::Uuid;
 
 pub use self::keys::{Keys, KeysError, Unopened};
 use self::keys::{MARK, NoRandom, Part};
+use super::layer::Layer;
 use super::{
-    Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
-    Completion, DeadFilter, Due, Error, EventFilter, EventRow, Gauges, LateEnd, LateOutcome, LetGo,
-    Life, OpenPiece, Operator, Order, Over, Proposal, RecordFilter, RecordRow, Reinstated,
-    Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched, Unresolved,
-    Untold, Verdict, Whence,
+    Acknowledgement, Acted, Asking, AuditRow, Changed, Claim, Claimed, Completion, Due, Error,
+    EventFilter, EventRow, LateEnd, LateOutcome, Operator, OperatorsLayer, OutboxLayer, Proposal,
+    RecordFilter, RecordRow, RecordsLayer, Reinstated, Reserved, Settled, SinksLayer, Store,
+    Takeover, Unresolved, Verdict,
 };
 use crate::record::event::Event;
 use crate::record::event::notice::Notice;
 use crate::record::{
-    Answer, Attempt, Fence, KeptBody, OwnerId, Record, RecordId, Scope, Spelling, State, Status,
-    decode_headers, encode_headers,
+    Answer, Attempt, Fence, KeptBody, Record, RecordId, Scope, Spelling, State, decode_headers,
+    encode_headers,
 };
 
 /// In place of an answer's headers: these, sealed.
@@ -285,51 +284,13 @@ impl Sealed {
     }
 }
 
-/// The store's verbs: those that carry nothing to be sealed, and the others.
-macro_rules! verbs {
-    (pass { $($name:ident($($arg:ident: $kind:ty),*) -> $done:ty;)* } $($rest:tt)*) => {
-        #[async_trait]
-        impl Store for Sealed {
-            $(async fn $name(&self, $($arg: $kind),*) -> Result<$done, Error> {
-                self.store.$name($($arg),*).await
-            })*
-            $($rest)*
-        }
-    };
+impl Layer for Sealed {
+    fn beneath(&self) -> Result<&dyn Store, Error> {
+        Ok(&*self.store)
+    }
 }
 
-verbs! {
-    pass {
-        heartbeat(owner: OwnerId, lease: Duration) -> Beat;
-        retire(owner: OwnerId) -> ();
-        release(scope: &Scope, fence: Fence) -> Changed;
-        mark_unknown(scope: &Scope, fence: Fence) -> Changed;
-        life() -> Life;
-        stands(ids: &[RecordId]) -> Vec<(Fence, Status)>;
-        open_of(owner: OwnerId, from: Whence, limit: u32) -> OpenPiece;
-        mark_dead(only: Option<(&Scope, Fence)>, limit: u32) -> u64;
-        untold(which: Untold, limit: u32) -> Vec<Notice>;
-        acknowledge(sink: &str, order: Order, verdicts: &[Acknowledgement]) -> Vec<Uuid>;
-        next_due(sink: &str) -> Option<Duration>;
-        let_go(sink: &str, order: Order, from: Option<&str>) -> LetGo;
-        sinks(over: Over) -> Vec<SinkState>;
-        turn_sink(sink: &str, no: i64, turn: &SinkTurn) -> Changed;
-        operate_sink(sink: &str, order: SinkOrder, by: &Operator) -> Changed;
-        last_failure(sink: &str) -> Option<String>;
-        sweep_records(limit: u32) -> u64;
-        sweep_events(retention: Duration, limit: u32) -> u64;
-        sweep_leases() -> u64;
-        operator_release(fence: Fence, completed: bool, by: &Operator) -> Acted;
-        redeliver(which: &Chosen, by: &Operator) -> Touched;
-        discard(which: &Chosen, by: &Operator) -> Touched;
-        count_dead(which: &DeadFilter) -> u64;
-        attempts_of(event: Uuid) -> Vec<AttemptRow>;
-        acted_on(window: Duration) -> Vec<RecordId>;
-        database_id() -> Uuid;
-        ping() -> ();
-        gauges() -> Gauges;
-    }
-
+impl RecordsLayer for Sealed {
     async fn reserve(&self, proposal: Proposal, deadline: Instant) -> Result<Reserved, Error> {
         let id = proposal.id;
         let mut reserved = self.store.reserve(self.proposal(proposal, id)?, deadline).await?;
@@ -400,6 +361,16 @@ verbs! {
         self.store.note_late_outcome(&sealed).await
     }
 
+    async fn tell(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error> {
+        let mut sealed = event.cloned();
+        if let Some(event) = &mut sealed {
+            self.keys.seal_event(event).map_err(no_random)?;
+        }
+        self.store.tell(notice, sealed.as_ref()).await
+    }
+}
+
+impl OutboxLayer for Sealed {
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {
         // Nobody waits behind what does not open: where nothing else came, there is another look at once.
         for _ in 0..LOOKS_MAX {
@@ -412,15 +383,11 @@ verbs! {
         }
         Ok(Vec::new())
     }
+}
 
-    async fn tell(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error> {
-        let mut sealed = event.cloned();
-        if let Some(event) = &mut sealed {
-            self.keys.seal_event(event).map_err(no_random)?;
-        }
-        self.store.tell(notice, sealed.as_ref()).await
-    }
+impl SinksLayer for Sealed {}
 
+impl OperatorsLayer for Sealed {
     async fn list_records(&self, filter: &RecordFilter) -> Result<Vec<RecordRow>, Error> {
         let mut rows = self.store.list_records(filter).await?;
         rows.iter_mut().for_each(|row| self.open_row(row));
@@ -457,9 +424,13 @@ verbs! {
         for row in &mut rows {
             let Some(detail) = &row.detail else { continue };
             let opened = self.keys.open_detail(record.into(), detail);
-            shown("a late outcome", row.id, opened.map(|plain| {
-                row.detail = plain.or_else(|| row.detail.take());
-            }));
+            shown(
+                "a late outcome",
+                row.id,
+                opened.map(|plain| {
+                    row.detail = plain.or_else(|| row.detail.take());
+                }),
+            );
         }
         Ok(rows)
     }

@@ -13,8 +13,33 @@
 
 use std::time::{Duration, SystemTime};
 
-use super::Over;
+use super::layer::verbs;
+use super::{Changed, Operator, Over};
 use crate::record::OwnerId;
+
+verbs! {
+/// The state of each sink.
+pub trait Sinks, layered by SinksLayer {
+    /// How the sinks stand that were ever paused. `over` says which probes count as ended.
+    async fn sinks(&self, over: Over) -> Result<Vec<SinkState>, Error>;
+
+    /// Makes a sink's state the next one, under the next number. `Changed::No`: it is not at this number any more, the turn
+    /// does not lead on from there, or (of a probe) its time has not come.
+    async fn turn_sink(&self, sink: &str, no: i64, turn: &SinkTurn) -> Result<Changed, Error>;
+
+    /// Pauses or resumes a sink by hand, whatever a relay is about to make of it. Audited. `Changed::No`: it stands so already.
+    async fn operate_sink(
+        &self,
+        sink: &str,
+        order: SinkOrder,
+        by: &Operator,
+    ) -> Result<Changed, Error>;
+
+    /// What went wrong with a sink's deliveries: the error of the one that was tried last of those that are still owed, or else
+    /// of the one that died last.
+    async fn last_failure(&self, sink: &str) -> Result<Option<String>, Error>;
+}
+}
 
 /// Why a sink is paused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -42,9 +42,9 @@ use super::batch::{Batcher, RunError, Turns, Work};
 use super::{
     Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Cause, Changed, Chosen, Claim,
     Claimed, Completion, DeadFilter, Due, Error, EventAction, EventFilter, EventRow, Gauges,
-    LateOutcome, LetGo, Life, OpenError, OpenPiece, Operator, Order, Over, Proposal, RecordFilter,
-    RecordRow, Reinstated, Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover,
-    Touched, Unresolved, Untold, Whence,
+    LateOutcome, LetGo, Life, OpenError, OpenPiece, Operator, Operators, Order, Outbox, Over,
+    Proposal, RecordFilter, RecordRow, Records, Reinstated, Reserved, Settled, SinkOrder,
+    SinkState, SinkTurn, Sinks, Takeover, Touched, Unresolved, Untold, Whence,
 };
 use crate::fault::{self, Point};
 use crate::record::event::Event;
@@ -362,7 +362,7 @@ impl Work for Completions {
 }
 
 #[async_trait]
-impl Store for Sqlite {
+impl Records for Sqlite {
     async fn heartbeat(&self, owner: OwnerId, lease: Duration) -> Result<Beat, Error> {
         self.pen.write_surely(move |tx| records::heartbeat(tx, owner, lease)).await
     }
@@ -442,6 +442,26 @@ impl Store for Sqlite {
         self.pen.write(move |tx| operator::note_late(tx, &late)).await
     }
 
+    async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Notice>, Error> {
+        self.lists.read(move |tx| notices::untold(tx, which, limit)).await
+    }
+
+    async fn tell(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error> {
+        let (notice, event) = (notice.clone(), event.cloned());
+        self.pen.write(move |tx| notices::tell(tx, &notice, event.as_ref())).await
+    }
+
+    async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {
+        self.pen.write(move |tx| records::sweep(tx, limit)).await
+    }
+
+    async fn sweep_leases(&self) -> Result<u64, Error> {
+        self.pen.write(records::sweep_leases).await
+    }
+}
+
+#[async_trait]
+impl Outbox for Sqlite {
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {
         let end = Instant::now() + LOOK_MAX;
         loop {
@@ -473,6 +493,13 @@ impl Store for Sqlite {
         self.pen.write(move |tx| order::let_go(tx, &sink, order, from)).await
     }
 
+    async fn sweep_events(&self, retention: Duration, limit: u32) -> Result<u64, Error> {
+        self.pen.write(move |tx| outbox::sweep(tx, retention, limit)).await
+    }
+}
+
+#[async_trait]
+impl Sinks for Sqlite {
     async fn sinks(&self, over: Over) -> Result<Vec<SinkState>, Error> {
         self.reader.read(move |tx| sinks::states(tx, over)).await
     }
@@ -496,28 +523,10 @@ impl Store for Sqlite {
         let sink = sink.to_owned();
         self.lists.read(move |tx| sinks::last_failure(tx, &sink)).await
     }
+}
 
-    async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Notice>, Error> {
-        self.lists.read(move |tx| notices::untold(tx, which, limit)).await
-    }
-
-    async fn tell(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error> {
-        let (notice, event) = (notice.clone(), event.cloned());
-        self.pen.write(move |tx| notices::tell(tx, &notice, event.as_ref())).await
-    }
-
-    async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {
-        self.pen.write(move |tx| records::sweep(tx, limit)).await
-    }
-
-    async fn sweep_events(&self, retention: Duration, limit: u32) -> Result<u64, Error> {
-        self.pen.write(move |tx| outbox::sweep(tx, retention, limit)).await
-    }
-
-    async fn sweep_leases(&self) -> Result<u64, Error> {
-        self.pen.write(records::sweep_leases).await
-    }
-
+#[async_trait]
+impl Operators for Sqlite {
     async fn list_records(&self, filter: &RecordFilter) -> Result<Vec<RecordRow>, Error> {
         let filter = filter.clone();
         self.lists.read(move |tx| show::list_records(tx, &filter)).await

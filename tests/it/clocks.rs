@@ -8,7 +8,7 @@ use std::time::Duration;
 use http::StatusCode;
 use oncegate::record::OwnerId;
 use oncegate::store::postgres::Postgres;
-use oncegate::store::{Beat, Store};
+use oncegate::store::{Beat, Records};
 use tokio_postgres::{Client, NoTls};
 
 use crate::postgres::settings;

@@ -65,7 +65,7 @@ async fn speaks_tls(url: &str, protocol: &str) {
     tokio::spawn(async move { store.migrate(true).await }).await.unwrap().unwrap();
     let opened = Postgres::open(settings(&format!("{url}?sslmode=prefer"))).await.unwrap();
     let asking = tokio::spawn(async move {
-        oncegate::store::Store::ping(&opened).await.unwrap();
+        oncegate::store::Operators::ping(&opened).await.unwrap();
         opened
     });
     let _open = asking.await.unwrap();

@@ -18,7 +18,7 @@ use oncegate::record::{
     Spelling, Tenant,
 };
 use oncegate::store::postgres::{Postgres, Settings};
-use oncegate::store::{Changed, Completion, Proposal, Reserved, Settled, Store, Takeover};
+use oncegate::store::{Changed, Completion, Proposal, Records, Reserved, Settled, Takeover};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_postgres::error::SqlState;

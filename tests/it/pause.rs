@@ -9,7 +9,7 @@ use std::time::Duration;
 use oncegate::relay::sink::http::Resolve;
 use oncegate::relay::sink::{self, Target, http};
 use oncegate::store::{
-    EventStatus, Lane, OnDead, Order, Over, PauseReason, SinkOrder, SinkState, SinkTurn, Store,
+    EventStatus, Lane, OnDead, Order, Over, PauseReason, SinkOrder, SinkState, SinkTurn, Sinks,
     Trouble, Verdict,
 };
 use serde_json::Value;

@@ -15,8 +15,8 @@ use oncegate::record::{
 use oncegate::store::postgres::{Postgres, Settings};
 use oncegate::store::{
     Acknowledgement, Beat, Changed, Chosen, Claim, Completion, DeadFilter, Error, EventFilter,
-    EventStatus, Lane, Look, Objection, OpenError, Operator, Order, Over, Proposal, RecordFilter,
-    Reinstated, Reserved, Settled, Store, Takeover, Verdict, Whence,
+    EventStatus, Lane, Look, Objection, OpenError, Operator, Operators, Order, Outbox, Over,
+    Proposal, RecordFilter, Records, Reinstated, Reserved, Settled, Takeover, Verdict, Whence,
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use oncegate::record::{Fingerprint, Key, Operation, OwnerId, RecordId, Scope, Tenant};
 use oncegate::store::sqlite::{FileLock, Location, Sqlite};
-use oncegate::store::{Error, OpenError, Proposal, RecordFilter, Reserved, Store};
+use oncegate::store::{Error, OpenError, Operators, Proposal, RecordFilter, Reserved, Store};
 
 /// A store on this file, migrated.
 pub(crate) async fn open(path: &Path) -> Arc<dyn Store> {

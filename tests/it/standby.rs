@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use http::StatusCode;
 use oncegate::record::OwnerId;
 use oncegate::store::postgres::{Postgres, Settings};
-use oncegate::store::{Beat, Error, Reserved, Settled, Store};
+use oncegate::store::{Beat, Error, Operators, Records, Reserved, Settled};
 
 use crate::crash::{Clients, api_and_sink, config, settle_and_judge, start};
 use crate::postgres::{completion, proposal, settings, soon};

@@ -8,7 +8,7 @@ use std::process::Command;
 use bytes::Bytes;
 use http::{Response, StatusCode};
 use http_body_util::Full;
-use oncegate::store::Store;
+use oncegate::store::Records;
 use oncegate::store::postgres::Postgres;
 
 use crate::crash::{self, Clients, settle_and_judge};

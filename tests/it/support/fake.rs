@@ -1,16 +1,14 @@
 //! A store in memory: the outbox's rules, leases by script, and outages at will. Other verbs are not available.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::time::{Duration, Instant as StdInstant};
+use std::time::Duration;
 
-use async_trait::async_trait;
 use bytes::Bytes;
-use oncegate::record::event::Event;
 use oncegate::record::event::notice::Notice;
-use oncegate::record::{Attempt, Fence, OwnerId, Record, RecordId, Scope, Status};
+use oncegate::record::{Fence, OwnerId, Scope};
+use oncegate::store::layer::Layer;
 use oncegate::store::*;
 use tokio::time::Instant;
 use uuid::Uuid;
@@ -253,8 +251,13 @@ impl Fake {
     }
 }
 
-#[async_trait]
-impl Store for Fake {
+impl Layer for Fake {
+    fn beneath(&self) -> Result<&dyn Store, Error> {
+        no()
+    }
+}
+
+impl RecordsLayer for Fake {
     async fn heartbeat(&self, owner: OwnerId, _: Duration) -> Result<Beat, Error> {
         self.owners.lock().unwrap().push(owner);
         let scripted = self.beats.lock().unwrap().pop_front();
@@ -262,56 +265,35 @@ impl Store for Fake {
         tokio::time::sleep(time).await;
         result
     }
+
     async fn retire(&self, owner: OwnerId) -> Result<(), Error> {
         self.retired.lock().unwrap().push(owner);
         Ok(())
     }
-    async fn reserve(&self, _: Proposal, _: StdInstant) -> Result<Reserved, Error> {
-        no()
-    }
-    async fn take_over(&self, _: Proposal, _: Takeover) -> Result<Changed, Error> {
-        no()
-    }
-    async fn raise(&self, _: Proposal, _: Fence) -> Result<Changed, Error> {
-        no()
-    }
-    async fn find(&self, _: &Scope) -> Result<Option<Record>, Error> {
-        no()
-    }
-    async fn complete(&self, _: Arc<Completion>, _: StdInstant) -> Result<Settled, Error> {
-        no()
-    }
-    async fn release(&self, _: &Scope, _: Fence) -> Result<Changed, Error> {
-        no()
-    }
-    async fn mark_unknown(&self, _: &Scope, _: Fence) -> Result<Changed, Error> {
-        no()
-    }
+
     async fn mark_dead(&self, _: Option<(&Scope, Fence)>, _: u32) -> Result<u64, Error> {
         self.judged.fetch_add(1, Ordering::SeqCst);
         Ok(0)
     }
-    async fn life(&self) -> Result<Life, Error> {
-        no()
+
+    async fn untold(&self, _: Untold, _: u32) -> Result<Vec<Notice>, Error> {
+        self.reachable().map(|()| Vec::new())
     }
-    async fn stands(&self, _: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error> {
-        no()
+
+    async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {
+        self.reachable()?;
+        let left = self.expired.load(Ordering::SeqCst);
+        let rows = left.min(u64::from(limit));
+        self.expired.fetch_sub(rows, Ordering::SeqCst);
+        Ok(rows)
     }
-    async fn reinstate(&self, _: Proposal, _: Attempt) -> Result<Reinstated, Error> {
-        no()
+
+    async fn sweep_leases(&self) -> Result<u64, Error> {
+        self.reachable().map(|()| 0)
     }
-    async fn open_of(&self, _: OwnerId, _: Whence, _: u32) -> Result<OpenPiece, Error> {
-        no()
-    }
-    async fn questions(&self, _: &[Asking], _: u32) -> Result<Vec<Due>, Error> {
-        no()
-    }
-    async fn unresolved(&self, _: RecordId) -> Result<Option<Unresolved>, Error> {
-        no()
-    }
-    async fn note_late_outcome(&self, _: &LateOutcome) -> Result<(), Error> {
-        no()
-    }
+}
+
+impl OutboxLayer for Fake {
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {
         let take = |left: usize| left.checked_sub(1);
         if self.panics.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take).is_ok() {
@@ -323,6 +305,7 @@ impl Store for Fake {
         tokio::time::sleep(slow).await;
         Ok(claimed)
     }
+
     async fn acknowledge(
         &self,
         _: &str,
@@ -356,6 +339,7 @@ impl Store for Fake {
             Err(_) => Ok(current),
         }
     }
+
     async fn let_go(&self, _: &str, _: Order, from: Option<&str>) -> Result<LetGo, Error> {
         let asked = (Instant::now(), from.map(str::to_owned));
         self.let_go_asked.lock().unwrap().push(asked);
@@ -364,6 +348,7 @@ impl Store for Fake {
         }
         Ok(self.let_go.lock().unwrap().pop_front().unwrap_or_default())
     }
+
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
         let now = Instant::now();
         self.looked.fetch_add(1, Ordering::SeqCst);
@@ -372,6 +357,13 @@ impl Store for Fake {
             rows.values().filter(|row| row.status == EventStatus::Pending && row.sink == sink);
         Ok(waiting.map(|row| row.due.max(row.leased) - now).min())
     }
+
+    async fn sweep_events(&self, _: Duration, _: u32) -> Result<u64, Error> {
+        self.reachable().map(|()| 0)
+    }
+}
+
+impl SinksLayer for Fake {
     async fn sinks(&self, _: Over) -> Result<Vec<SinkState>, Error> {
         self.reachable()?;
         let now = Instant::now();
@@ -393,6 +385,7 @@ impl Store for Fake {
         };
         Ok(self.stands.lock().unwrap().iter().map(state).collect())
     }
+
     async fn turn_sink(&self, sink: &str, no: i64, turn: &SinkTurn) -> Result<Changed, Error> {
         self.reachable()?;
         let mut stand = self.stand(sink);
@@ -403,6 +396,7 @@ impl Store for Fake {
         self.turns.lock().unwrap().push(turn.clone());
         Ok(Changed::Yes)
     }
+
     async fn operate_sink(
         &self,
         sink: &str,
@@ -416,67 +410,13 @@ impl Store for Fake {
         self.stands.lock().unwrap().insert(sink.to_owned(), stand);
         Ok(Changed::Yes)
     }
-    async fn last_failure(&self, _: &str) -> Result<Option<String>, Error> {
-        no()
-    }
-    async fn untold(&self, _: Untold, _: u32) -> Result<Vec<Notice>, Error> {
-        self.reachable().map(|()| Vec::new())
-    }
-    async fn tell(&self, _: &Notice, _: Option<&Event>) -> Result<Changed, Error> {
-        no()
-    }
-    async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {
-        self.reachable()?;
-        let left = self.expired.load(Ordering::SeqCst);
-        let rows = left.min(u64::from(limit));
-        self.expired.fetch_sub(rows, Ordering::SeqCst);
-        Ok(rows)
-    }
-    async fn sweep_events(&self, _: Duration, _: u32) -> Result<u64, Error> {
-        self.reachable().map(|()| 0)
-    }
-    async fn sweep_leases(&self) -> Result<u64, Error> {
-        self.reachable().map(|()| 0)
-    }
-    async fn list_records(&self, _: &RecordFilter) -> Result<Vec<RecordRow>, Error> {
-        no()
-    }
-    async fn show_record(&self, _: RecordId) -> Result<Option<RecordRow>, Error> {
-        no()
-    }
-    async fn list_events(&self, _: &EventFilter) -> Result<Vec<EventRow>, Error> {
-        no()
-    }
-    async fn operator_release(&self, _: Fence, _: bool, _: &Operator) -> Result<Acted, Error> {
-        no()
-    }
-    async fn operator_complete(&self, _: &Completion, _: &Operator) -> Result<Acted, Error> {
-        no()
-    }
-    async fn redeliver(&self, _: &Chosen, _: &Operator) -> Result<Touched, Error> {
-        no()
-    }
-    async fn discard(&self, _: &Chosen, _: &Operator) -> Result<Touched, Error> {
-        no()
-    }
-    async fn count_dead(&self, _: &DeadFilter) -> Result<u64, Error> {
-        no()
-    }
-    async fn attempts_of(&self, _: Uuid) -> Result<Vec<AttemptRow>, Error> {
-        no()
-    }
-    async fn audit_of(&self, _: RecordId) -> Result<Vec<AuditRow>, Error> {
-        no()
-    }
-    async fn acted_on(&self, _: Duration) -> Result<Vec<RecordId>, Error> {
-        no()
-    }
-    async fn database_id(&self) -> Result<Uuid, Error> {
-        no()
-    }
+}
+
+impl OperatorsLayer for Fake {
     async fn ping(&self) -> Result<(), Error> {
         self.reachable()
     }
+
     async fn gauges(&self) -> Result<Gauges, Error> {
         self.reachable()?;
         Ok(self.gauges.lock().unwrap().clone())

@@ -2,25 +2,21 @@
 
 use std::collections::BTreeMap;
 use std::future::pending;
-use std::sync::Arc;
 use std::sync::Mutex;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
-use async_trait::async_trait;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode};
-use oncegate::record::event::Event;
-use oncegate::record::event::notice::Notice;
 use oncegate::record::{
-    Answer, Attempt, Fence, Fingerprint, KeptBody, Key, Operation, OwnerId, Record, RecordId,
-    Scope, Spelling, Status, Tenant,
+    Answer, Attempt, Fence, Fingerprint, KeptBody, Key, Operation, RecordId, Scope, Spelling,
+    Status, Tenant,
 };
+use oncegate::store::layer::Layer;
 use oncegate::store::{
-    Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Changed, Chosen, Claim, Claimed,
-    Completion, DeadFilter, Due, Error, EventFilter, EventRow, EventStatus, Gauges, LateOutcome,
-    LetGo, Life, NextProbe, Objection, OpenPiece, Operator, Order, Over, Pause, PauseReason,
-    Proposal, RecordFilter, RecordRow, Reinstated, Reserved, Settled, SinkOrder, SinkState,
-    SinkTurn, Store, Takeover, Touched, Unresolved, Untold, Whence,
+    Acted, AttemptRow, AuditRow, Changed, Chosen, Completion, DeadFilter, Error, EventFilter,
+    EventRow, EventStatus, Gauges, NextProbe, Objection, Operator, OperatorsLayer, OutboxLayer,
+    Over, Pause, PauseReason, RecordFilter, RecordRow, RecordsLayer, SinkOrder, SinkState,
+    SinksLayer, Store, Touched, Unresolved,
 };
 use uuid::Uuid;
 
@@ -219,8 +215,60 @@ fn fits(filter: &DeadFilter, row: &EventRow) -> bool {
         && is(filter.operation.as_ref(), row.scope.operation.as_str())
 }
 
-#[async_trait]
-impl Store for Shelf {
+impl Layer for Shelf {
+    fn beneath(&self) -> Result<&dyn Store, Error> {
+        Err(unavailable())
+    }
+}
+
+impl RecordsLayer for Shelf {
+    async fn unresolved(&self, _: RecordId) -> Result<Option<Unresolved>, Error> {
+        self.reach().await?;
+        Ok(None)
+    }
+}
+
+impl OutboxLayer for Shelf {}
+
+impl SinksLayer for Shelf {
+    async fn sinks(&self, _: Over) -> Result<Vec<SinkState>, Error> {
+        self.reach().await?;
+        Ok(self.sinks.lock().unwrap().clone())
+    }
+
+    async fn operate_sink(
+        &self,
+        sink: &str,
+        order: SinkOrder,
+        by: &Operator,
+    ) -> Result<Changed, Error> {
+        self.reach().await?;
+        let mut sinks = self.sinks.lock().unwrap();
+        let index = sinks.iter().position(|state| state.sink == sink);
+        let paused = index.is_some_and(|index| sinks[index].pause.is_some());
+        if paused == (order == SinkOrder::Pause) {
+            return Ok(Changed::No);
+        }
+        sinks.retain(|state| state.sink != sink);
+        let pause = (order == SinkOrder::Pause).then(|| Pause {
+            reason: PauseReason::Operator,
+            probe: NextProbe::Never,
+            failed_probes: 0,
+            note: by.why.clone(),
+        });
+        let since = std::time::SystemTime::UNIX_EPOCH;
+        sinks.push(SinkState { sink: sink.into(), no: 1, since, pause, last_error: None });
+        self.note(order.action(), None, None, by);
+        Ok(Changed::Yes)
+    }
+
+    async fn last_failure(&self, _: &str) -> Result<Option<String>, Error> {
+        self.reach().await?;
+        Ok(Some("the sink answered 500: why?".into()))
+    }
+}
+
+impl OperatorsLayer for Shelf {
     async fn list_records(&self, filter: &RecordFilter) -> Result<Vec<RecordRow>, Error> {
         self.reach().await?;
         let mut rows: Vec<_> = self.records.lock().unwrap().values().cloned().collect();
@@ -336,137 +384,10 @@ impl Store for Shelf {
         Ok(audit.iter().filter(|row| row.record == Some(record)).cloned().collect())
     }
 
-    async fn database_id(&self) -> Result<Uuid, Error> {
-        Err(unavailable())
-    }
-
     async fn ping(&self) -> Result<(), Error> {
         self.reach().await
     }
 
-    async fn heartbeat(&self, _: OwnerId, _: Duration) -> Result<Beat, Error> {
-        Err(unavailable())
-    }
-    async fn retire(&self, _: OwnerId) -> Result<(), Error> {
-        Err(unavailable())
-    }
-    async fn reserve(&self, _: Proposal, _: Instant) -> Result<Reserved, Error> {
-        Err(unavailable())
-    }
-    async fn take_over(&self, _: Proposal, _: Takeover) -> Result<Changed, Error> {
-        Err(unavailable())
-    }
-    async fn raise(&self, _: Proposal, _: Fence) -> Result<Changed, Error> {
-        Err(unavailable())
-    }
-    async fn find(&self, _: &Scope) -> Result<Option<Record>, Error> {
-        Err(unavailable())
-    }
-    async fn complete(&self, _: Arc<Completion>, _: Instant) -> Result<Settled, Error> {
-        Err(unavailable())
-    }
-    async fn release(&self, _: &Scope, _: Fence) -> Result<Changed, Error> {
-        Err(unavailable())
-    }
-    async fn mark_unknown(&self, _: &Scope, _: Fence) -> Result<Changed, Error> {
-        Err(unavailable())
-    }
-    async fn mark_dead(&self, _: Option<(&Scope, Fence)>, _: u32) -> Result<u64, Error> {
-        Err(unavailable())
-    }
-    async fn life(&self) -> Result<Life, Error> {
-        Err(unavailable())
-    }
-    async fn stands(&self, _: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error> {
-        Err(unavailable())
-    }
-    async fn reinstate(&self, _: Proposal, _: Attempt) -> Result<Reinstated, Error> {
-        Err(unavailable())
-    }
-    async fn open_of(&self, _: OwnerId, _: Whence, _: u32) -> Result<OpenPiece, Error> {
-        Err(unavailable())
-    }
-    async fn questions(&self, _: &[Asking], _: u32) -> Result<Vec<Due>, Error> {
-        Err(unavailable())
-    }
-    async fn unresolved(&self, _: RecordId) -> Result<Option<Unresolved>, Error> {
-        self.reach().await?;
-        Ok(None)
-    }
-    async fn note_late_outcome(&self, _: &LateOutcome) -> Result<(), Error> {
-        Err(unavailable())
-    }
-    async fn claim(&self, _: &Claim) -> Result<Vec<Claimed>, Error> {
-        Err(unavailable())
-    }
-    async fn acknowledge(
-        &self,
-        _: &str,
-        _: Order,
-        _: &[Acknowledgement],
-    ) -> Result<Vec<Uuid>, Error> {
-        Err(unavailable())
-    }
-    async fn next_due(&self, _: &str) -> Result<Option<Duration>, Error> {
-        Err(unavailable())
-    }
-    async fn let_go(&self, _: &str, _: Order, _: Option<&str>) -> Result<LetGo, Error> {
-        Err(unavailable())
-    }
-    async fn untold(&self, _: Untold, _: u32) -> Result<Vec<Notice>, Error> {
-        Err(unavailable())
-    }
-    async fn tell(&self, _: &Notice, _: Option<&Event>) -> Result<Changed, Error> {
-        Err(unavailable())
-    }
-    async fn sweep_records(&self, _: u32) -> Result<u64, Error> {
-        Err(unavailable())
-    }
-    async fn sweep_events(&self, _: Duration, _: u32) -> Result<u64, Error> {
-        Err(unavailable())
-    }
-    async fn sweep_leases(&self) -> Result<u64, Error> {
-        Err(unavailable())
-    }
-    async fn acted_on(&self, _: Duration) -> Result<Vec<RecordId>, Error> {
-        Err(unavailable())
-    }
-    async fn sinks(&self, _: Over) -> Result<Vec<SinkState>, Error> {
-        self.reach().await?;
-        Ok(self.sinks.lock().unwrap().clone())
-    }
-    async fn turn_sink(&self, _: &str, _: i64, _: &SinkTurn) -> Result<Changed, Error> {
-        Err(unavailable())
-    }
-    async fn operate_sink(
-        &self,
-        sink: &str,
-        order: SinkOrder,
-        by: &Operator,
-    ) -> Result<Changed, Error> {
-        self.reach().await?;
-        let mut sinks = self.sinks.lock().unwrap();
-        let index = sinks.iter().position(|state| state.sink == sink);
-        let paused = index.is_some_and(|index| sinks[index].pause.is_some());
-        if paused == (order == SinkOrder::Pause) {
-            return Ok(Changed::No);
-        }
-        sinks.retain(|state| state.sink != sink);
-        let pause = (order == SinkOrder::Pause).then(|| Pause {
-            reason: PauseReason::Operator,
-            probe: NextProbe::Never,
-            failed_probes: 0,
-            note: by.why.clone(),
-        });
-        let since = std::time::SystemTime::UNIX_EPOCH;
-        sinks.push(SinkState { sink: sink.into(), no: 1, since, pause, last_error: None });
-        self.note(order.action(), None, None, by);
-        Ok(Changed::Yes)
-    }
-    async fn last_failure(&self, _: &str) -> Result<Option<String>, Error> {
-        self.reach().await?;
-        Ok(Some("the sink answered 500: why?".into()))
-    }
     async fn gauges(&self) -> Result<Gauges, Error> {
         self.reach().await?;
         Ok(self.gauges.lock().unwrap().clone())
