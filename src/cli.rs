@@ -275,8 +275,13 @@ fn load(
     path: Option<&std::path::Path>,
     upstream: Option<&str>,
 ) -> Result<(Config, Vec<config::Warning>), ExitCode> {
-    let (config, mut warnings) = Config::load(path, std::env::vars(), upstream)
-        .map_err(|mistakes| fail(USAGE, &mistakes.to_string()))?;
+    let (config, mut warnings) =
+        Config::load(path, std::env::vars(), upstream).map_err(|mistakes| {
+            let lines = mistakes.lines();
+            let lines: Vec<_> = lines.iter().map(|line| format!("oncegate: {line}")).collect();
+            log::say(&lines.join("\n"));
+            ExitCode::from(USAGE)
+        })?;
     warnings.extend(config::check::warnings(&config));
     Ok((config, warnings))
 }

@@ -11,10 +11,12 @@
 //! What must stay true: every field has its default in `config/build.rs` and its line in `config/oncegate.toml`; no
 //! message repeats a value that may be secret.
 
-pub mod build;
+mod build;
 pub mod check;
-pub mod file;
-pub mod tree;
+mod diagnostics;
+mod file;
+mod section;
+mod tree;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -27,7 +29,8 @@ use std::time::Duration;
 use http::Method;
 
 use crate::config::build::Builder;
-use crate::config::tree::{Diagnostic, Diagnostics, Location, Node};
+use crate::config::diagnostics::{Diagnostic, Diagnostics, Location};
+use crate::config::tree::Node;
 use crate::fault;
 use crate::gateway::{self, accept, spill, tokens, upstream};
 use crate::record::Operation;

@@ -14,6 +14,7 @@ mod replay_auth;
 mod routes;
 mod sinks;
 mod store_url;
+mod texts;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -23,10 +24,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::{HeaderName, Method, StatusCode, Uri};
+use http::{HeaderName, Method, StatusCode};
 
+use crate::config::diagnostics::{Diagnostics, Location, Spanned};
 use crate::config::file::{self, File, Setting};
-use crate::config::tree::{Diagnostics, Location, Spanned, unknown};
+use crate::config::section::unknown;
 use crate::config::{Admin, Config, DEFAULT_UPSTREAM, DigestKeyFile, Log};
 use crate::config::{RelayMode, RouteFacts, Server, Store, StoreKind};
 use crate::fingerprint;
@@ -35,7 +37,6 @@ use crate::gateway::{self, OnUnavailable, accept, spill, upstream};
 use crate::record::event::{Spec, Templates};
 use crate::record::outcome::{Code, Lists};
 use crate::record::{Operation, Tenant};
-use crate::relay::address::{NO_PORT, names_no_port};
 use crate::relay::{self, sink};
 use crate::route::{Mode, OnUnknown, Pattern, Policy, ReplayAuth, Route, Routes};
 use crate::scope::{self, Derive, Source};
@@ -45,6 +46,7 @@ use crate::sweep;
 use crate::telemetry::log;
 
 use self::store_url::read_store_url;
+use self::texts::read_upstream_url;
 
 const SECOND: Duration = Duration::from_secs(1);
 const HOUR: Duration = Duration::from_secs(3600);
@@ -302,7 +304,7 @@ impl Builder<'_> {
 
     fn upstreams(&self, file: &File) -> BTreeMap<String, upstream::Settings> {
         let mut all = BTreeMap::new();
-        if let Some(main) = self.upstream(&file.upstream, "upstream") {
+        if let Some(main) = self.upstream(&file.upstream.upstream, "upstream") {
             all.insert(DEFAULT_UPSTREAM.to_owned(), main);
         }
         for (name, raw) in &file.upstreams {
@@ -541,105 +543,4 @@ fn is_loopback(listen: &str) -> bool {
     listen.starts_with("unix:")
         || host == "localhost"
         || listen.parse::<SocketAddr>().is_ok_and(|address| address.ip().is_loopback())
-}
-
-fn read_upstream_url(text: &str) -> Result<Uri, String> {
-    let how = "write \"http://host:port\" or \"https://host\", without a path";
-    let url = read_base(text, how)?;
-    if !matches!(url.path(), "" | "/") || url.query().is_some() {
-        return Err(format!("a path or a query has no meaning here; {how}"));
-    }
-    Ok(url)
-}
-
-/// A URL with a server that can be asked. `how`: what to write instead.
-fn read_base(text: &str, how: &str) -> Result<Uri, String> {
-    let url: Uri = text.parse().map_err(|_| format!("{text:?} is not a URL; {how}"))?;
-    let scheme = url.scheme_str().unwrap_or_default();
-    let authority = url.authority().map(http::uri::Authority::as_str).unwrap_or_default();
-    if names_no_port(text) {
-        return Err(format!("{text:?} {NO_PORT}"));
-    }
-    if !matches!(scheme, "http" | "https") || authority.is_empty() {
-        return Err(format!("{text:?} names no http or https server; {how}"));
-    }
-    if authority.contains('@') {
-        // The text may hold a password: it is not repeated.
-        return Err(format!("a user before the host (`...@`) has no meaning here; {how}"));
-    }
-    Ok(url)
-}
-
-fn read_header(text: &str) -> Result<HeaderName, String> {
-    text.parse().map_err(|_| format!("{text:?} cannot be the name of a header"))
-}
-
-fn read_method(text: &str) -> Result<Method, String> {
-    let capital = text.bytes().all(|byte| byte.is_ascii_uppercase());
-    match text.parse::<Method>() {
-        Ok(Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE | Method::CONNECT) => Err(
-            format!("{text} changes nothing at the upstream, or cannot be kept; it passes through"),
-        ),
-        Ok(method) if capital => Ok(method),
-        Ok(_) | Err(_) => {
-            Err(format!("{text:?} is not a method; write it in capitals, such as \"POST\""))
-        }
-    }
-}
-
-/// `429`, `"503+retry-after"` (only with that header), `"503-retry-after"` (only without it) or `"5xx"` (all of them).
-fn read_code(text: &str) -> Result<Code, String> {
-    let how = || {
-        format!(
-            "{text:?} is not a status; write 429, \"503+retry-after\" (with that header), \"503-retry-after\" (without it) or \"5xx\""
-        )
-    };
-    if let Some(digit) = text.strip_suffix("xx") {
-        let hundred = digit.parse().ok().filter(|digit| (2..=5).contains(digit));
-        return hundred.map(Code::Hundred).ok_or_else(how);
-    }
-    let digits = text.get(..3).ok_or_else(how)?;
-    let status: u16 = digits.parse().map_err(|_| how())?;
-    let status = StatusCode::from_u16(status).map_err(|_| how())?;
-    if !(200..=599).contains(&status.as_u16()) {
-        return Err(format!("{status} is no final answer; write a status from 200 to 599"));
-    }
-    match text.get(3..).unwrap_or_default() {
-        "" => Ok(Code::Always(status)),
-        "+retry-after" => Ok(Code::WithRetryAfter(status)),
-        "-retry-after" => Ok(Code::WithoutRetryAfter(status)),
-        _ => Err(how()),
-    }
-}
-
-/// Whether a written entry takes an entry's answers away from a default list.
-fn covers(written: Code, default: Code) -> bool {
-    let (Code::Hundred(digit), Some(status)) = (written, status_of(default)) else {
-        return same_answer(written, default);
-    };
-    status.as_u16() / 100 == digit
-}
-
-/// Whether two entries name an answer in the same way. One by its first digit gives way to one by itself.
-fn same_answer(one: Code, other: Code) -> bool {
-    if let (Code::Hundred(digit), Code::Hundred(other)) = (one, other) {
-        return digit == other;
-    }
-    let retry_after = |code| match code {
-        Code::Always(_) | Code::Hundred(_) => (true, true),
-        Code::WithRetryAfter(_) => (true, false),
-        Code::WithoutRetryAfter(_) => (false, true),
-    };
-    let ((with, without), (with2, without2)) = (retry_after(one), retry_after(other));
-    let same = status_of(one).is_some() && status_of(one) == status_of(other);
-    same && (with && with2 || without && without2)
-}
-
-fn status_of(code: Code) -> Option<StatusCode> {
-    match code {
-        Code::Always(status) | Code::WithRetryAfter(status) | Code::WithoutRetryAfter(status) => {
-            Some(status)
-        }
-        Code::Hundred(_) => None,
-    }
 }

@@ -11,21 +11,34 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use async_trait::async_trait;
 
-/// What to say of a URL in which [`names_no_port`].
-pub const NO_PORT: &str = "has a port that is none; a port is a number from 1 to 65535";
-
-/// Whether a URL names a port, for one of its hosts, that no server can have.
+/// What is wrong with the port of one of a URL's hosts; `None`: each has one that a server can have, or names none.
+///
+/// The port is named where it cannot be a part of a password: a password with a slash in it ends the host's part too early, and
+/// one without a host behind it stands where a port does.
 #[must_use]
-pub fn names_no_port(url: &str) -> bool {
-    let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
-    let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
-    let hosts = authority.rsplit_once('@').map_or(authority, |(_, hosts)| hosts);
-    hosts.split(',').filter_map(|host| host.rsplit_once(':')).any(|(_, port)| {
-        let is_one = port.bytes().all(|byte| byte.is_ascii_digit())
-            && port.parse::<u16>().is_ok_and(|port| port > 0);
-        // Of an address in brackets: it has none.
-        !is_one && !port.ends_with(']')
-    })
+pub fn port_problem(url: &str) -> Option<String> {
+    let (scheme, rest) = url.split_once("://").unwrap_or(("", url));
+    let (authority, after) =
+        rest.split_at_checked(rest.find(['/', '?', '#']).unwrap_or(rest.len()))?;
+    let (login, hosts) = match authority.rsplit_once('@') {
+        Some((login, hosts)) => (Some(login), hosts),
+        None => (None, authority),
+    };
+    let is_port = |port: &str| {
+        let plain = port.bytes().all(|byte| byte.is_ascii_digit());
+        plain && port.parse::<u16>().is_ok_and(|port| port > 0)
+    };
+    let mut named = hosts.split(',').filter_map(|host| host.rsplit_once(':'));
+    // An address in brackets ends with one where it has no port.
+    let (host, port) = named.find(|(_, port)| !is_port(port) && !port.ends_with(']'))?;
+    let wrong = if after.contains('@') {
+        "has a port that is none; a / in a password is written %2F".to_owned()
+    } else if login.is_some() || matches!(scheme, "http" | "https") {
+        format!("has the port {port:?}, which is none")
+    } else {
+        format!("has no port behind {host:?} and its colon")
+    };
+    Some(format!("{wrong}; a port is a number from 1 to 65535"))
 }
 
 /// Which addresses may be dialled.

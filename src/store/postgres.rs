@@ -193,7 +193,7 @@ fn on_a_thread_of_their_own(
 pub fn check_url(url: &str) -> Result<(), String> {
     let config = Config::from_str(url).map_err(|error| telemetry::causes(&error))?;
     match config.get_ports().contains(&0) {
-        true => Err("has a port that is none; a port is a number from 1 to 65535".to_owned()),
+        true => Err("has the port 0, which is none; a port is a number from 1 to 65535".to_owned()),
         false => Ok(()),
     }
 }

@@ -41,6 +41,28 @@ fn check_says_what_is_unsafe() {
 }
 
 #[test]
+fn each_of_several_mistakes_is_a_line_that_says_who_speaks() {
+    let folder = tempfile::tempdir().unwrap();
+    let toml = "[upstream]\nurl = \"http://127.0.0.1:99999\"\n[policy]\nwait = 3\nretries = 2\n";
+    std::fs::write(folder.path().join("c.toml"), toml).unwrap();
+    for command in [&["check"][..], &["serve"], &["relay"], &["records", "list"]] {
+        let args = [command, &["--config", "c.toml"]].concat();
+        let (code, out, errors) = run_in(folder.path(), &args);
+        assert_eq!((code, out.as_str()), (2, ""), "{args:?}: {errors}");
+        let lines: Vec<&str> = errors.lines().collect();
+        let begin = [
+            "oncegate: c.toml:2: upstream.url: has the port \"99999\"",
+            "oncegate: c.toml:4: policy.wait: ",
+            "oncegate: c.toml:5: policy.retries: ",
+        ];
+        assert_eq!(lines.len(), begin.len(), "{args:?}: {errors}");
+        for (line, begin) in lines.iter().zip(begin) {
+            assert!(line.starts_with(begin), "{args:?}: {errors}");
+        }
+    }
+}
+
+#[test]
 fn a_number_of_threads_that_is_none_is_a_mistake_and_no_panic() {
     for wrong in ["0", "all"] {
         let output = Command::new(env!("CARGO_BIN_EXE_oncegate"))

@@ -80,7 +80,8 @@ impl Builder<'_> {
         {
             self.diagnostics.mistake(location, why);
         }
-        let shape = [location(&raw.format), raw.headers.first().map(|header| &header.location)];
+        let shape =
+            [location(&raw.format), raw.headers.first().map(|(_, source)| source.location())];
         self.refuse(raw, "a broker", &shape);
     }
 

@@ -13,7 +13,8 @@ use http::{HeaderName, Method, StatusCode};
 use serde_json::{Value, json};
 
 use super::routes::Common;
-use super::{Builder, SECOND, file, read_header};
+use super::texts::read_header;
+use super::{Builder, SECOND, file};
 use crate::record::LookupDelay;
 use crate::record::lookup::{Spec, Template};
 use crate::route::{Lookup, OnUnknown};

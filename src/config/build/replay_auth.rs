@@ -6,16 +6,22 @@ use std::sync::Arc;
 
 use http::uri::PathAndQuery;
 
-use super::{Builder, SECOND, Spanned, file, or, read_base};
+use super::file::TextOr;
+use super::texts::read_base;
+use super::{Builder, SECOND, Spanned, file, or};
 use crate::route::{ReplayAuth, Server, Subrequest};
 
 impl Builder<'_> {
     /// `upstream`: the route's, which is asked where only a path is named.
-    pub(super) fn replay_auth(&self, raw: Option<&file::ReplayAuth>, upstream: &str) -> ReplayAuth {
+    pub(super) fn replay_auth(
+        &self,
+        raw: Option<&TextOr<file::Subrequest>>,
+        upstream: &str,
+    ) -> ReplayAuth {
         let chosen = match raw {
             None => return ReplayAuth::Scope,
-            Some(file::ReplayAuth::Text(word)) => self.checked(word, read_word),
-            Some(file::ReplayAuth::Subrequest(asked)) => self.subrequest(asked, upstream),
+            Some(TextOr::Text(word)) => self.checked(word, read_word),
+            Some(TextOr::Section(asked)) => self.subrequest(asked, upstream),
         };
         // In place of a mistake, which is reported.
         chosen.unwrap_or(ReplayAuth::SameCredential)

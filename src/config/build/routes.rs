@@ -10,12 +10,12 @@ use std::time::Duration;
 use crate::record::event::subscription::Subscriber;
 use crate::scope::jwt::ClaimPath;
 
+use super::texts::{covers, read_code, read_header, read_method, same_answer};
 use super::{
     BTreeMap, BTreeSet, Builder, Code, DAY, DEFAULT_UPSTREAM, Derive, File, HeaderName, Lists,
     Location, MIB, Method, Mode, OnUnknown, Operation, Pattern, Policy, Route, RouteFacts, Routes,
-    SECOND, Setting, Source, Spanned, Spec, StatusCode, Templates, Tenant, covers, file,
-    fingerprint, lookup, payload_max, read_code, read_header, read_method, same_answer, scope,
-    unknown, upstream,
+    SECOND, Setting, Source, Spanned, Spec, StatusCode, Templates, Tenant, file, fingerprint,
+    lookup, payload_max, scope, unknown, upstream,
 };
 
 /// How long the upstream may take, unless something else is said.

@@ -7,9 +7,11 @@ use std::sync::Arc;
 
 use ::http::{HeaderMap, HeaderValue, Uri};
 
-use super::{BTreeSet, Builder, DAY, HOUR, SECOND, Setting, Spanned, count, file, or, read_header};
+use super::file::{HeaderSource, TextOr};
+use super::texts::read_header;
+use super::{BTreeSet, Builder, DAY, HOUR, SECOND, Setting, Spanned, count, file, or};
 use crate::record::event::subscription::{TypeFilter, TypePattern};
-use crate::relay::address::{NO_PORT, names_no_port};
+use crate::relay::address::port_problem;
 use crate::relay::sink::http::Format;
 use crate::relay::sink::{self, Target, http};
 use crate::store::{OnDead, Order};
@@ -31,7 +33,7 @@ impl Builder<'_> {
 
     fn sink(&self, raw: &file::Sink, source: &str) -> Option<sink::Settings> {
         self.above_zero(&raw.timeout);
-        let (base, max) = (or(&raw.backoff_base, SECOND), or(&raw.backoff_max, HOUR));
+        let (base, max) = (or(&raw.backoff.base, SECOND), or(&raw.backoff.max, HOUR));
         if base > max || base.is_zero() {
             let location = raw.location.field("backoff");
             self.diagnostics
@@ -174,18 +176,19 @@ impl Builder<'_> {
         }
     }
 
-    fn headers(&self, raws: &[file::Header]) -> HeaderMap {
+    fn headers(&self, raws: &[(String, TextOr<HeaderSource>)]) -> HeaderMap {
         let mut headers = HeaderMap::new();
-        for raw in raws {
-            let Ok(name) = read_header(&raw.name) else {
-                self.diagnostics.mistake(&raw.location, "cannot be the name of a header");
+        for (name, source) in raws {
+            let location = source.location();
+            let Ok(name) = read_header(name) else {
+                self.diagnostics.mistake(location, "cannot be the name of a header");
                 continue;
             };
             if http::is_reserved(&name) {
-                self.diagnostics.mistake(&raw.location, "is set by Oncegate itself; leave it out");
+                self.diagnostics.mistake(location, "is set by Oncegate itself; leave it out");
                 continue;
             }
-            let Some(text) = self.header_text(raw) else { continue };
+            let Some(text) = self.header_text(source) else { continue };
             // What may be a secret is not repeated.
             match HeaderValue::from_str(text.trim()) {
                 Ok(mut value) => {
@@ -194,23 +197,26 @@ impl Builder<'_> {
                 }
                 Err(_) => {
                     let wrong = "its value must be one line of visible ASCII characters";
-                    self.diagnostics.mistake(&raw.location, wrong);
+                    self.diagnostics.mistake(location, wrong);
                 }
             }
         }
         headers
     }
 
-    fn header_text(&self, raw: &file::Header) -> Option<String> {
-        match (&raw.value, &raw.file, &raw.env) {
-            (Some(value), None, None) => Some(value.value.clone()),
-            (None, Some(file), None) => self.secret_text(file),
-            (None, None, Some(env)) => self.variable(env),
+    fn header_text(&self, source: &TextOr<HeaderSource>) -> Option<String> {
+        let HeaderSource { location, file, env } = match source {
+            TextOr::Text(text) => return Some(text.value.clone()),
+            TextOr::Section(source) => source,
+        };
+        match (file, env) {
+            (Some(file), None) => self.secret_text(file),
+            (None, Some(env)) => self.variable(env),
             _ => {
                 let wrong =
                     "needs a text, or exactly one of file and env: { file = \"sink.token\" }";
-                if !self.diagnostics.has_mistake_under(&raw.location) {
-                    self.diagnostics.mistake(&raw.location, wrong);
+                if !self.diagnostics.has_mistake_under(location) {
+                    self.diagnostics.mistake(location, wrong);
                 }
                 None
             }
@@ -258,8 +264,8 @@ fn read_sink_url(text: &str, allow_private: bool, allow_http: bool) -> Result<Ur
     if text.contains('#') {
         return Err("a fragment (`#...`) is never sent: leave it out, or write %23".to_owned());
     }
-    if names_no_port(text) {
-        return Err(NO_PORT.to_owned());
+    if let Some(wrong) = port_problem(text) {
+        return Err(wrong);
     }
     let url: Uri = text.parse().map_err(|_| wrong())?;
     let host = url.host().filter(|host| !host.is_empty()).ok_or_else(wrong)?;

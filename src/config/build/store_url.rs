@@ -10,7 +10,7 @@ use percent_encoding::percent_decode_str;
 
 use crate::config::StoreKind;
 use crate::config::file;
-use crate::relay::address::{NO_PORT, names_no_port};
+use crate::relay::address::port_problem;
 use crate::store::postgres;
 use crate::store::sqlite::Location;
 
@@ -24,8 +24,8 @@ pub(super) fn read_store_url(text: &str, raw: &file::Store) -> Result<StoreKind,
         return read_location(rest).map(StoreKind::Sqlite);
     }
     if text.starts_with("postgres://") || text.starts_with("postgresql://") {
-        if names_no_port(text) {
-            return Err(NO_PORT.to_owned());
+        if let Some(wrong) = port_problem(text) {
+            return Err(wrong);
         }
         postgres::check_url(text)?;
         return Ok(StoreKind::Postgres(postgres::Settings {

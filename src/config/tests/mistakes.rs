@@ -235,7 +235,7 @@ const CASES: &[(&str, &str)] = &[
     ),
     (
         "[upstreams.x]\nurl = \"http://a:65536\"",
-        "og.toml:3: upstreams.x.url: \"http://a:65536\" has a port that is none; a port is a number from 1 to 65535",
+        "og.toml:3: upstreams.x.url: has the port \"65536\", which is none; a port is a number from 1 to 65535",
     ),
     (
         "server.buffered_bytes_max = \"2MiB\"\n[[route]]\nmethod = \"POST\"\npath = \"/a\"\nmax_response_body = \"1025KiB\"",
@@ -425,13 +425,43 @@ fn a_port_that_is_none_is_a_mistake_in_every_url() {
             assert!(
                 found.len() == 1 && found[0].contains("url") || found[0].contains("subrequest")
             );
-            let told =
-                found[0].contains("has a port that is none; a port is a number from 1 to 65535");
+            // Where a password could stand in its place, the host says which it is.
+            let named = match url.contains("http") || url.contains('@') {
+                true => format!("has the port {port:?}, which is none"),
+                false if url.contains("nats") => {
+                    "has no port behind \"b\" and its colon".to_owned()
+                }
+                false => "has no port behind \"a\" and its colon".to_owned(),
+            };
+            let told = found[0].contains(&format!("{named}; a port is a number from 1 to 65535"));
             assert!(told && !found[0].contains("geheim"), "{port}: {found:?}");
         }
     }
     let hidden = mistakes(&with("store.url = \"postgres:///x?host=db&port=0\""));
-    assert!(hidden[0].contains("has a port that is none"), "{hidden:?}");
+    assert!(hidden[0].contains("has the port 0, which is none"), "{hidden:?}");
+}
+
+#[test]
+fn no_mistake_in_a_url_repeats_what_may_be_a_password() {
+    for url in [
+        "postgres://u:ge/heim@db:99999/x",
+        "postgres://u:geheim",
+        "redis://:geheim",
+        "http://u:geheim@a:99999",
+        "http://u:ge/heim@a",
+        "http://u:ge heim@a",
+        "ftp://u:geheim@a",
+        "u:geheim@a",
+    ] {
+        let field = if url.starts_with("postgres") { "store.url" } else { "upstreams.a.url" };
+        let text = match url.starts_with("redis") {
+            true => format!("[[sink]]\nname = \"a\"\nstream = \"s\"\nurl = {url:?}"),
+            false => format!("{field} = {url:?}"),
+        };
+        let found = mistakes(&with(&text));
+        assert!(found.len() == 1 && found[0].contains("url: "), "{url}: {found:?}");
+        assert!(!found[0].contains("heim"), "{url}: {found:?}");
+    }
 }
 
 #[test]

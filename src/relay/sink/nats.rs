@@ -26,7 +26,7 @@ use serde::Deserialize;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 
-use super::super::address::{NO_PORT, names_no_port};
+use super::super::address::port_problem;
 use super::Delivered;
 use super::broker::{CONNECT_MAX, CONTENT_TYPE, Line, Login, Shared, Tls, header};
 use crate::store::Claimed;
@@ -87,8 +87,8 @@ pub fn servers(url: &str) -> Result<Vec<ServerAddr>, String> {
 fn server(url: &str) -> Result<ServerAddr, String> {
     let wrong = "is no URL of a NATS server; write \"nats://host:4222\" or \"tls://host:4222\", \
                  several with commas between them";
-    if names_no_port(url) {
-        return Err(NO_PORT.to_owned());
+    if let Some(wrong) = port_problem(url) {
+        return Err(wrong);
     }
     let server: ServerAddr = url.parse().map_err(|_| wrong.to_owned())?;
     if server.has_user_pass() || server.password().is_some() {

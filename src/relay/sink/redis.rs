@@ -19,7 +19,7 @@ use redis::{
 };
 use tokio::time::{Instant, timeout_at};
 
-use super::super::address::{NO_PORT, names_no_port};
+use super::super::address::port_problem;
 use super::Delivered;
 use super::broker::{CONNECT_MAX, Login, Shared, Tls};
 use crate::store::Claimed;
@@ -74,8 +74,8 @@ impl Server {
         if !known || url.contains(['?', '#']) {
             return Err(wrong.to_owned());
         }
-        if names_no_port(url) {
-            return Err(NO_PORT.to_owned());
+        if let Some(wrong) = port_problem(url) {
+            return Err(wrong);
         }
         let server = url.into_connection_info().map_err(|_| wrong.to_owned())?;
         let redis = server.redis_settings();
