@@ -2,14 +2,14 @@
 //!
 //! An outcome that the store does not take goes here before its caller is answered, with all that its completion needs:
 //! answer, rendered events, retention, fence. The settler goes on writing it to the database from memory and notes here
-//! what is paid. When the process dies first, the next one that is started on the folder writes it ([`drain()`]).
+//! what is written. When the process dies first, the next one that is started on the folder writes it ([`drain()`]).
 //! What must stay true:
 //!
 //! - An outcome counts as kept when its entry is synced, and not before. What is waiting shares one write and one sync;
 //!   a thread of its own does both, so nothing of it blocks the runtime.
 //! - Each process has a file of its own and holds its lock (`disk`): processes may share a folder.
 //! - A file names its database and is never written into another one.
-//! - It is bounded. While it is nearly full, or an outcome that had no room is owed from memory alone, nothing new is
+//! - It is bounded. While it is nearly full, or an outcome that had no room is pending in memory only, nothing new is
 //!   reserved ([`Spill::is_full`]).
 //! - Draining is fenced by record and attempt, so what was written before is found as written, and what was taken over
 //!   meanwhile is left alone: such an outcome goes to the audit table. It is done before the process marks or serves
@@ -33,12 +33,12 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use tokio::sync::oneshot;
 use uuid::Uuid;
 
-use self::disk::Held;
+use self::disk::OwnFile;
 pub use self::disk::{Disk, Unwritable};
 pub use self::drain::{DrainError, drain};
 use self::encoding::encode_freed;
 pub(super) use self::encoding::{decode, encode};
-use self::format::{FileHead, Kind, Place};
+use self::format::{Entry, FileHeader, Kind};
 use self::writer::{Level, NotKept, Order, Writer};
 use crate::fault::{self, Point};
 use crate::record::{Fingerprint, RecordId};
@@ -123,19 +123,19 @@ impl Spill {
         };
         fault::point(Point::Spilled).await;
         match kept {
-            Ok(place) => {
+            Ok(entry) => {
                 tracing::info!(%record, "an outcome that the database did not take is in the spill");
-                Keeping::Spilled(Receipt { spill: self.clone(), place })
+                Keeping::Spilled(Receipt { spill: self.clone(), entry })
             }
             Err(why) => {
-                let note = "an outcome is owed to the database and not in the spill: until it is paid, nothing new is reserved";
+                let note = "an outcome is pending in memory only and not in the spill: until it is written, nothing new is reserved";
                 tracing::error!(%record, %why, "{note}");
                 Keeping::Memory(Unkept::new(&self.level))
             }
         }
     }
 
-    /// For an outcome of a lost task, which nobody could write to the spill: it is owed from memory alone.
+    /// For an outcome of a lost task, which nobody could write to the spill: it is pending in memory only.
     pub(super) fn in_memory(&self) -> Keeping {
         Keeping::Memory(Unkept::new(&self.level))
     }
@@ -150,7 +150,7 @@ impl Spill {
         self.level.metrics.spill_refused();
     }
 
-    /// Ends the spill: waits for what is under way. The file goes where nothing in it is owed, else it stays for the next
+    /// Ends the spill: waits for what is under way. The file goes where nothing in it is pending, else it stays for the next
     /// process.
     pub async fn close(&self) {
         let (reply, closed) = oneshot::channel();
@@ -168,12 +168,12 @@ pub struct Unopened {
 }
 
 impl Unopened {
-    /// Makes a new file in the folder, for outcomes that are owed to this database.
+    /// Makes a new file in the folder, for pending outcomes of this database.
     ///
     /// # Errors
     /// [`Unwritable`].
     pub fn open(self, dir: &Path, database: Uuid) -> Result<(), Unwritable> {
-        let held = Held::create(dir).map_err(|cause| Unwritable::new(dir, cause))?;
+        let held = OwnFile::create(dir).map_err(|cause| Unwritable::new(dir, cause))?;
         tracing::debug!(path = %held.path().display(), "the spill is ready");
         self.on(Box::new(held), database).map_err(|cause| Unwritable::new(dir, cause))
     }
@@ -184,28 +184,28 @@ impl Unopened {
     /// Where the disk does not take the first bytes, or no thread can be started.
     pub fn on(self, disk: Box<dyn Disk>, database: Uuid) -> io::Result<()> {
         let Self { queue, level } = self;
-        let writer = Writer::begin(disk, FileHead::new(database), level)?;
+        let writer = Writer::begin(disk, FileHeader::new(database), level)?;
         tasks::thread(Vital::SpillWriter, "spill-writer", move || writer.run(&queue))?;
         Ok(())
     }
 }
 
-/// Where an outcome that is owed to the database is, besides in memory.
+/// Where a pending outcome is, besides in memory.
 pub(crate) enum Keeping {
     /// In the spill: it outlives the process.
     Spilled(Receipt),
-    /// Nowhere: the process must not die before it is paid.
+    /// Nowhere: the process must not die before it is written.
     Memory(Unkept),
 }
 
 impl Keeping {
-    /// It is owed no more, and why.
+    /// It is no longer pending, and why.
     pub(super) fn paid(self, how: Drained) {
         match self {
-            Self::Spilled(Receipt { spill, place }) => {
+            Self::Spilled(Receipt { spill, entry }) => {
                 spill.level.metrics.spill_drained(how);
                 // Where the note is lost, the next process asks the database and finds it written.
-                drop(spill.orders.try_send(Order::Paid(place)));
+                drop(spill.orders.try_send(Order::Remove(entry)));
             }
             Self::Memory(unkept) => drop(unkept),
         }
@@ -215,7 +215,7 @@ impl Keeping {
 /// For an outcome in the spill.
 pub(crate) struct Receipt {
     spill: Spill,
-    place: Place,
+    entry: Entry,
 }
 
 /// Counts an outcome that is in memory only, until it is dropped.

@@ -284,7 +284,7 @@ impl Disk for SlowDisk {
         }
         Ok(())
     }
-    fn cut(&mut self, _: u64) -> std::io::Result<()> {
+    fn truncate(&mut self, _: u64) -> std::io::Result<()> {
         Ok(())
     }
     fn remove(self: Box<Self>) {}
@@ -461,7 +461,7 @@ async fn a_spill_is_never_drained_into_another_database() {
     let toml = rig::config(&other, &cut.orders.url(), "");
     let beside = process::config(cut.place.folder.path(), &toml);
     let gateway = tokio::task::block_in_place(|| Gateway::start(&beside));
-    said(&gateway, "it owes 1 outcomes to another database").await;
+    said(&gateway, "it holds 1 outcomes of another database").await;
     assert_eq!(metric(gateway.admin, "oncegate_spill_left_files").await, 1);
     assert_eq!(order("k").to(gateway.addr).await.status, StatusCode::CREATED, "it serves");
     assert_eq!(files(&cut.folder(), "spill").len(), 2, "the other's file, and its own");

@@ -1,4 +1,4 @@
-//! The spill's own file: made, locked for the life of the process, written, and taken away when nothing is owed.
+//! The spill's own file: made, locked for the life of the process, written, and removed when nothing in it is pending.
 //!
 //! What must stay true: a file belongs to whoever holds its lock, and the kernel gives the lock back when a process dies,
 //! however it dies. So several processes may share a folder, and none touches the file of a living one.
@@ -56,20 +56,20 @@ pub trait Disk: Send + 'static {
     ///
     /// # Errors
     /// It is as long as it was.
-    fn cut(&mut self, length: u64) -> io::Result<()>;
+    fn truncate(&mut self, length: u64) -> io::Result<()>;
 
-    /// Removes the file: nothing is owed to anybody.
+    /// Removes the file: nothing in it is pending.
     fn remove(self: Box<Self>);
 }
 
 /// A file that this process holds.
 #[derive(Debug)]
-pub(super) struct Held {
+pub(super) struct OwnFile {
     file: File,
     path: PathBuf,
 }
 
-impl Held {
+impl OwnFile {
     /// Makes a file of a new name in this folder, and the folder where there is none. Both are for their owner only.
     pub(super) fn create(folder: &Path) -> io::Result<Self> {
         for _ in 0..TRIES {
@@ -96,7 +96,7 @@ impl Held {
 
     /// Locks a new file. Not where another process has taken the empty file for a dead one's before.
     fn settle(&self, folder: &Path) -> io::Result<bool> {
-        let ours = lock(&self.file)? && stands(&self.file, &self.path)?;
+        let ours = lock(&self.file)? && is_still_at(&self.file, &self.path)?;
         if ours {
             sync_folder(folder)?;
         }
@@ -109,7 +109,7 @@ impl Held {
     }
 }
 
-impl Disk for Held {
+impl Disk for OwnFile {
     fn write(&mut self, bytes: &[u8], offset: u64) -> io::Result<()> {
         self.file.write_all_at(bytes, offset)
     }
@@ -118,7 +118,7 @@ impl Disk for Held {
         self.file.sync_data()
     }
 
-    fn cut(&mut self, length: u64) -> io::Result<()> {
+    fn truncate(&mut self, length: u64) -> io::Result<()> {
         self.file.set_len(length)
     }
 
@@ -136,7 +136,7 @@ pub(super) fn take_over(path: &Path) -> io::Result<Option<File>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         opened => opened?,
     };
-    Ok(if lock(&file)? && stands(&file, path)? { Some(file) } else { None })
+    Ok(if lock(&file)? && is_still_at(&file, path)? { Some(file) } else { None })
 }
 
 fn lock(file: &File) -> io::Result<bool> {
@@ -148,7 +148,7 @@ fn lock(file: &File) -> io::Result<bool> {
 }
 
 /// Whether the path still leads to this very file.
-fn stands(file: &File, path: &Path) -> io::Result<bool> {
+fn is_still_at(file: &File, path: &Path) -> io::Result<bool> {
     let ours = file.metadata()?;
     match std::fs::metadata(path) {
         Ok(found) => Ok((found.dev(), found.ino()) == (ours.dev(), ours.ino())),
@@ -179,7 +179,7 @@ fn sync_folder(folder: &Path) -> io::Result<()> {
 /// Whether a spill could be kept in this folder: tried out, and nothing of it is left.
 pub(super) fn probe(folder: &Path) -> io::Result<()> {
     let made = missing(folder);
-    let tried = Held::create(folder).map(|held| Box::new(held).remove());
+    let tried = OwnFile::create(folder).map(|held| Box::new(held).remove());
     for ancestor in made {
         // One that is in use by now stays.
         if std::fs::remove_dir(ancestor).is_err() {
@@ -201,7 +201,7 @@ mod tests {
     fn a_file_is_its_owners_alone_and_is_taken_over_only_when_it_is_let_go() {
         let home = tempfile::tempdir().unwrap();
         let folder = home.path().join("a/spill");
-        let held = Held::create(&folder).unwrap();
+        let held = OwnFile::create(&folder).unwrap();
         let path = held.path().to_owned();
         assert_eq!((mode(&folder), mode(&path)), (0o700, 0o600));
         assert!(take_over(&path).unwrap().is_none(), "its holder lives");

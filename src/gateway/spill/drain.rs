@@ -15,7 +15,7 @@ use uuid::Uuid;
 
 use super::disk::{self, ENDING, Unwritable};
 use super::encoding::{decode, decode_freed};
-use super::format::{BadHead, Contents, FileHead, HEAD, Kind, Place, read_at};
+use super::format::{BadHeader, Contents, Entry, FileHeader, HEADER, Kind, read_at};
 use crate::record::{Record, State};
 use crate::store::sealed::Keys;
 use crate::store::{self, Changed, Completion, Error, LateEnd, LateOutcome, Settled, Store};
@@ -38,23 +38,23 @@ pub enum DrainError {
     /// The folder cannot be looked through.
     #[error("the spill's folder cannot be read")]
     Folder(#[source] io::Error),
-    /// The database does not take what is owed to it.
-    #[error("the database does not take what the spill owes to it")]
+    /// The database does not take the pending outcomes.
+    #[error("the database does not take the outcomes that the spill holds for it")]
     Store(#[source] Error),
 }
 
-/// A file of this database whose process is dead, with what it owes.
+/// A file of this database whose process is dead, with its pending entries.
 struct Left {
     file: File,
     path: PathBuf,
-    head: FileHead,
+    header: FileHeader,
     contents: Contents,
 }
 
-/// A file that is being paid off.
+/// A file that is being drained.
 struct Source {
     file: File,
-    head: FileHead,
+    header: FileHeader,
     /// What opens its entries where they are sealed.
     keys: Arc<Keys>,
 }
@@ -80,9 +80,9 @@ impl DrainError {
 
 impl Source {
     /// What is owed, as it was before it was sealed. `None`: it is nothing that is kept here.
-    fn read(&self, place: Place) -> io::Result<Option<Owed>> {
-        let body = self.head.body(&self.file, place)?;
-        match place.kind {
+    fn read(&self, entry: Entry) -> io::Result<Option<Owed>> {
+        let body = self.header.body(&self.file, entry)?;
+        match entry.kind {
             Kind::Outcome => {
                 let Some((mut completion, _)) = decode(&body) else { return Ok(None) };
                 self.keys.open_completion(&mut completion).map_err(io::Error::other)?;
@@ -95,7 +95,7 @@ impl Source {
                 }
                 Ok(Some(Owed::Freed { late: Box::new(late), gone_on }))
             }
-            Kind::Paid => Ok(None),
+            Kind::Tombstone => Ok(None),
         }
     }
 }
@@ -135,8 +135,8 @@ pub async fn drain(
     disk::make_folder(folder).map_err(|cause| Unwritable::new(folder, cause))?;
     let mut alone = 0;
     for path in files(folder).map_err(DrainError::Folder)? {
-        let place = path.clone();
-        let examined = tokio::task::spawn_blocking(move || examine(&place, database)).await;
+        let examining = path.clone();
+        let examined = tokio::task::spawn_blocking(move || examine(&examining, database)).await;
         let found = match examined.map_err(io::Error::other) {
             Ok(Ok(found)) => found,
             Ok(Err(error)) | Err(error) => Found::Alone(format!("it cannot be read: {error}")),
@@ -144,7 +144,7 @@ pub async fn drain(
         match found {
             Found::Nothing => {}
             Found::Left(left) => {
-                alone += u64::from(!pay_off(*left, keys, store, metrics, patience).await?);
+                alone += u64::from(!drain_file(*left, keys, store, metrics, patience).await?);
             }
             Found::Alone(why) => {
                 alone += 1;
@@ -157,19 +157,19 @@ pub async fn drain(
     Ok(())
 }
 
-/// Pays all that a file owes, and removes it. Whether that was all of it; else the file is set aside.
-async fn pay_off(
+/// Writes all that a file holds to the database, and removes it. Whether that was all of it; else the file is set aside.
+async fn drain_file(
     left: Left,
     keys: &Arc<Keys>,
     store: &Arc<dyn Store>,
     metrics: &Metrics,
     patience: Duration,
 ) -> Result<bool, DrainError> {
-    let Left { file, path, head, contents } = left;
+    let Left { file, path, header, contents } = left;
     let (file, mut tally) =
-        (Arc::new(Source { file, head, keys: Arc::clone(keys) }), Tally::default());
-    for places in contents.owed.chunks(AT_ONCE) {
-        pay_some(&file, places, store, metrics, patience, &mut tally).await?;
+        (Arc::new(Source { file, header, keys: Arc::clone(keys) }), Tally::default());
+    for entries in contents.pending.chunks(AT_ONCE) {
+        drain_batch(&file, entries, store, metrics, patience, &mut tally).await?;
     }
     let shown = path.display();
     if contents.torn {
@@ -190,18 +190,18 @@ async fn pay_off(
     Ok(false)
 }
 
-async fn pay_some(
+async fn drain_batch(
     file: &Arc<Source>,
-    places: &[Place],
+    entries: &[Entry],
     store: &Arc<dyn Store>,
     metrics: &Metrics,
     patience: Duration,
     tally: &mut Tally,
 ) -> Result<(), DrainError> {
     let mut tasks = JoinSet::new();
-    for place in places.iter().copied() {
+    for entry in entries.iter().copied() {
         let (file, store) = (Arc::clone(file), Arc::clone(store));
-        tasks.spawn(async move { pay_one(file, place, &*store, patience).await });
+        tasks.spawn(async move { pay_one(file, entry, &*store, patience).await });
     }
     // All are awaited, also after a failure: while one holds the file it stays locked, and the next try would take it for a
     // living process's.
@@ -243,32 +243,32 @@ fn examine(path: &Path, database: Uuid) -> io::Result<Found> {
     }
     let Some(file) = disk::take_over(path)? else { return Ok(Found::Nothing) };
     let length = file.metadata()?.len();
-    let head = match read_head(&file, length)? {
-        Ok(head) => head,
-        Err(BadHead::Short) => return remove(path),
-        Err(BadHead::Newer(version)) => {
+    let header = match read_header(&file, length)? {
+        Ok(header) => header,
+        Err(BadHeader::Short) => return remove(path),
+        Err(BadHeader::Newer(version)) => {
             let why =
                 format!("its format is version {version}: start a newer oncegate on this folder");
             return Ok(Found::Alone(why));
         }
-        Err(BadHead::Damaged) => {
-            return Ok(Found::Alone("its head is damaged, or it is no spill".to_owned()));
+        Err(BadHeader::Damaged) => {
+            return Ok(Found::Alone("its header is damaged, or it is no spill".to_owned()));
         }
     };
-    let contents = head.read(&file, length)?;
-    if contents.owed.is_empty() && contents.damaged == 0 {
+    let contents = header.read(&file, length)?;
+    if contents.pending.is_empty() && contents.damaged == 0 {
         return remove(path);
     }
-    if head.database != database {
+    if header.database != database {
         let why = format!(
-            "it owes {} outcomes to another database ({}; this one is {database}): start oncegate with that database on \
+            "it holds {} outcomes of another database ({}; this one is {database}): start oncegate with that database on \
              this folder, and it is drained; delete the file only if that database is gone for good",
-            contents.owed.len(),
-            head.database
+            contents.pending.len(),
+            header.database
         );
         return Ok(Found::Alone(why));
     }
-    Ok(Found::Left(Box::new(Left { file, path: path.to_owned(), head, contents })))
+    Ok(Found::Left(Box::new(Left { file, path: path.to_owned(), header, contents })))
 }
 
 /// While its lock is held: a process that is just making it sees that it is gone, and makes another one.
@@ -276,18 +276,18 @@ fn remove(path: &Path) -> io::Result<Found> {
     std::fs::remove_file(path).map(|()| Found::Nothing)
 }
 
-fn read_head(file: &File, length: u64) -> io::Result<Result<FileHead, BadHead>> {
-    Ok(FileHead::decode(&read_at(file, 0, length.min(HEAD))?))
+fn read_header(file: &File, length: u64) -> io::Result<Result<FileHeader, BadHeader>> {
+    Ok(FileHeader::decode(&read_at(file, 0, length.min(HEADER))?))
 }
 
 /// Pays one outcome, for as long as the patience lasts. `None`: it cannot be read.
 async fn pay_one(
     file: Arc<Source>,
-    place: Place,
+    entry: Entry,
     store: &dyn Store,
     patience: Duration,
 ) -> Result<Option<Drained>, Error> {
-    let reading = tokio::task::spawn_blocking(move || file.read(place));
+    let reading = tokio::task::spawn_blocking(move || file.read(entry));
     let read = reading.await.map_err(io::Error::other).flatten();
     let owed = match read {
         Ok(Some(owed)) => owed,

@@ -3,7 +3,7 @@
 //! What must stay true:
 //!
 //! - An outcome is answered for only after the sync that made it durable.
-//! - A place in the file is used again only after the file was cut, which happens when nothing in it is owed.
+//! - An offset of the file is used again only after the file was truncated, which happens when nothing in it is pending.
 //! - A failed write or sync promises nothing, and what was kept before it stays kept.
 
 use std::collections::HashMap;
@@ -16,7 +16,7 @@ use std::sync::mpsc::Receiver;
 use tokio::sync::oneshot;
 
 use super::disk::Disk;
-use super::format::{Check, ENTRY_HEAD, FileHead, HEAD, Kind, Place};
+use super::format::{Checksum, ENTRY_HEADER, Entry, FileHeader, HEADER, Kind};
 use crate::telemetry::Metrics;
 
 /// Most orders that share one sync.
@@ -25,15 +25,15 @@ const BATCH_MAX: usize = 64;
 /// From this share of its room on, in eighths, a spill is full for new reservations: the rest is for what runs.
 const HIGH_EIGHTHS: u64 = 7;
 
-/// Who waits for an outcome's place in the file.
-type Reply = oneshot::Sender<Result<Place, NotKept>>;
+/// Who waits for an entry to be durable.
+type Reply = oneshot::Sender<Result<Entry, NotKept>>;
 
 /// What the thread is asked to do.
 pub(super) enum Order {
-    /// Make this body durable, and say where it stands.
+    /// Make this body durable as an entry.
     Keep { kind: Kind, body: Vec<u8>, reply: Reply },
-    /// This outcome is owed no more.
-    Paid(Place),
+    /// This entry is no longer pending.
+    Remove(Entry),
     /// The process ends. `reply` is dropped when that is done.
     Close { reply: oneshot::Sender<Infallible> },
 }
@@ -55,7 +55,7 @@ pub(super) enum NotKept {
 pub(super) struct Level {
     bytes_max: u64,
     bytes: AtomicU64,
-    /// Outcomes that are owed from memory alone.
+    /// Outcomes that are pending in memory only.
     pub(super) unkept: AtomicU64,
     pub(super) metrics: Arc<Metrics>,
 }
@@ -77,11 +77,11 @@ impl Level {
 
 pub(super) struct Writer {
     disk: Box<dyn Disk>,
-    head: FileHead,
+    header: FileHeader,
     /// Where the next entry goes.
     end: u64,
-    /// What is owed, by offset.
-    owed: HashMap<u64, Check>,
+    /// What is pending, by offset.
+    pending: HashMap<u64, Checksum>,
     level: Arc<Level>,
 }
 
@@ -89,14 +89,14 @@ impl Writer {
     /// Begins the file. One that cannot be begun is removed: it holds nothing.
     pub(super) fn begin(
         mut disk: Box<dyn Disk>,
-        head: FileHead,
+        header: FileHeader,
         level: Arc<Level>,
     ) -> io::Result<Self> {
-        if let Err(error) = disk.write(&head.encode(), 0).and_then(|()| disk.sync()) {
+        if let Err(error) = disk.write(&header.encode(), 0).and_then(|()| disk.sync()) {
             disk.remove();
             return Err(error);
         }
-        Ok(Self { disk, head, end: HEAD, owed: HashMap::new(), level })
+        Ok(Self { disk, header, end: HEADER, pending: HashMap::new(), level })
     }
 
     /// Works until the spill is closed or dropped.
@@ -108,7 +108,7 @@ impl Writer {
             let more = orders.try_iter().take(BATCH_MAX - 1);
             closed = self.batch(std::iter::once(order).chain(more));
         }
-        if self.owed.is_empty() {
+        if self.pending.is_empty() {
             self.disk.remove();
         }
         // Its end is the answer.
@@ -119,36 +119,36 @@ impl Writer {
         &mut self,
         orders: impl Iterator<Item = Order>,
     ) -> Option<oneshot::Sender<Infallible>> {
-        let (mut bodies, mut paid, mut close) = (Vec::new(), Vec::new(), None);
+        let (mut bodies, mut removed, mut close) = (Vec::new(), Vec::new(), None);
         for order in orders {
             match order {
                 Order::Keep { kind, body, reply } => bodies.push((kind, body, reply)),
-                Order::Paid(place) => paid.push(place),
+                Order::Remove(entry) => removed.push(entry),
                 Order::Close { reply } => close = Some(reply),
             }
         }
-        self.forget(&paid);
+        self.forget(&removed);
         let told = self.keep(bodies);
         // Before anybody is told: who asks afterwards how full it is sees what he was told of.
-        self.level.set(self.owed.len(), self.end - HEAD);
+        self.level.set(self.pending.len(), self.end - HEADER);
         for (reply, result) in told {
             drop(reply.send(result));
         }
         close
     }
 
-    fn forget(&mut self, paid: &[Place]) {
-        for place in paid {
-            self.owed.remove(&place.offset);
+    fn forget(&mut self, removed: &[Entry]) {
+        for entry in removed {
+            self.pending.remove(&entry.offset);
         }
-        if self.owed.is_empty() && self.end > HEAD && self.disk.cut(HEAD).is_ok() {
-            self.end = HEAD;
+        if self.pending.is_empty() && self.end > HEADER && self.disk.truncate(HEADER).is_ok() {
+            self.end = HEADER;
             return;
         }
-        for place in paid {
+        for entry in removed {
             // Only a help for the next process, which asks the database otherwise: neither synced nor missed.
-            let body = place.paid();
-            if let Ok(note) = self.write(Kind::Paid, &body) {
+            let body = entry.tombstone();
+            if let Ok(note) = self.write(Kind::Tombstone, &body) {
                 self.end = note.end();
             }
         }
@@ -158,46 +158,46 @@ impl Writer {
     fn keep(
         &mut self,
         bodies: Vec<(Kind, Vec<u8>, Reply)>,
-    ) -> Vec<(Reply, Result<Place, NotKept>)> {
+    ) -> Vec<(Reply, Result<Entry, NotKept>)> {
         let begun = self.end;
         let mut told = Vec::with_capacity(bodies.len());
         for (kind, body, reply) in bodies {
             let written = self.write(kind, &body);
-            if let Ok(place) = &written {
-                self.end = place.end();
+            if let Ok(entry) = &written {
+                self.end = entry.end();
             }
             told.push((reply, written));
         }
         let synced = if self.end == begun { Ok(()) } else { self.disk.sync() };
         if let Err(error) = synced {
             // What of it is durable nobody knows. Where it cannot be cut off, what follows is written behind it.
-            if self.disk.cut(begun).is_ok() {
+            if self.disk.truncate(begun).is_ok() {
                 self.end = begun;
             }
             let why = error.to_string();
-            let lost = |result: Result<Place, NotKept>| {
+            let lost = |result: Result<Entry, NotKept>| {
                 result.and_then(|_| Err(NotKept::Disk(why.clone())))
             };
             return told.into_iter().map(|(reply, result)| (reply, lost(result))).collect();
         }
         let kept = told.iter().filter_map(|(_, result)| result.as_ref().ok());
-        self.owed.extend(kept.map(|place| (place.offset, place.check)));
+        self.pending.extend(kept.map(|entry| (entry.offset, entry.checksum)));
         told
     }
 
-    fn write(&mut self, kind: Kind, body: &[u8]) -> Result<Place, NotKept> {
+    fn write(&mut self, kind: Kind, body: &[u8]) -> Result<Entry, NotKept> {
         let length = u32::try_from(body.len()).map_err(|_| NotKept::NoRoom)?;
-        let place = Place { kind, offset: self.end, length, check: self.head.check(body) };
-        if place.end() - HEAD > self.level.bytes_max {
+        let entry = Entry { kind, offset: self.end, length, checksum: self.header.checksum(body) };
+        if entry.end() - HEADER > self.level.bytes_max {
             return Err(NotKept::NoRoom);
         }
-        let head = self.head.entry_head(self.end, kind, length, place.check);
+        let header = self.header.entry_header(self.end, kind, length, entry.checksum);
         let disk = &mut self.disk;
-        let wrote = disk.write(&head, self.end);
+        let wrote = disk.write(&header, self.end);
         wrote
-            .and_then(|()| disk.write(body, self.end + ENTRY_HEAD))
+            .and_then(|()| disk.write(body, self.end + ENTRY_HEADER))
             .map_err(|error| NotKept::Disk(error.to_string()))?;
-        Ok(place)
+        Ok(entry)
     }
 }
 
@@ -243,7 +243,7 @@ mod tests {
             if sheet.unsyncable { Err(io::Error::other("bad sector")) } else { Ok(()) }
         }
 
-        fn cut(&mut self, length: u64) -> io::Result<()> {
+        fn truncate(&mut self, length: u64) -> io::Result<()> {
             self.0.lock().unwrap().bytes.truncate(usize::try_from(length).unwrap());
             Ok(())
         }
@@ -253,15 +253,15 @@ mod tests {
         }
     }
 
-    fn writer(bytes_max: u64) -> (Paper, Writer, FileHead) {
-        let (paper, head) = (Paper::default(), FileHead::new(Uuid::from_u128(1)));
+    fn writer(bytes_max: u64) -> (Paper, Writer, FileHeader) {
+        let (paper, header) = (Paper::default(), FileHeader::new(Uuid::from_u128(1)));
         let level = Arc::new(Level::new(bytes_max, Arc::new(Metrics::default())));
-        let writer = Writer::begin(Box::new(paper.clone()), head.clone(), level).unwrap();
-        (paper, writer, head)
+        let writer = Writer::begin(Box::new(paper.clone()), header.clone(), level).unwrap();
+        (paper, writer, header)
     }
 
     /// Has these kept in one batch; what each is told.
-    fn keep(writer: &mut Writer, bodies: &[&[u8]]) -> Vec<Result<Place, NotKept>> {
+    fn keep(writer: &mut Writer, bodies: &[&[u8]]) -> Vec<Result<Entry, NotKept>> {
         let (orders, replies): (Vec<_>, Vec<_>) = bodies
             .iter()
             .map(|body| {
@@ -274,13 +274,13 @@ mod tests {
     }
 
     /// What the next process would find.
-    fn found(paper: &Paper, head: &FileHead) -> Vec<Vec<u8>> {
+    fn found(paper: &Paper, header: &FileHeader) -> Vec<Vec<u8>> {
         let bytes = paper.0.lock().unwrap().bytes.clone();
         let file = tempfile::tempfile().unwrap();
         file.write_all_at(&bytes, 0).unwrap();
-        let contents = head.read(&file, bytes.len() as u64).unwrap();
+        let contents = header.read(&file, bytes.len() as u64).unwrap();
         assert_eq!((contents.damaged, contents.torn), (0, false));
-        contents.owed.into_iter().map(|place| head.body(&file, place).unwrap()).collect()
+        contents.pending.into_iter().map(|entry| header.body(&file, entry).unwrap()).collect()
     }
 
     #[test]
@@ -289,49 +289,49 @@ mod tests {
             let paper = Paper::default();
             *paper.0.lock().unwrap() = Sheet { full: !unsyncable, unsyncable, ..Sheet::default() };
             let level = Arc::new(Level::new(1000, Arc::new(Metrics::default())));
-            let head = FileHead::new(Uuid::from_u128(1));
-            assert!(Writer::begin(Box::new(paper.clone()), head, level).is_err());
+            let header = FileHeader::new(Uuid::from_u128(1));
+            assert!(Writer::begin(Box::new(paper.clone()), header, level).is_err());
             assert!(paper.0.lock().unwrap().removed);
         }
     }
 
     #[test]
     fn what_waits_together_is_synced_once_and_is_found_by_the_next_process() {
-        let (paper, mut writer, head) = writer(1000);
+        let (paper, mut writer, header) = writer(1000);
         let told = keep(&mut writer, &[b"one", b"two", b"three"]);
         assert!(told.iter().all(Result::is_ok));
-        assert_eq!(paper.0.lock().unwrap().syncs, 2, "the head's, and theirs");
-        assert_eq!(found(&paper, &head), [b"one".to_vec(), b"two".to_vec(), b"three".to_vec()]);
+        assert_eq!(paper.0.lock().unwrap().syncs, 2, "the header's, and theirs");
+        assert_eq!(found(&paper, &header), [b"one".to_vec(), b"two".to_vec(), b"three".to_vec()]);
     }
 
     #[test]
-    fn what_is_paid_is_not_found_and_the_room_is_free_when_nothing_is_owed() {
-        let (paper, mut writer, head) = writer(1000);
-        let told: Vec<Place> =
+    fn what_is_removed_is_not_found_and_the_room_is_free_when_nothing_is_pending() {
+        let (paper, mut writer, header) = writer(1000);
+        let told: Vec<Entry> =
             keep(&mut writer, &[b"one", b"two"]).into_iter().map(Result::unwrap).collect();
-        writer.batch(std::iter::once(Order::Paid(told[0])));
-        assert_eq!(found(&paper, &head), [b"two".to_vec()]);
-        assert_eq!(writer.owed.len(), 1);
-        writer.batch(std::iter::once(Order::Paid(told[1])));
-        assert_eq!(paper.0.lock().unwrap().bytes.len() as u64, HEAD);
+        writer.batch(std::iter::once(Order::Remove(told[0])));
+        assert_eq!(found(&paper, &header), [b"two".to_vec()]);
+        assert_eq!(writer.pending.len(), 1);
+        writer.batch(std::iter::once(Order::Remove(told[1])));
+        assert_eq!(paper.0.lock().unwrap().bytes.len() as u64, HEADER);
         assert!(keep(&mut writer, &[&[1; 900]])[0].is_ok(), "all of the room is there again");
     }
 
     #[test]
     fn what_does_not_fit_is_refused_and_what_fits_is_kept() {
-        let (paper, mut writer, head) = writer(100);
+        let (paper, mut writer, header) = writer(100);
         let told = keep(&mut writer, &[&[1; 60], &[2; 60], &[3; 5]]);
         assert!(
             matches!(told[..], [Ok(_), Err(NotKept::NoRoom), Err(NotKept::NoRoom)]),
             "{told:?}"
         );
-        assert_eq!(found(&paper, &head), [vec![1; 60]]);
+        assert_eq!(found(&paper, &header), [vec![1; 60]]);
         assert!(writer.level.is_high());
     }
 
     #[test]
     fn a_disk_that_fails_promises_nothing_and_loses_nothing() {
-        let (paper, mut writer, head) = writer(1000);
+        let (paper, mut writer, header) = writer(1000);
         assert!(keep(&mut writer, &[b"before"])[0].is_ok());
         paper.0.lock().unwrap().unsyncable = true;
         assert!(matches!(keep(&mut writer, &[b"lost"])[0], Err(NotKept::Disk(_))));
@@ -340,21 +340,21 @@ mod tests {
         assert!(matches!(keep(&mut writer, &[b"full"])[0], Err(NotKept::Disk(_))));
         paper.0.lock().unwrap().full = false;
         assert!(keep(&mut writer, &[b"after"])[0].is_ok());
-        assert_eq!(found(&paper, &head), [b"before".to_vec(), b"after".to_vec()]);
+        assert_eq!(found(&paper, &header), [b"before".to_vec(), b"after".to_vec()]);
     }
 
     #[test]
-    fn the_file_goes_with_the_process_only_where_nothing_is_owed() {
-        for owed in [false, true] {
+    fn the_file_goes_with_the_process_only_where_nothing_is_pending() {
+        for pending in [false, true] {
             let (paper, mut writer, _) = writer(1000);
-            let place = keep(&mut writer, &[b"one"]).remove(0).unwrap();
-            if !owed {
-                writer.batch(std::iter::once(Order::Paid(place)));
+            let entry = keep(&mut writer, &[b"one"]).remove(0).unwrap();
+            if !pending {
+                writer.batch(std::iter::once(Order::Remove(entry)));
             }
             let (orders, queue) = mpsc::channel();
             drop(orders);
             writer.run(&queue);
-            assert_eq!(paper.0.lock().unwrap().removed, !owed);
+            assert_eq!(paper.0.lock().unwrap().removed, !pending);
         }
     }
 }
