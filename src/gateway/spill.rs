@@ -130,14 +130,14 @@ impl Spill {
             Err(why) => {
                 let note = "an outcome is pending in memory only and not in the spill: until it is written, nothing new is reserved";
                 tracing::error!(%record, %why, "{note}");
-                Keeping::Memory(Unkept::new(&self.level))
+                Keeping::Memory(MemoryOnly::new(&self.level))
             }
         }
     }
 
     /// For an outcome of a lost task, which nobody could write to the spill: it is pending in memory only.
     pub(super) fn in_memory(&self) -> Keeping {
-        Keeping::Memory(Unkept::new(&self.level))
+        Keeping::Memory(MemoryOnly::new(&self.level))
     }
 
     /// Whether nothing new may be reserved: what it would come to might not be kept.
@@ -195,7 +195,7 @@ pub(crate) enum Keeping {
     /// In the spill: it outlives the process.
     Spilled(Receipt),
     /// Nowhere: the process must not die before it is written.
-    Memory(Unkept),
+    Memory(MemoryOnly),
 }
 
 impl Keeping {
@@ -219,9 +219,9 @@ pub(crate) struct Receipt {
 }
 
 /// Counts an outcome that is in memory only, until it is dropped.
-pub(crate) struct Unkept(Arc<Level>);
+pub(crate) struct MemoryOnly(Arc<Level>);
 
-impl Unkept {
+impl MemoryOnly {
     fn new(level: &Arc<Level>) -> Self {
         level.unkept.fetch_add(1, Ordering::Relaxed);
         level.metrics.spill_turned_away();
@@ -229,7 +229,7 @@ impl Unkept {
     }
 }
 
-impl Drop for Unkept {
+impl Drop for MemoryOnly {
     fn drop(&mut self) {
         self.0.unkept.fetch_sub(1, Ordering::Relaxed);
     }

@@ -44,7 +44,7 @@ pub enum DrainError {
 }
 
 /// A file of this database whose process is dead, with its pending entries.
-struct Left {
+struct Orphan {
     file: File,
     path: PathBuf,
     header: FileHeader,
@@ -101,13 +101,13 @@ impl Source {
 }
 
 /// What a file is to this process.
-enum Found {
+enum Examined {
     /// Nothing: it is another living process's, or it held nothing and is gone.
     Nothing,
     /// To be drained.
-    Left(Box<Left>),
+    Orphan(Box<Orphan>),
     /// To be left alone, and why.
-    Alone(String),
+    LeftAlone(String),
 }
 
 /// How a file's draining ended.
@@ -115,7 +115,7 @@ enum Found {
 struct Tally {
     drained: u64,
     /// What could not be written, and why it never will.
-    stuck: u64,
+    refused: u64,
 }
 
 /// Writes to the database what dead processes left in this folder, and removes their files. To be called before anything of
@@ -139,14 +139,16 @@ pub async fn drain(
         let examined = tokio::task::spawn_blocking(move || examine(&examining, database)).await;
         let found = match examined.map_err(io::Error::other) {
             Ok(Ok(found)) => found,
-            Ok(Err(error)) | Err(error) => Found::Alone(format!("it cannot be read: {error}")),
+            Ok(Err(error)) | Err(error) => {
+                Examined::LeftAlone(format!("it cannot be read: {error}"))
+            }
         };
         match found {
-            Found::Nothing => {}
-            Found::Left(left) => {
-                alone += u64::from(!drain_file(*left, keys, store, metrics, patience).await?);
+            Examined::Nothing => {}
+            Examined::Orphan(orphan) => {
+                alone += u64::from(!drain_file(*orphan, keys, store, metrics, patience).await?);
             }
-            Found::Alone(why) => {
+            Examined::LeftAlone(why) => {
                 alone += 1;
                 let path = path.display();
                 tracing::error!(%path, "a spill file is left alone: {why}");
@@ -159,13 +161,13 @@ pub async fn drain(
 
 /// Writes all that a file holds to the database, and removes it. Whether that was all of it; else the file is set aside.
 async fn drain_file(
-    left: Left,
+    orphan: Orphan,
     keys: &Arc<Keys>,
     store: &Arc<dyn Store>,
     metrics: &Metrics,
     patience: Duration,
 ) -> Result<bool, DrainError> {
-    let Left { file, path, header, contents } = left;
+    let Orphan { file, path, header, contents } = orphan;
     let (file, mut tally) =
         (Arc::new(Source { file, header, keys: Arc::clone(keys) }), Tally::default());
     for entries in contents.pending.chunks(AT_ONCE) {
@@ -175,16 +177,16 @@ async fn drain_file(
     if contents.torn {
         tracing::warn!(path = %shown, "the last entry of a spill file is torn: its process died while it wrote, and told nobody of it");
     }
-    let Tally { drained, stuck } = tally;
+    let Tally { drained, refused } = tally;
     tracing::warn!(path = %shown, drained, "the outcomes that a dead process left in the spill are in the database");
-    if contents.damaged == 0 && stuck == 0 {
+    if contents.damaged == 0 && refused == 0 {
         drop(std::fs::remove_file(&path));
         return Ok(true);
     }
     let aside = path.with_extension(format!("{ENDING}.{ASIDE}"));
     let renamed = std::fs::rename(&path, &aside).err();
     tracing::error!(
-        path = %aside.display(), damaged = contents.damaged, refused = stuck, ?renamed,
+        path = %aside.display(), damaged = contents.damaged, refused, ?renamed,
         "not all of a spill file could be written to the database: it is set aside; records of it stay unknown until an operator resolves them"
     );
     Ok(false)
@@ -213,11 +215,11 @@ async fn drain_batch(
                 if result == Drained::FencedOff {
                     metrics.late_outcome();
                 }
-                let stuck = result == Drained::Refused;
-                tally.stuck += u64::from(stuck);
-                tally.drained += u64::from(!stuck);
+                let refused = result == Drained::Refused;
+                tally.refused += u64::from(refused);
+                tally.drained += u64::from(!refused);
             }
-            Ok(None) => tally.stuck += 1,
+            Ok(None) => tally.refused += 1,
             Err(error) => failed = Err(DrainError::Store(error)),
         }
     }
@@ -237,11 +239,11 @@ fn files(folder: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-fn examine(path: &Path, database: Uuid) -> io::Result<Found> {
+fn examine(path: &Path, database: Uuid) -> io::Result<Examined> {
     if path.extension().is_some_and(|end| end == ASIDE) {
-        return Ok(Found::Alone("it was set aside".to_owned()));
+        return Ok(Examined::LeftAlone("it was set aside".to_owned()));
     }
-    let Some(file) = disk::take_over(path)? else { return Ok(Found::Nothing) };
+    let Some(file) = disk::take_over(path)? else { return Ok(Examined::Nothing) };
     let length = file.metadata()?.len();
     let header = match read_header(&file, length)? {
         Ok(header) => header,
@@ -249,10 +251,10 @@ fn examine(path: &Path, database: Uuid) -> io::Result<Found> {
         Err(BadHeader::Newer(version)) => {
             let why =
                 format!("its format is version {version}: start a newer oncegate on this folder");
-            return Ok(Found::Alone(why));
+            return Ok(Examined::LeftAlone(why));
         }
         Err(BadHeader::Damaged) => {
-            return Ok(Found::Alone("its header is damaged, or it is no spill".to_owned()));
+            return Ok(Examined::LeftAlone("its header is damaged, or it is no spill".to_owned()));
         }
     };
     let contents = header.read(&file, length)?;
@@ -266,14 +268,14 @@ fn examine(path: &Path, database: Uuid) -> io::Result<Found> {
             contents.pending.len(),
             header.database
         );
-        return Ok(Found::Alone(why));
+        return Ok(Examined::LeftAlone(why));
     }
-    Ok(Found::Left(Box::new(Left { file, path: path.to_owned(), header, contents })))
+    Ok(Examined::Orphan(Box::new(Orphan { file, path: path.to_owned(), header, contents })))
 }
 
 /// While its lock is held: a process that is just making it sees that it is gone, and makes another one.
-fn remove(path: &Path) -> io::Result<Found> {
-    std::fs::remove_file(path).map(|()| Found::Nothing)
+fn remove(path: &Path) -> io::Result<Examined> {
+    std::fs::remove_file(path).map(|()| Examined::Nothing)
 }
 
 fn read_header(file: &File, length: u64) -> io::Result<Result<FileHeader, BadHeader>> {
