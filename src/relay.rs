@@ -6,82 +6,48 @@
 //!                 +-- not while the sink is paused: then one probe at a time <--+
 //! ```
 //!
-//! What must stay true:
+//! This file starts and supervises: a [`worker`] for each sink, begun anew when it panics, and one reader of the sinks'
+//! [`status`] for all of them. What must stay true:
 //!
-//! - A slot is taken by the claim and given back when its verdict is written (or its claim is over), so that the
-//!   events this process holds never outnumber the sink's concurrency, and no event waits under a running lease.
-//! - Nothing is sent so late that its claim could end before its verdict is written; that is measured on the
-//!   monotonic clock from before the claim was asked for. Too late: given back unsent.
-//! - A verdict that the database does not take is repeated until its claim is over, then forgotten: the event is
-//!   delivered again under its id by whoever claims it next. It is never sent again from here.
-//! - The table says what is owed; a nudge only makes the look come sooner.
-//! - Sinks share nothing: one that is slow or down, or a loop that panics, does not hold up another.
-//! - Whether a sink is paused stands in the database ([`board`]); a paused one is sent nothing but probes ([`probe`]).
+//! - The table says what is pending; a nudge only makes a worker look sooner.
+//! - Sinks share nothing: one that is slow or down, or a worker that panics, does not hold up another.
+//! - Whether a sink is paused stands in the database ([`status`]); a paused one is sent nothing but probes ([`probe`]).
+//! - A verdict that the database does not take is repeated until its claim is over, then forgotten ([`acknowledge`]): the
+//!   event is delivered again under its id by whoever claims it next. It is never sent again from here.
 //!
-//! A process that dies here leaves claims that run out, and that others may take as soon as its lease has ended. Fresh
-//! events that were claimed often and never ended are set apart as dead, since they may be what it dies of.
+//! A process that dies here leaves claims that run out, and that others may take as soon as its lease has ended.
 
 mod acknowledge;
 pub mod address;
-mod board;
+mod claimant;
+mod pauses;
 mod probe;
-mod room;
 pub mod sink;
+mod slots;
+mod status;
 pub mod verdict;
+mod worker;
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::Notify;
 use tokio::task::JoinSet;
-use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use self::board::{Board, Reader, Standing};
-use self::probe::anywhere;
-use self::room::{Room, Slot};
-use self::sink::{Delivered, Sink};
-use self::verdict::Evidence;
-use crate::fault::{self, Point};
-use crate::record::LeaseView;
-use crate::store::{
-    Acknowledgement, Claim, Claimed, Deliveries, Error, Lane, LetGo, Look, Order, Over, Verdict,
-};
+pub use self::claimant::Claimant;
+use self::sink::Sink;
+use self::status::{StatusReader, StatusWatch};
+use self::worker::{SinkWorker, slots_of};
+use crate::store::Deliveries;
 use crate::tasks::{self, Loop};
-use crate::telemetry::{Metrics, causes};
-
-/// How often a look also takes what has been due for long; at once again while it finds something.
-const SWEEP_EVERY: Duration = Duration::from_secs(5);
-
-/// How often it is looked for what an order kept back that nothing keeps back any more, and how soon for the rest of it.
-const LET_GO_EVERY: Duration = Duration::from_secs(10);
-const LET_GO_ON: Duration = Duration::from_millis(100);
-
-/// In a backlog: how long a look waits until a quarter of the slots are free, so that it claims several events at once.
-const GATHER: Duration = Duration::from_millis(5);
-
-/// What a claim is kept beyond two time-outs of its sink.
-const LEASE_EXTRA: Duration = Duration::from_secs(5);
-
-/// What is left of a claim for writing its verdict when a delivery takes its whole time-out.
-const ACKNOWLEDGE_TIME: Duration = Duration::from_secs(2);
-
-/// So many claims of an event that never failed and never ended make it suspect of killing its process. Only fresh
-/// events are judged: a redelivered one counts its attempts anew while its claim numbers go on.
-const UNFINISHED_MAX: u32 = 5;
-
-/// Pauses while the database does not answer.
-const OUTAGE_FIRST: Duration = Duration::from_millis(100);
-const OUTAGE_MAX: Duration = Duration::from_secs(5);
+use crate::telemetry::Metrics;
 
 /// Bounds of the pause between two looks.
 const POLL_MIN: Duration = Duration::from_millis(10);
 const POLL_MAX: Duration = Duration::from_secs(60);
-
-/// An idle loop looks this many times less often than a busy one.
-const IDLE_FACTOR: u32 = 8;
 
 /// How the sinks stand is read this many times less often than events are looked for.
 const READ_FACTOR: u32 = 5;
@@ -93,22 +59,6 @@ pub struct Settings {
     pub sinks: Vec<sink::Settings>,
     /// Pause between two looks while events come in (100 ms, say); grows to 8 times as much while none do.
     pub poll: Duration,
-}
-
-/// Whose claims these are.
-#[derive(Clone)]
-pub struct Claimant {
-    /// This process's lease. To be ended after the relay: from its end on, others take what this relay had claimed.
-    pub lease: LeaseView,
-    /// Whether other owners may be judged by their leases; see `lease`.
-    pub may_judge: Arc<dyn Fn() -> bool + Send + Sync>,
-}
-
-impl Claimant {
-    /// Which claims and probes of others are over.
-    fn over(&self) -> Over {
-        if (self.may_judge)() { Over::EndedOrDead } else { Over::Ended }
-    }
 }
 
 /// Delivers until `stop`, then gives back what is not sent, waits for what is in flight (each bounded by its sink's
@@ -126,7 +76,7 @@ pub async fn run(
 ) {
     let mut loops = JoinSet::new();
     let mut nudges = Vec::new();
-    let (read, mut boards) = (Arc::new(Notify::new()), HashMap::new());
+    let (read, mut statuses) = (Arc::new(Notify::new()), HashMap::new());
     let poll = settings.poll.clamp(POLL_MIN, POLL_MAX);
     for sink in settings.sinks {
         let name = sink.name.clone();
@@ -139,13 +89,13 @@ pub async fn run(
         };
         let nudge = Arc::new(Notify::new());
         nudges.push(Arc::clone(&nudge));
-        let board = Arc::new(Board::new(&read));
-        boards.insert(name.clone(), Arc::clone(&board));
-        let desk = Arc::new(Desk {
+        let status = Arc::new(StatusWatch::new(&read));
+        statuses.insert(name.clone(), Arc::clone(&status));
+        let worker = Arc::new(SinkWorker {
             store: Arc::clone(&store),
             claimant: claimant.clone(),
-            room: room_of(&sink),
-            board,
+            slots: slots_of(&sink),
+            status,
             sink: Arc::new(sink),
             metrics: Arc::clone(&metrics),
             nudge,
@@ -154,11 +104,11 @@ pub async fn run(
             failing: AtomicBool::new(false),
         });
         // What a loop holds of the sink goes with it: the next one begins with all slots.
-        let begin = move || Arc::new(desk.fresh()).work();
+        let begin = move || Arc::new(worker.fresh()).work();
         loops.spawn(tasks::kept(Loop::Sink, name, stop.clone(), begin));
     }
     let every = poll * READ_FACTOR;
-    let reader = Arc::new(Reader { store, claimant, metrics, boards, read, every });
+    let reader = Arc::new(StatusReader { store, claimant, metrics, statuses, read, every });
     let read_on = move || Arc::clone(&reader).run();
     let mut reading = JoinSet::new();
     reading.spawn(tasks::kept(Loop::SinkStates, "", stop.clone(), read_on));
@@ -170,11 +120,6 @@ pub async fn run(
         () = ended => {}
         () = pass_on(&wake, &nudges) => {}
     }
-}
-
-/// The slots of a sink that nothing is known against.
-fn room_of(sink: &Sink) -> Arc<Room> {
-    Arc::new(Room::new(sink.concurrency(), sink.pause_after()))
 }
 
 /// Hands each nudge to every sink, whether it was meant for one waiter or for all. Never returns.
@@ -189,448 +134,5 @@ async fn pass_on(wake: &Notify, nudges: &[Arc<Notify>]) {
         for nudge in nudges {
             nudge.notify_one();
         }
-    }
-}
-
-/// What the loop of one sink works with.
-struct Desk {
-    store: Arc<dyn Deliveries>,
-    claimant: Claimant,
-    sink: Arc<Sink>,
-    room: Arc<Room>,
-    board: Arc<Board>,
-    metrics: Arc<Metrics>,
-    nudge: Arc<Notify>,
-    poll: Duration,
-    stop: CancellationToken,
-    failing: AtomicBool,
-}
-
-/// A verdict on its way to the store.
-struct Done {
-    acknowledgement: Acknowledgement,
-    /// When the claim is over, on the safe side.
-    until: Instant,
-    /// Whether an acknowledgement that names it may have been written without saying so.
-    doubt: bool,
-    /// Held until the verdict is written.
-    _slot: Option<Slot>,
-}
-
-/// Where a loop stands between two looks.
-struct Round {
-    turn: usize,
-    sweep_at: Instant,
-    /// The lane of retries had nothing, and is not looked at before then.
-    retry_at: Instant,
-    /// When it is looked next for what waits for nobody, and from where on.
-    let_go_at: Instant,
-    let_go_from: Option<String>,
-    /// Whether the last look found as much as there were slots.
-    backlog: bool,
-    flights: JoinSet<()>,
-    done: mpsc::Sender<Done>,
-    /// The number of the sink's last known state, and its failed probes then.
-    stood: Option<(i64, u32)>,
-}
-
-impl Desk {
-    /// For a loop that begins: with all its slots free.
-    fn fresh(&self) -> Self {
-        Self {
-            store: Arc::clone(&self.store),
-            claimant: self.claimant.clone(),
-            sink: Arc::clone(&self.sink),
-            room: room_of(&self.sink),
-            board: Arc::clone(&self.board),
-            metrics: Arc::clone(&self.metrics),
-            nudge: Arc::clone(&self.nudge),
-            poll: self.poll,
-            stop: self.stop.clone(),
-            failing: AtomicBool::new(false),
-        }
-    }
-
-    async fn work(self: Arc<Self>) {
-        let (done, verdicts) = mpsc::channel(self.sink.concurrency());
-        tokio::join!(self.claim_on(done), self.acknowledge_on(verdicts));
-    }
-
-    /// Looks again and again until `stop`; then waits for what is in flight.
-    async fn claim_on(self: &Arc<Self>, done: mpsc::Sender<Done>) {
-        let now = Instant::now();
-        let (flights, backlog, stood) = (JoinSet::new(), false, None);
-        let mut round = Round {
-            turn: 0,
-            sweep_at: now,
-            retry_at: now,
-            let_go_at: now,
-            let_go_from: None,
-            backlog,
-            flights,
-            done,
-            stood,
-        };
-        let mut idle = self.poll;
-        let mut outage = OUTAGE_FIRST;
-        while let Some(no) = self.may_claim(&mut round).await {
-            while let Some(ended) = round.flights.try_join_next() {
-                self.report(ended);
-            }
-            let free = self.room.free();
-            let pause = match self.look(free, no, &mut round).await {
-                Ok(found) => {
-                    tasks::ran();
-                    self.note_answer();
-                    outage = OUTAGE_FIRST;
-                    idle =
-                        if found > 0 { self.poll } else { (idle * 2).min(self.poll * IDLE_FACTOR) };
-                    round.backlog = found >= self.full(free);
-                    if round.backlog { Duration::ZERO } else { self.until_due(idle).await }
-                }
-                Err(error) => {
-                    round.backlog = false;
-                    self.note_failure("claim", &error);
-                    let pause = jitter(outage);
-                    outage = (outage * 2).min(OUTAGE_MAX);
-                    self.pause(pause, false).await;
-                    continue;
-                }
-            };
-            if !pause.is_zero() {
-                self.pause(pause, true).await;
-            }
-        }
-        while let Some(ended) = round.flights.join_next().await {
-            self.report(ended);
-        }
-    }
-
-    /// How many events for so many free slots say that there are more. In order a look ends at the first that it finds.
-    fn full(&self, free: usize) -> usize {
-        if self.is_ordered() { free.min(1) } else { free }
-    }
-
-    fn is_ordered(&self) -> bool {
-        self.sink.order() != Order::None
-    }
-
-    /// Waits until the sink is open and there is a free slot, in a backlog until several are, and probes it while it is
-    /// paused. The number of its state; `None`: at `stop`.
-    async fn may_claim(self: &Arc<Self>, round: &mut Round) -> Option<i64> {
-        let mut board = self.board.look();
-        while !self.stop.is_cancelled() {
-            let standing = board.borrow_and_update().clone();
-            let due = match standing {
-                Standing::Unread => None,
-                Standing::Open { no } => {
-                    if round.stood.is_some_and(|(stood, _)| stood != no) {
-                        self.room.resumed(round.stood.map_or(0, |(_, failed)| failed));
-                        self.metrics.sink_failures(self.sink.name(), 0);
-                        round.sweep_at = Instant::now();
-                    }
-                    round.stood = Some((no, 0));
-                    if self.room.free() > 0 {
-                        self.gather(round.backlog).await;
-                        return Some(no);
-                    }
-                    None
-                }
-                Standing::Paused { no, probe_at, failed_probes } => {
-                    round.stood = Some((no, failed_probes));
-                    if probe_at.is_none_or(|at| at > Instant::now()) {
-                        probe_at
-                    } else if self.room.free() > 0 {
-                        self.probe(no, failed_probes, round).await;
-                        continue;
-                    } else {
-                        // All slots are taken by what was sent before the pause: a probe is a delivery as well.
-                        None
-                    }
-                }
-            };
-            let waits = async {
-                match due {
-                    Some(at) => tokio::time::sleep_until(at).await,
-                    None => self.room.freed().await,
-                }
-            };
-            tokio::select! {
-                () = self.stop.cancelled() => {}
-                changed = board.changed() => changed.ok()?,
-                () = waits => {}
-            }
-        }
-        None
-    }
-
-    /// In a backlog, waits a moment for a quarter of the slots: a look for many costs no more than a look for one.
-    async fn gather(&self, backlog: bool) {
-        let several = self.room.open() / 4;
-        if !backlog || several <= 1 {
-            return;
-        }
-        let enough = async {
-            while self.room.free() < several {
-                self.room.freed().await;
-            }
-        };
-        tokio::select! {
-            () = self.stop.cancelled() => {}
-            () = enough => {}
-            () = tokio::time::sleep(GATHER) => {}
-        }
-    }
-
-    async fn pause(&self, pause: Duration, nudged: bool) {
-        tokio::select! {
-            () = self.stop.cancelled() => {}
-            () = self.nudge.notified(), if nudged => {}
-            () = tokio::time::sleep(pause) => {}
-        }
-    }
-
-    /// The pause before the next look: until the next retry is due, or for about as long as `idle`.
-    async fn until_due(&self, idle: Duration) -> Duration {
-        let idle = jitter(idle);
-        match self.store.next_due(self.sink.name()).await {
-            // Not below a part of the pause: what is due and is not found waits for a sweep.
-            Ok(Some(due)) => idle.min(due.max(self.poll / 4)),
-            Ok(None) => idle,
-            Err(error) => {
-                self.note_failure("next_due", &error);
-                idle.max(OUTAGE_FIRST)
-            }
-        }
-    }
-
-    /// Claims for the free slots, three of four for fresh events; each lane gets what the other leaves.
-    async fn look(
-        self: &Arc<Self>,
-        free: usize,
-        no: i64,
-        round: &mut Round,
-    ) -> Result<usize, Error> {
-        if Instant::now() >= round.let_go_at {
-            self.let_go(round).await;
-        }
-        let sweep = Instant::now() >= round.sweep_at;
-        let look = match (sweep, self.room.is_starting()) {
-            (false, _) => Look::Quick,
-            (true, false) => Look::Complete,
-            // What made it pause may be a crowd of bad events that stands before all others.
-            (true, true) => anywhere(),
-        };
-        // What is tried again does not mind a short wait; a look for nothing would cost fresh events as much as theirs.
-        let skip = !self.is_ordered() && Instant::now() < round.retry_at;
-        let (fresh, retry) = if skip { (free, 0) } else { split(free, &mut round.turn) };
-        let got_fresh = self.claim(Lane::Fresh, fresh, no, look, round).await?;
-        let spare = fresh.saturating_sub(got_fresh);
-        let asked = if skip { 0 } else { retry + spare };
-        let got_retry = self.claim(Lane::Retry, asked, no, look, round).await?;
-        if asked > 0 && got_retry == 0 {
-            round.retry_at = Instant::now() + self.poll;
-        }
-        let mut found = got_fresh + got_retry;
-        if spare == 0 && got_retry < retry {
-            found += self.claim(Lane::Fresh, retry - got_retry, no, look, round).await?;
-        }
-        // A full look means a backlog: the next one sweeps, too.
-        if sweep && found < self.full(free) {
-            round.sweep_at = Instant::now() + jitter(SWEEP_EVERY);
-        }
-        Ok(found)
-    }
-
-    /// Makes due what was put off for an order that this sink does not ask for any more, or behind what went without a word: a
-    /// piece of it. At the start the order may be another one than before; later, a replica with another one may have ended.
-    /// Where it fails, later again: what is due meanwhile does not wait for that.
-    async fn let_go(&self, round: &mut Round) {
-        let (sink, order) = (self.sink.name(), self.sink.order());
-        let found = self.store.let_go(sink, order, round.let_go_from.as_deref()).await;
-        let LetGo { count, next } = found.unwrap_or_else(|error| {
-            tracing::warn!(
-                sink,
-                error = causes(&error),
-                "what an order kept back is not looked for"
-            );
-            LetGo::default()
-        });
-        if count > 0 {
-            tracing::info!(sink, events = count, "events that waited for their turn are due");
-        }
-        let pause = if next.is_some() { LET_GO_ON } else { jitter(LET_GO_EVERY) };
-        round.let_go_at = Instant::now() + pause;
-        round.let_go_from = next;
-    }
-
-    /// How long a claim, or a probe, belongs to this process.
-    fn lease(&self) -> Duration {
-        self.sink.timeout().saturating_mul(2).saturating_add(LEASE_EXTRA)
-    }
-
-    fn claim_of(&self, lane: Lane, limit: usize, look: Look) -> Claim {
-        Claim {
-            sink: self.sink.name().to_owned(),
-            lane,
-            order: self.sink.order(),
-            limit: u32::try_from(limit).unwrap_or(u32::MAX),
-            owner: self.claimant.lease.current().owner,
-            lease: self.lease(),
-            over: self.claimant.over(),
-            look,
-        }
-    }
-
-    /// Takes events. What there are too few of from a place on is taken from the beginning.
-    async fn take(&self, mut claim: Claim) -> Result<Vec<Claimed>, Error> {
-        let mut found = self.store.claim(&claim).await?;
-        claim.limit = claim.limit.saturating_sub(u32::try_from(found.len()).unwrap_or(u32::MAX));
-        if claim.limit == 0 || !matches!(claim.look, Look::From(_)) {
-            return Ok(found);
-        }
-        claim.look = Look::Complete;
-        match self.store.claim(&claim).await {
-            Ok(more) => found.extend(more),
-            Err(error) if found.is_empty() => return Err(error),
-            // What was found is claimed already.
-            Err(error) => self.note_failure("claim", &error),
-        }
-        Ok(found)
-    }
-
-    /// Claims up to `limit` events of a lane and starts their deliveries, of a sink that is open under `no`.
-    async fn claim(
-        self: &Arc<Self>,
-        lane: Lane,
-        limit: usize,
-        no: i64,
-        look: Look,
-        round: &mut Round,
-    ) -> Result<usize, Error> {
-        if limit == 0 {
-            return Ok(0);
-        }
-        let claim = self.claim_of(lane, limit, look);
-        let until = Instant::now() + claim.lease;
-        let events = self.take(claim).await?;
-        let found = events.len();
-        for event in events {
-            let slot = self.room.take();
-            let desk = Arc::clone(self);
-            let done = round.done.clone();
-            round.flights.spawn(async move {
-                let verdict = if slot.is_some() {
-                    desk.deliver(&event, lane, until, no).await
-                } else {
-                    // The store gave more than it was asked for.
-                    Verdict::GivenBack
-                };
-                let acknowledgement =
-                    Acknowledgement { event_id: event.event_id, claim_no: event.claim_no, verdict };
-                let verdict = Done { acknowledgement, until, doubt: false, _slot: slot };
-                // Nobody listens only where the loop has ended: the claim runs out.
-                drop(done.send(verdict).await);
-            });
-        }
-        Ok(found)
-    }
-
-    async fn deliver(&self, event: &Claimed, lane: Lane, until: Instant, no: i64) -> Verdict {
-        match self.attempt(event, lane, until).await {
-            Ok(delivered) => self.judge(event, &delivered, no).await,
-            Err(unsent) => unsent,
-        }
-    }
-
-    /// Sends an event, unless it is suspect, too late, or the relay is stopping: then its verdict.
-    async fn attempt(
-        &self,
-        event: &Claimed,
-        lane: Lane,
-        until: Instant,
-    ) -> Result<Delivered, Verdict> {
-        if lane == Lane::Fresh && unfinished(event) >= UNFINISHED_MAX {
-            let error = format!("set apart: {UNFINISHED_MAX} attempts began and never ended");
-            return Err(Verdict::Dead { status: None, error });
-        }
-        let needed = self.sink.timeout() + ACKNOWLEDGE_TIME;
-        if self.stop.is_cancelled() || Instant::now() + needed > until {
-            return Err(Verdict::GivenBack);
-        }
-        fault::point(Point::BeforeDelivery).await;
-        let _under_way = self.metrics.delivering(self.sink.name());
-        let delivered = self.deliver_guarded(event).await;
-        if let Some(ahead) = self.sink.clock_ahead() {
-            self.metrics.sink_clock(self.sink.name(), ahead);
-        }
-        fault::point(Point::AfterDelivery).await;
-        Ok(delivered)
-    }
-
-    /// In a task of its own, so that a panic is a failed attempt of this event and nothing else.
-    async fn deliver_guarded(&self, event: &Claimed) -> Delivered {
-        let (sink, event) = (Arc::clone(&self.sink), event.clone());
-        let mut task = JoinSet::new();
-        task.spawn(async move { sink.deliver(&event).await });
-        match task.join_next().await {
-            Some(Ok(delivered)) => delivered,
-            Some(Err(_)) | None => Delivered {
-                evidence: Evidence::Failed { what: "the delivery failed inside oncegate".into() },
-                retry_after: None,
-            },
-        }
-    }
-
-    fn report(&self, ended: Result<(), tokio::task::JoinError>) {
-        if let Err(error) = ended {
-            tracing::error!(sink = self.sink.name(), %error, "a delivery ended without a verdict");
-        }
-    }
-
-    fn note_failure(&self, verb: &str, error: &Error) {
-        tasks::failed(&causes(error));
-        if !self.failing.swap(true, Ordering::Relaxed) {
-            let (sink, error) = (self.sink.name(), causes(error));
-            tracing::warn!(sink, verb, error, "deliveries wait for the database");
-        }
-    }
-
-    fn note_answer(&self) {
-        if self.failing.swap(false, Ordering::Relaxed) {
-            tracing::info!(sink = self.sink.name(), "the database answers again");
-        }
-    }
-}
-
-/// How many claims before this one ended neither in a failure nor in a success.
-fn unfinished(event: &Claimed) -> u32 {
-    let before = u32::try_from(event.claim_no).unwrap_or(0).saturating_sub(1);
-    before.saturating_sub(event.attempts)
-}
-
-/// Slots for fresh events and for retries: of four slots in a row one is for a retry, also over several looks.
-fn split(free: usize, turn: &mut usize) -> (usize, usize) {
-    let retry = (*turn + free) / 4;
-    *turn = (*turn + free) % 4;
-    (free - retry, retry)
-}
-
-/// Half to whole of a pause, so that replicas do not move in step.
-fn jitter(pause: Duration) -> Duration {
-    pause.mul_f64(0.5 + fastrand::f64() / 2.0)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn one_slot_of_four_is_for_retries_also_when_one_is_free_at_a_time() {
-        let mut turn = 0;
-        assert_eq!(split(16, &mut turn), (12, 4));
-        let retries: usize = (0..8).map(|_| split(1, &mut turn).1).sum();
-        assert_eq!(retries, 2);
-        assert_eq!(split(0, &mut turn), (0, 0));
     }
 }

@@ -7,16 +7,17 @@
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::{Desk, Done, OUTAGE_FIRST, OUTAGE_MAX, jitter};
+use super::pauses::{OUTAGE_FIRST, OUTAGE_MAX, jitter};
+use super::worker::{PendingVerdict, SinkWorker};
 use crate::store::{Acknowledgement, Error, Verdict};
 use crate::telemetry::Delivery;
 
 /// Most verdicts in one acknowledgement.
 const BATCH_MAX: usize = 256;
 
-impl Desk {
+impl SinkWorker {
     /// Writes verdicts: what queued while the last batch was written is the next. Ends when nobody sends any more.
-    pub(super) async fn acknowledge_on(&self, mut verdicts: mpsc::Receiver<Done>) {
+    pub(super) async fn acknowledge_on(&self, mut verdicts: mpsc::Receiver<PendingVerdict>) {
         let mut batch = Vec::new();
         while verdicts.recv_many(&mut batch, BATCH_MAX).await > 0 {
             let mut pause = OUTAGE_FIRST;
@@ -36,7 +37,7 @@ impl Desk {
     }
 
     /// Writes a batch once. On an error that leaves its end open, its verdicts are marked.
-    async fn acknowledge(&self, batch: &mut [Done]) -> Result<(), Error> {
+    async fn acknowledge(&self, batch: &mut [PendingVerdict]) -> Result<(), Error> {
         if batch.is_empty() {
             return Ok(());
         }
@@ -63,7 +64,7 @@ impl Desk {
     }
 
     /// After a refused batch: each verdict alone, so that one bad text stops no other.
-    async fn acknowledge_singly(&self, batch: &mut [Done]) {
+    async fn acknowledge_singly(&self, batch: &mut [PendingVerdict]) {
         for done in batch.chunks_mut(1) {
             let Err(error) = self.acknowledge(done).await else { continue };
             for done in done {
@@ -74,7 +75,7 @@ impl Desk {
     }
 
     /// Forgets verdicts whose claim is over: somebody else may have the event by now.
-    fn drop_ended(&self, batch: &mut Vec<Done>) {
+    fn drop_ended(&self, batch: &mut Vec<PendingVerdict>) {
         let now = Instant::now();
         for done in batch.extract_if(.., |done| done.until <= now) {
             self.count(&done.acknowledgement, false);
@@ -108,7 +109,7 @@ impl Desk {
 }
 
 /// Adds what has queued meanwhile.
-fn top_up(batch: &mut Vec<Done>, verdicts: &mut mpsc::Receiver<Done>) {
+fn top_up(batch: &mut Vec<PendingVerdict>, verdicts: &mut mpsc::Receiver<PendingVerdict>) {
     while batch.len() < BATCH_MAX {
         let Ok(done) = verdicts.try_recv() else { return };
         batch.push(done);

@@ -15,12 +15,13 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::pauses::{OUTAGE_FIRST, OUTAGE_MAX, jitter};
 use super::sink::Delivered;
 use super::verdict::{
-    Past, SUSPECT_MAX, Tells, error, returned, suspects, tells, until_first_probe, until_probe,
-    verdict,
+    Health, Past, SUSPECT_MAX, error, health_of, returned, suspects, until_first_probe,
+    until_probe, verdict,
 };
-use super::{Desk, Done, OUTAGE_FIRST, OUTAGE_MAX, Round, jitter};
+use super::worker::{LoopState, PendingVerdict, SinkWorker, anywhere};
 use crate::store::{
     Acknowledgement, Changed, Claimed, Error, Lane, Look, SinkTurn, Trouble, Verdict,
 };
@@ -33,27 +34,27 @@ const IDLE_MIN: Duration = Duration::from_millis(200);
 /// For how long a good answer speaks for the sink against events that failed before, in times of the first pause.
 const WELL_FOR: u32 = 10;
 
-impl Desk {
+impl SinkWorker {
     /// What an attempt that was claimed while the sink was open under `no` means for its event; pauses the sink where it is
     /// time.
     pub(super) async fn judge(&self, event: &Claimed, delivered: &Delivered, no: i64) -> Verdict {
-        let level = self.room.level();
-        match self.tells(delivered, level) {
-            Tells::Well => {
-                self.room.well();
+        let level = self.slots.level();
+        match self.health(delivered, level) {
+            Health::Healthy => {
+                self.slots.succeeded();
                 self.metrics.sink_failures(self.sink.name(), 0);
                 self.verdict(event, delivered)
             }
             // The outage that it met is known by now, or over: it is no attempt.
-            Tells::Failing | Tells::Stop(_) if !self.board.is_open(no) => {
+            Health::Failing | Health::Stop(_) if !self.status.is_open(no) => {
                 returned(&delivered.evidence)
             }
-            Tells::Failing if self.is_known_to_be_bad(event, delivered) => {
+            Health::Failing if self.is_known_to_be_bad(event, delivered) => {
                 self.verdict(event, delivered)
             }
-            Tells::Failing => {
-                let outage = self.room.failed();
-                self.metrics.sink_failures(self.sink.name(), self.room.failures());
+            Health::Failing => {
+                let outage = self.slots.failed();
+                self.metrics.sink_failures(self.sink.name(), self.slots.failures());
                 if outage {
                     let (patience, suspect) = (self.sink.patience(), suspects(&delivered.evidence));
                     let again = until_first_probe(level, &patience, fastrand::f64(), suspect);
@@ -61,7 +62,7 @@ impl Desk {
                 }
                 self.verdict(event, delivered)
             }
-            Tells::Stop(trouble) => {
+            Health::Stop(trouble) => {
                 self.pause_sink(no, trouble, delivered).await;
                 returned(&delivered.evidence)
             }
@@ -72,12 +73,12 @@ impl Desk {
     /// events would else be an outage whenever nothing else is due for a moment.
     fn is_known_to_be_bad(&self, event: &Claimed, delivered: &Delivered) -> bool {
         let lately = self.sink.patience().base.saturating_mul(WELL_FOR);
-        event.attempts > 0 && suspects(&delivered.evidence) && self.room.was_well(lately)
+        event.attempts > 0 && suspects(&delivered.evidence) && self.slots.succeeded_within(lately)
     }
 
-    fn tells(&self, delivered: &Delivered, failed_probes: u32) -> Tells {
+    fn health(&self, delivered: &Delivered, failed_probes: u32) -> Health {
         let (hint, patience) = (delivered.retry_after, self.sink.patience());
-        tells(&delivered.evidence, &patience, hint, failed_probes, fastrand::f64())
+        health_of(&delivered.evidence, &patience, hint, failed_probes, fastrand::f64())
     }
 
     fn verdict(&self, event: &Claimed, delivered: &Delivered) -> Verdict {
@@ -89,22 +90,22 @@ impl Desk {
     /// Pauses what is open under `no`. Where the database does not take it, the next failure tries again.
     async fn pause_sink(&self, no: i64, trouble: Trouble, delivered: &Delivered) {
         let error = error(&delivered.evidence);
-        let turn = SinkTurn::Pause { trouble, error, failed_probes: self.room.level() };
+        let turn = SinkTurn::Pause { trouble, error, failed_probes: self.slots.level() };
         if let Err(error) = self.store.turn_sink(self.sink.name(), no, &turn).await {
             self.note_failure("pause", &error);
         }
-        self.board.turned();
+        self.status.changed_here();
     }
 
     /// Probes the sink, whose pause has the number `no`, unless another replica does.
-    pub(super) async fn probe(self: &Arc<Self>, no: i64, failed: u32, round: &mut Round) {
+    pub(super) async fn probe(self: &Arc<Self>, no: i64, failed: u32, state: &mut LoopState) {
         let lease = self.lease();
         let until = Instant::now() + lease;
         let (owner, over) = (self.claimant.lease.current().owner, self.claimant.over());
         let turn = SinkTurn::Probe { owner, lease, over };
         match self.store.turn_sink(self.sink.name(), no, &turn).await {
             Ok(Changed::Yes) => {
-                let turn = self.probe_once(failed, until, round).await;
+                let turn = self.probe_once(failed, until, state).await;
                 // A turn makes the number grow by one.
                 self.end_probe(no + 1, &turn, until).await;
             }
@@ -114,7 +115,7 @@ impl Desk {
                 self.pause(jitter(OUTAGE_FIRST), false).await;
             }
         }
-        self.board.turned();
+        self.status.changed_here();
     }
 
     /// Sends one event; to what that leads.
@@ -122,7 +123,7 @@ impl Desk {
         self: &Arc<Self>,
         failed: u32,
         until: Instant,
-        round: &mut Round,
+        state: &mut LoopState,
     ) -> SinkTurn {
         let pace = until_probe(failed, &self.sink.patience(), fastrand::f64(), true);
         let idle = SinkTurn::ProbeIdle { again: pace.clamp(IDLE_MIN, SUSPECT_MAX) };
@@ -137,16 +138,16 @@ impl Desk {
                 return idle;
             }
         };
-        let slot = self.room.take();
+        let slot = self.slots.take();
         let (verdict, turn) = match self.attempt(&event, lane, until).await {
             Ok(delivered) => self.judge_probe(&event, &delivered, failed),
             Err(unsent) => (unsent, idle),
         };
         let (event_id, claim_no) = (event.event_id, event.claim_no);
         let acknowledgement = Acknowledgement { event_id, claim_no, verdict };
-        let done = Done { acknowledgement, until, doubt: false, _slot: slot };
+        let done = PendingVerdict { acknowledgement, until, doubt: false, _slot: slot };
         // Nobody listens only where the loop has ended: the claim runs out.
-        drop(round.done.send(done).await);
+        drop(state.done.send(done).await);
         turn
     }
 
@@ -175,18 +176,18 @@ impl Desk {
         failed: u32,
     ) -> (Verdict, SinkTurn) {
         let failed = failed.saturating_add(1);
-        let (trouble, result) = match self.tells(delivered, failed) {
-            Tells::Well => {
+        let (trouble, result) = match self.health(delivered, failed) {
+            Health::Healthy => {
                 self.metrics.sink_probed(self.sink.name(), Probe::Well);
                 return (self.verdict(event, delivered), SinkTurn::Resume);
             }
-            Tells::Failing => {
+            Health::Failing => {
                 let suspect = suspects(&delivered.evidence);
                 let again = until_probe(failed, &self.sink.patience(), fastrand::f64(), suspect);
                 (Trouble::Failing { again }, Probe::Failed)
             }
-            Tells::Stop(Trouble::Gone) => (Trouble::Gone, Probe::Gone),
-            Tells::Stop(trouble) => (trouble, Probe::Failed),
+            Health::Stop(Trouble::Gone) => (Trouble::Gone, Probe::Gone),
+            Health::Stop(trouble) => (trouble, Probe::Failed),
         };
         self.metrics.sink_probed(self.sink.name(), result);
         let evidence = &delivered.evidence;
@@ -205,9 +206,4 @@ impl Desk {
             outage = (outage * 2).min(OUTAGE_MAX);
         }
     }
-}
-
-/// From a random place of what is due.
-pub(super) fn anywhere() -> Look {
-    Look::From(fastrand::u16(..))
 }

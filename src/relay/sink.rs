@@ -7,7 +7,7 @@
 //! - Ids and bytes are the event's, in every attempt and for every kind of target.
 //! - Secrets appear in no log, no error and no Debug output.
 //!
-//! Another kind is one more variant of [`Target`] and of `Courier`, with a file beside [`http`] that has its settings,
+//! Another kind is one more variant of [`Target`] and of `Transport`, with a file beside [`http`] that has its settings,
 //! their check, and `deliver`. A process that dies here leaves a claim that runs out: the event is delivered again.
 
 pub mod broker;
@@ -103,15 +103,15 @@ impl Settings {
 /// A sink that can be delivered to.
 pub struct Sink {
     settings: Settings,
-    courier: Courier,
+    transport: Transport,
 }
 
 /// Who carries events to one target.
-enum Courier {
-    Http(Box<http::Courier>),
-    Nats(Box<nats::Courier>),
+enum Transport {
+    Http(Box<http::Transport>),
+    Nats(Box<nats::Transport>),
     #[cfg(feature = "redis")]
-    Redis(Box<redis::Courier>),
+    Redis(Box<redis::Transport>),
 }
 
 impl fmt::Debug for Sink {
@@ -153,15 +153,19 @@ impl Sink {
     /// What is wrong with the settings, without secrets.
     pub fn new(settings: Settings) -> Result<Self, String> {
         settings.check()?;
-        let courier = match &settings.target {
-            Target::Http(target) => Courier::Http(Box::new(http::Courier::new(&settings, target)?)),
-            Target::Nats(target) => Courier::Nats(Box::new(nats::Courier::new(&settings, target))),
+        let transport = match &settings.target {
+            Target::Http(target) => {
+                Transport::Http(Box::new(http::Transport::new(&settings, target)?))
+            }
+            Target::Nats(target) => {
+                Transport::Nats(Box::new(nats::Transport::new(&settings, target)))
+            }
             #[cfg(feature = "redis")]
             Target::Redis(target) => {
-                Courier::Redis(Box::new(redis::Courier::new(&settings, target)))
+                Transport::Redis(Box::new(redis::Transport::new(&settings, target)))
             }
         };
-        Ok(Self { settings, courier })
+        Ok(Self { settings, transport })
     }
 
     /// Its name.
@@ -209,22 +213,22 @@ impl Sink {
     /// By how many seconds its clock is ahead of ours, where it has told.
     #[must_use]
     pub fn clock_ahead(&self) -> Option<i64> {
-        match &self.courier {
-            Courier::Http(courier) => courier.clock_ahead(),
-            Courier::Nats(_) => None,
+        match &self.transport {
+            Transport::Http(transport) => transport.clock_ahead(),
+            Transport::Nats(_) => None,
             #[cfg(feature = "redis")]
-            Courier::Redis(_) => None,
+            Transport::Redis(_) => None,
         }
     }
 
     /// Sends an event once and returns by the deadline.
     pub async fn deliver(&self, event: &Claimed) -> Delivered {
         let deadline = Instant::now() + self.settings.timeout;
-        match &self.courier {
-            Courier::Http(courier) => courier.deliver(event, deadline).await,
-            Courier::Nats(courier) => courier.deliver(event, deadline).await,
+        match &self.transport {
+            Transport::Http(transport) => transport.deliver(event, deadline).await,
+            Transport::Nats(transport) => transport.deliver(event, deadline).await,
             #[cfg(feature = "redis")]
-            Courier::Redis(courier) => courier.deliver(event, deadline).await,
+            Transport::Redis(transport) => transport.deliver(event, deadline).await,
         }
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! answer                             the event                                      the sink
-//! 2xx                                delivered                                      well
-//! 400, 413, 415, 422                 dead after `refusals_max` of them              well: it judged the event
+//! 2xx                                delivered                                      healthy
+//! 400, 413, 415, 422                 dead after `refusals_max` of them              healthy: it judged the event
 //! 429, 503 with a Retry-After        given back, no attempt used                    busy: paused for that long; where that
 //!                                                                                   is over already, as long as for failures
 //! 410                                given back, no attempt used                    gone: paused
@@ -68,9 +68,9 @@ pub struct Past {
 
 /// What an attempt tells of the sink.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tells {
+pub enum Health {
     /// It answers, and judges what it is sent.
-    Well,
+    Healthy,
     /// It does not do what it is there for. Too often in a row: an outage.
     Failing,
     /// It wants nothing at all for now, or for good: at once.
@@ -101,7 +101,7 @@ pub enum Evidence {
     },
 }
 
-/// What becomes of the event, where the sink is not in [`Tells::Stop`]. `share` is a random number from 0 to 1.
+/// What becomes of the event, where the sink is not in [`Health::Stop`]. `share` is a random number from 0 to 1.
 #[must_use]
 pub fn verdict(
     evidence: &Evidence,
@@ -137,33 +137,33 @@ pub fn verdict(
 
 /// What the answer tells of the sink, for which so many probes have failed lately.
 #[must_use]
-pub fn tells(
+pub fn health_of(
     evidence: &Evidence,
     patience: &Patience,
     retry_after: Option<Duration>,
     failed_probes: u32,
     share: f64,
-) -> Tells {
+) -> Health {
     if refuses(evidence) {
-        return Tells::Well;
+        return Health::Healthy;
     }
     let status = match evidence {
-        Evidence::Taken => return Tells::Well,
-        Evidence::Answered { status, .. } if status.is_success() => return Tells::Well,
+        Evidence::Taken => return Health::Healthy,
+        Evidence::Answered { status, .. } if status.is_success() => return Health::Healthy,
         Evidence::Answered { status, .. } => *status,
-        Evidence::Refused { .. } | Evidence::Failed { .. } => return Tells::Failing,
+        Evidence::Refused { .. } | Evidence::Failed { .. } => return Health::Failing,
     };
     match (status, retry_after) {
-        (StatusCode::GONE, _) => Tells::Stop(Trouble::Gone),
+        (StatusCode::GONE, _) => Health::Stop(Trouble::Gone),
         (StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE, Some(hint)) => {
             // Whoever names no time wants to be left alone all the same.
             let again = match asked(Some(hint)) {
                 Some(hint) => told(hint, patience, share),
                 None => until_probe(failed_probes, patience, share, false),
             };
-            Tells::Stop(Trouble::Busy { again })
+            Health::Stop(Trouble::Busy { again })
         }
-        _ => Tells::Failing,
+        _ => Health::Failing,
     }
 }
 
@@ -380,8 +380,8 @@ mod tests {
             };
             assert!(matches!(judge(3), Verdict::Refused { .. }), "{status}");
             assert!(matches!(judge(4), Verdict::Dead { .. }), "{status}");
-            let told = tells(&answered(status), &PATIENCE, None, 0, 0.5);
-            assert_eq!(told, Tells::Well, "{status} says nothing against the sink");
+            let told = health_of(&answered(status), &PATIENCE, None, 0, 0.5);
+            assert_eq!(told, Health::Healthy, "{status} says nothing against the sink");
         }
         // Only refusals count, not what failed between them.
         let past = Past { attempts: 500, refusals: 1, age: Duration::ZERO };
@@ -395,28 +395,28 @@ mod tests {
     #[test]
     fn what_is_neither_taken_nor_refused_speaks_against_the_sink() {
         for status in [301, 302, 304, 401, 403, 404, 408, 429, 500, 502, 503, 504, 999] {
-            let told = tells(&answered(status), &PATIENCE, None, 0, 0.5);
-            assert_eq!(told, Tells::Failing, "{status}");
+            let told = health_of(&answered(status), &PATIENCE, None, 0, 0.5);
+            assert_eq!(told, Health::Failing, "{status}");
         }
         let silent = Evidence::Failed { what: "time-out".into() };
-        assert_eq!(tells(&silent, &PATIENCE, None, 0, 0.5), Tells::Failing);
+        assert_eq!(health_of(&silent, &PATIENCE, None, 0, 0.5), Health::Failing);
         // Of targets that know no statuses.
         let refused = Evidence::Refused { what: "too large".into() };
         for well in [&Evidence::Taken, &refused] {
-            assert_eq!(tells(well, &PATIENCE, None, 0, 0.5), Tells::Well);
+            assert_eq!(health_of(well, &PATIENCE, None, 0, 0.5), Health::Healthy);
         }
         let judged = verdict(&refused, NEW, &PATIENCE, None, 0.5);
         assert!(matches!(judged, Verdict::Refused { status: None, .. }), "{judged:?}");
-        let gone = tells(&answered(410), &PATIENCE, Some(HOUR), 0, 0.5);
-        assert_eq!(gone, Tells::Stop(Trouble::Gone));
+        let gone = health_of(&answered(410), &PATIENCE, Some(HOUR), 0, 0.5);
+        assert_eq!(gone, Health::Stop(Trouble::Gone));
     }
 
     #[test]
     fn retry_after_pauses_the_sink_on_429_and_503_and_else_delays_the_event() {
         let five = Some(Duration::from_secs(5));
         let busy = |status, hint, share| {
-            let told = tells(&answered(status), &PATIENCE, hint, 3, share);
-            let Tells::Stop(Trouble::Busy { again }) = told else { panic!("{status}: {told:?}") };
+            let told = health_of(&answered(status), &PATIENCE, hint, 3, share);
+            let Health::Stop(Trouble::Busy { again }) = told else { panic!("{status}: {told:?}") };
             again
         };
         for share in [0.0, 0.5, 1.0] {
@@ -426,7 +426,7 @@ mod tests {
         }
         assert_eq!(busy(429, Some(Duration::MAX), 1.0), HOUR);
         assert!(busy(503, Some(Duration::from_nanos(1)), 0.0) >= PAUSE_MIN);
-        assert_eq!(tells(&answered(429), &PATIENCE, None, 3, 0.5), Tells::Failing);
+        assert_eq!(health_of(&answered(429), &PATIENCE, None, 3, 0.5), Health::Failing);
         assert!(
             delay(429, None, 0.0) >= PAUSE_MIN
                 && delay(500, Some(Duration::ZERO), 0.0) >= PAUSE_MIN
@@ -438,8 +438,8 @@ mod tests {
         for status in [429, 503] {
             let busy = |failed, share| {
                 let none = Some(Duration::ZERO);
-                let told = tells(&answered(status), &PATIENCE, none, failed, share);
-                let Tells::Stop(Trouble::Busy { again }) = told else { panic!("{told:?}") };
+                let told = health_of(&answered(status), &PATIENCE, none, failed, share);
+                let Health::Stop(Trouble::Busy { again }) = told else { panic!("{told:?}") };
                 again
             };
             assert_eq!((busy(0, 0.0), busy(0, 1.0)), (PAUSE_MIN, PATIENCE.base));

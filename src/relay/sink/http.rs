@@ -250,7 +250,7 @@ fn tls(settings: &Settings) -> Result<(rustls::ClientConfig, usize), String> {
 }
 
 /// Carries events to one webhook.
-pub(super) struct Courier {
+pub(super) struct Transport {
     sink: String,
     timeout: Duration,
     settings: Settings,
@@ -260,7 +260,7 @@ pub(super) struct Courier {
     ahead: AtomicI64,
 }
 
-impl Courier {
+impl Transport {
     /// With a connection pool of its own.
     pub(super) fn new(sink: &super::Settings, settings: &Settings) -> Result<Self, String> {
         let file = settings.secret_file.clone();

@@ -179,7 +179,7 @@ fn levels(value: &str) -> String {
 }
 
 /// Who publishes.
-pub(super) struct Courier {
+pub(super) struct Transport {
     name: String,
     settings: Settings,
     timeout: Duration,
@@ -226,7 +226,7 @@ struct Refusal {
     description: String,
 }
 
-impl Courier {
+impl Transport {
     pub(super) fn new(sink: &super::Settings, settings: &Settings) -> Self {
         Self {
             name: sink.name.clone(),

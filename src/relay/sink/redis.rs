@@ -102,14 +102,14 @@ impl Server {
 }
 
 /// Who adds entries.
-pub(super) struct Courier {
+pub(super) struct Transport {
     name: String,
     settings: Settings,
     timeout: Duration,
     shared: Shared<MultiplexedConnection>,
 }
 
-impl Courier {
+impl Transport {
     pub(super) fn new(sink: &super::Settings, settings: &Settings) -> Self {
         Self {
             name: sink.name.clone(),

@@ -1,10 +1,10 @@
 //! How each sink stands, as the database says: read again and again, so that all replicas agree and a restart keeps it.
 //!
-//! One reader for all sinks of this process; each sink's loop looks at its own [`Board`] before it claims. What must stay
+//! One reader for all sinks of this process; each sink's loop looks at its own [`StatusWatch`] before it claims. What must stay
 //! true:
 //!
-//! - Nothing is claimed before the first reading, nor between an own turn and the reading that shows what it led to.
-//! - A reading that began before an own turn is thrown away.
+//! - Nothing is claimed before the first reading, nor between an own change and the reading that shows what it led to.
+//! - A reading that began before an own change is thrown away.
 //! - While the database is away the last reading stands.
 
 use std::collections::HashMap;
@@ -15,18 +15,19 @@ use std::time::Duration;
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
-use super::{Claimant, OUTAGE_FIRST, OUTAGE_MAX, jitter};
+use super::claimant::Claimant;
+use super::pauses::{OUTAGE_FIRST, OUTAGE_MAX, jitter};
 use crate::store::{Deliveries, Pause, PauseReason, SinkState};
 use crate::tasks;
 use crate::telemetry::{Metrics, causes};
 
 /// How a sink stands, as far as it is known here.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Standing {
+pub(super) enum SinkStatus {
     /// Not known yet, or not any more.
-    Unread,
+    Unknown,
     /// Deliveries go on.
-    Open {
+    Active {
         /// The number of this state.
         no: i64,
     },
@@ -43,49 +44,49 @@ pub(super) enum Standing {
 
 /// Where the loop of one sink reads how it stands.
 #[derive(Debug)]
-pub(super) struct Board {
-    standing: watch::Sender<Standing>,
-    /// Own turns so far.
-    turns: AtomicU64,
+pub(super) struct StatusWatch {
+    status: watch::Sender<SinkStatus>,
+    /// Own changes so far.
+    changes: AtomicU64,
     /// Asks for a reading now.
     read: Arc<Notify>,
 }
 
-impl Board {
+impl StatusWatch {
     /// Of a sink, for the reader that `read` wakes.
     pub(super) fn new(read: &Arc<Notify>) -> Self {
-        let (standing, _) = watch::channel(Standing::Unread);
-        Self { standing, turns: AtomicU64::new(0), read: Arc::clone(read) }
+        let (status, _) = watch::channel(SinkStatus::Unknown);
+        Self { status, changes: AtomicU64::new(0), read: Arc::clone(read) }
     }
 
-    /// To look, and to wait for what is next.
-    pub(super) fn look(&self) -> watch::Receiver<Standing> {
-        self.standing.subscribe()
+    /// The status, and each that comes after it.
+    pub(super) fn subscribe(&self) -> watch::Receiver<SinkStatus> {
+        self.status.subscribe()
     }
 
     /// Whether the sink is open under this very number.
     pub(super) fn is_open(&self, at: i64) -> bool {
-        matches!(*self.standing.borrow(), Standing::Open { no } if no == at)
+        matches!(*self.status.borrow(), SinkStatus::Active { no } if no == at)
     }
 
-    /// What is known is not true any more, or may not be: there was an own turn.
-    pub(super) fn turned(&self) {
+    /// What is known is not true any more, or may not be: there was an own change.
+    pub(super) fn changed_here(&self) {
         // Under the lock of the value, as the reading below.
-        self.standing.send_modify(|standing| {
-            self.turns.fetch_add(1, Ordering::SeqCst);
-            *standing = Standing::Unread;
+        self.status.send_modify(|status| {
+            self.changes.fetch_add(1, Ordering::SeqCst);
+            *status = SinkStatus::Unknown;
         });
         self.read.notify_one();
     }
 
-    /// Shows what was read after `turns` own turns; false: there were more since.
-    fn show(&self, turns: u64, standing: Standing) -> bool {
+    /// Shows what was read after `changes` own changes; false: there were more since.
+    fn show(&self, changes: u64, status: SinkStatus) -> bool {
         let mut fresh = false;
-        self.standing.send_if_modified(|shown| {
-            fresh = self.turns.load(Ordering::SeqCst) == turns;
-            let news = fresh && *shown != standing;
+        self.status.send_if_modified(|shown| {
+            fresh = self.changes.load(Ordering::SeqCst) == changes;
+            let news = fresh && *shown != status;
             if news {
-                *shown = standing;
+                *shown = status;
             }
             news
         });
@@ -94,25 +95,25 @@ impl Board {
 }
 
 /// Reads for all sinks.
-pub(super) struct Reader {
+pub(super) struct StatusReader {
     pub(super) store: Arc<dyn Deliveries>,
     pub(super) claimant: Claimant,
     pub(super) metrics: Arc<Metrics>,
-    pub(super) boards: HashMap<String, Arc<Board>>,
+    pub(super) statuses: HashMap<String, Arc<StatusWatch>>,
     pub(super) read: Arc<Notify>,
     pub(super) every: Duration,
 }
 
-impl Reader {
+impl StatusReader {
     /// Reads. Never returns.
     pub(super) async fn run(self: Arc<Self>) {
         let mut known: HashMap<String, Option<PauseReason>> = HashMap::new();
         let mut outage = OUTAGE_FIRST;
         loop {
-            let turns: HashMap<&str, u64> = self
-                .boards
+            let changes: HashMap<&str, u64> = self
+                .statuses
                 .iter()
-                .map(|(name, board)| (name.as_str(), board.turns.load(Ordering::SeqCst)))
+                .map(|(name, status)| (name.as_str(), status.changes.load(Ordering::SeqCst)))
                 .collect();
             let states = self.store.sinks(self.claimant.over()).await;
             let failed = states.is_err();
@@ -120,7 +121,7 @@ impl Reader {
                 Ok(states) => {
                     tasks::ran();
                     outage = OUTAGE_FIRST;
-                    let all_fresh = self.show(&states, &turns, &mut known);
+                    let all_fresh = self.show(&states, &changes, &mut known);
                     if all_fresh { self.every } else { Duration::ZERO }
                 }
                 Err(error) => {
@@ -140,11 +141,11 @@ impl Reader {
     fn show(
         &self,
         states: &[SinkState],
-        turns: &HashMap<&str, u64>,
+        changes: &HashMap<&str, u64>,
         known: &mut HashMap<String, Option<PauseReason>>,
     ) -> bool {
         let mut all_fresh = true;
-        for (name, board) in &self.boards {
+        for (name, status) in &self.statuses {
             let state = states.iter().find(|state| state.sink == *name);
             let reason = state.and_then(|state| state.pause.as_ref()).map(|pause| pause.reason);
             for one in PauseReason::ALL {
@@ -153,18 +154,18 @@ impl Reader {
             if known.insert(name.clone(), reason).unwrap_or_default() != reason {
                 tell(name, state);
             }
-            let turns = turns.get(name.as_str()).copied().unwrap_or_default();
-            all_fresh &= board.show(turns, standing(state));
+            let changes = changes.get(name.as_str()).copied().unwrap_or_default();
+            all_fresh &= status.show(changes, status_of(state));
         }
         all_fresh
     }
 }
 
-fn standing(state: Option<&SinkState>) -> Standing {
+fn status_of(state: Option<&SinkState>) -> SinkStatus {
     match state {
-        None => Standing::Open { no: 0 },
-        Some(SinkState { no, pause: None, .. }) => Standing::Open { no: *no },
-        Some(SinkState { no, pause: Some(pause), .. }) => Standing::Paused {
+        None => SinkStatus::Active { no: 0 },
+        Some(SinkState { no, pause: None, .. }) => SinkStatus::Active { no: *no },
+        Some(SinkState { no, pause: Some(pause), .. }) => SinkStatus::Paused {
             no: *no,
             probe_at: pause.probe.wait().map(|wait| Instant::now() + wait),
             failed_probes: pause.failed_probes,

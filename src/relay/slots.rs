@@ -12,7 +12,7 @@ use tokio::time::Instant;
 
 /// What this process has lately seen of a sink. Pure.
 #[derive(Clone, Debug)]
-struct Health {
+struct SlowStart {
     /// Slots of a sink that is well.
     full: usize,
     /// Slots now.
@@ -28,8 +28,8 @@ struct Health {
     level: u32,
 }
 
-impl Health {
-    fn well(&mut self) {
+impl SlowStart {
+    fn succeeded(&mut self) {
         self.failures = 0;
         self.answers += 1;
         if self.answers >= self.open {
@@ -51,16 +51,16 @@ impl Health {
 
 /// The slots of one sink.
 #[derive(Debug)]
-pub(super) struct Room {
-    state: Mutex<(Health, usize)>,
+pub(super) struct Slots {
+    state: Mutex<(SlowStart, usize)>,
     /// When a delivery last went well.
-    well_at: Mutex<Option<Instant>>,
+    succeeded_at: Mutex<Option<Instant>>,
     freed: Notify,
 }
 
 /// A slot that is taken. Given back when it is dropped.
 #[derive(Debug)]
-pub(super) struct Slot(Arc<Room>);
+pub(super) struct Slot(Arc<Slots>);
 
 impl Drop for Slot {
     fn drop(&mut self) {
@@ -70,27 +70,32 @@ impl Drop for Slot {
     }
 }
 
-impl Room {
+impl Slots {
     /// With `full` slots; `failures_max` failures in a row are an outage.
     pub(super) fn new(full: usize, failures_max: u32) -> Self {
-        let health = Health { full, open: full, answers: 0, failures: 0, failures_max, level: 0 };
-        Self { state: Mutex::new((health, 0)), well_at: Mutex::default(), freed: Notify::new() }
+        let slow_start =
+            SlowStart { full, open: full, answers: 0, failures: 0, failures_max, level: 0 };
+        Self {
+            state: Mutex::new((slow_start, 0)),
+            succeeded_at: Mutex::default(),
+            freed: Notify::new(),
+        }
     }
 
-    fn state(&self) -> MutexGuard<'_, (Health, usize)> {
+    fn state(&self) -> MutexGuard<'_, (SlowStart, usize)> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How many slots are free.
     pub(super) fn free(&self) -> usize {
-        let (health, taken) = &*self.state();
-        health.open.saturating_sub(*taken)
+        let (slow_start, taken) = &*self.state();
+        slow_start.open.saturating_sub(*taken)
     }
 
     /// Whether the sink has come back and has not got all its slots yet.
     pub(super) fn is_starting(&self) -> bool {
-        let health = &self.state().0;
-        health.open < health.full
+        let slow_start = &self.state().0;
+        slow_start.open < slow_start.full
     }
 
     /// How many slots there are now, free or taken.
@@ -100,8 +105,8 @@ impl Room {
 
     /// Takes a free slot.
     pub(super) fn take(self: &Arc<Self>) -> Option<Slot> {
-        let (health, taken) = &mut *self.state();
-        if *taken >= health.open {
+        let (slow_start, taken) = &mut *self.state();
+        if *taken >= slow_start.open {
             return None;
         }
         *taken += 1;
@@ -114,21 +119,21 @@ impl Room {
     }
 
     /// A delivery went well.
-    pub(super) fn well(&self) {
-        self.note_well();
-        self.state().0.well();
+    pub(super) fn succeeded(&self) {
+        self.note_success();
+        self.state().0.succeeded();
         self.freed.notify_one();
     }
 
-    fn note_well(&self) {
-        let mut well_at = self.well_at.lock().unwrap_or_else(PoisonError::into_inner);
-        *well_at = Some(Instant::now());
+    fn note_success(&self) {
+        let mut succeeded_at = self.succeeded_at.lock().unwrap_or_else(PoisonError::into_inner);
+        *succeeded_at = Some(Instant::now());
     }
 
     /// Whether a delivery went well so lately.
-    pub(super) fn was_well(&self, within: Duration) -> bool {
-        let well_at = *self.well_at.lock().unwrap_or_else(PoisonError::into_inner);
-        well_at.is_some_and(|at| at.elapsed() < within)
+    pub(super) fn succeeded_within(&self, within: Duration) -> bool {
+        let succeeded_at = *self.succeeded_at.lock().unwrap_or_else(PoisonError::into_inner);
+        succeeded_at.is_some_and(|at| at.elapsed() < within)
     }
 
     /// A delivery failed. Whether that makes an outage.
@@ -148,7 +153,7 @@ impl Room {
 
     /// The sink is open again, after so many failed probes: begins with one slot.
     pub(super) fn resumed(&self, level: u32) {
-        self.note_well();
+        self.note_success();
         self.state().0.resumed(level);
         self.freed.notify_one();
     }
@@ -160,80 +165,80 @@ mod tests {
 
     #[test]
     fn after_a_pause_slots_double_with_each_round_of_answers_up_to_all() {
-        let room = Arc::new(Room::new(16, 10));
-        assert_eq!(room.free(), 16);
-        room.resumed(3);
+        let slots = Arc::new(Slots::new(16, 10));
+        assert_eq!(slots.free(), 16);
+        slots.resumed(3);
         let mut seen = Vec::new();
         for _ in 0..31 {
-            seen.push(room.free());
-            room.well();
+            seen.push(slots.free());
+            slots.succeeded();
         }
         let grown = [1, 2, 2, 4, 4, 4, 4, 8];
         assert_eq!(seen[..8], grown);
         assert_eq!(seen.iter().filter(|open| **open == 8).count(), 8);
-        assert_eq!((seen[15], room.free(), room.level()), (16, 16, 0));
+        assert_eq!((seen[15], slots.free(), slots.level()), (16, 16, 0));
     }
 
     #[test]
     fn each_good_answer_makes_the_next_outage_one_level_less_and_all_slots_make_it_the_first() {
-        let room = Room::new(4, 3);
-        room.resumed(9);
-        assert!(room.is_starting());
-        assert_eq!(room.level(), 9, "that of a sink that falls over at once");
+        let slots = Slots::new(4, 3);
+        slots.resumed(9);
+        assert!(slots.is_starting());
+        assert_eq!(slots.level(), 9, "that of a sink that falls over at once");
         for level in [8, 7] {
-            room.well();
-            room.failed();
+            slots.succeeded();
+            slots.failed();
             assert_eq!(
-                (room.level(), room.is_starting()),
+                (slots.level(), slots.is_starting()),
                 (level, true),
                 "failures change nothing"
             );
         }
-        room.well();
-        assert_eq!((room.level(), room.is_starting()), (0, false));
+        slots.succeeded();
+        assert_eq!((slots.level(), slots.is_starting()), (0, false));
         // Where the outage was short, it is forgotten before all slots are open.
-        room.resumed(1);
-        room.well();
-        room.well();
-        assert_eq!((room.level(), room.is_starting()), (0, true));
+        slots.resumed(1);
+        slots.succeeded();
+        slots.succeeded();
+        assert_eq!((slots.level(), slots.is_starting()), (0, true));
     }
 
     #[tokio::test(start_paused = true)]
     async fn it_is_known_for_how_long_nothing_has_gone_well() {
-        let room = Room::new(4, 3);
+        let slots = Slots::new(4, 3);
         let second = Duration::from_secs(1);
-        assert!(!room.was_well(second), "nothing has, yet");
-        room.well();
-        room.failed();
-        assert!(room.was_well(second));
+        assert!(!slots.succeeded_within(second), "nothing has, yet");
+        slots.succeeded();
+        slots.failed();
+        assert!(slots.succeeded_within(second));
         tokio::time::advance(second).await;
-        assert!(!room.was_well(second) && room.was_well(2 * second));
-        room.resumed(1);
-        assert!(room.was_well(second), "its probe did");
+        assert!(!slots.succeeded_within(second) && slots.succeeded_within(2 * second));
+        slots.resumed(1);
+        assert!(slots.succeeded_within(second), "its probe did");
     }
 
     #[test]
     fn only_failures_in_a_row_make_an_outage() {
-        let room = Room::new(4, 3);
+        let slots = Slots::new(4, 3);
         for _ in 0..20 {
-            assert!(!room.failed() && !room.failed());
-            room.well();
+            assert!(!slots.failed() && !slots.failed());
+            slots.succeeded();
         }
-        assert!(!room.failed() && !room.failed() && room.failed());
-        assert!(room.failed(), "and go on being one until the pause is made");
+        assert!(!slots.failed() && !slots.failed() && slots.failed());
+        assert!(slots.failed(), "and go on being one until the pause is made");
     }
 
     #[test]
     fn a_slot_is_given_back_when_it_is_dropped_and_none_is_given_twice() {
-        let room = Arc::new(Room::new(2, 1));
-        let (one, two) = (room.take(), room.take());
-        assert!(one.is_some() && two.is_some() && room.take().is_none());
+        let slots = Arc::new(Slots::new(2, 1));
+        let (one, two) = (slots.take(), slots.take());
+        assert!(one.is_some() && two.is_some() && slots.take().is_none());
         drop(one);
-        assert_eq!(room.free(), 1);
+        assert_eq!(slots.free(), 1);
         // Slots that are still out count against the one that a resumed sink begins with.
-        room.resumed(0);
-        assert!(room.take().is_none());
+        slots.resumed(0);
+        assert!(slots.take().is_none());
         drop(two);
-        assert!(room.take().is_some());
+        assert!(slots.take().is_some());
     }
 }
