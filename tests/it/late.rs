@@ -185,7 +185,9 @@ async fn without_late_answers_the_connection_is_cut_at_the_time_out(which: Which
     let policy = format!("{SHORT}\nlate_answer = \"0s\"");
     let (place, gateway) =
         rig::gateway(which, &format!("http://{}", upstream.addr), "", &policy).await;
+    let begun = std::time::Instant::now();
     assert_eq!(order("k").to(gateway.addr).await.problem(), "upstream-timeout");
+    assert!(begun.elapsed() >= std::time::Duration::from_millis(500), "not before its time");
     assert_eq!(metric(gateway.admin, "oncegate_late_reads").await, 0);
     upstream.wait_for_closed(1).await;
     assert_held(&order("k").to(gateway.addr).await);

@@ -1,7 +1,7 @@
 //! What passes through: framing, headers, targets, bodies and connections, by the cases that other proxies got wrong.
 
 use std::convert::Infallible;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::{Request, Response};
@@ -690,7 +690,9 @@ async fn an_upstream_that_is_not_there_or_silent_is_told_apart() {
     let mut setup = Setup::of(upstream.addr);
     setup.upstream.answer_timeout = SHORT;
     let addr = setup.start().await.addr;
+    let begun = Instant::now();
     let answer = Raw::sending(addr, get("")).await.answer().await;
+    not_before(SHORT, begun, "a silent upstream");
     assert_eq!((status(&answer), body(&answer)), (504, "upstream-timeout"));
 }
 
@@ -739,6 +741,12 @@ async fn a_caller_that_goes_mid_body_cuts_it_upstream_too() {
     }
 }
 
+/// A time-out is one: what it ends has had its time.
+#[track_caller]
+fn not_before(limit: Duration, begun: Instant, what: &str) {
+    assert!(begun.elapsed() >= limit, "{what:?} ended after {:?}", begun.elapsed());
+}
+
 #[tokio::test]
 async fn slow_callers_are_let_go_within_their_limits() {
     // G3
@@ -751,28 +759,37 @@ async fn slow_callers_are_let_go_within_their_limits() {
     for (start, told) in
         [("", false), ("\r\n", false), ("P", true), ("POST /x HTTP/1.1\r\nHost: a\r\n", true)]
     {
+        let begun = Instant::now();
         let (answer, end) = Raw::sending(addr, start).await.rest().await;
+        not_before(SHORT, begun, start);
         assert_eq!((status(&answer), end), (if told { 408 } else { 0 }, End::Fin), "{start:?}");
         assert_eq!(header(&answer, "connection").as_deref(), told.then_some("close"), "{start:?}");
     }
     // A body that stops, and one that trickles.
+    let begun = Instant::now();
     let mut raw = Raw::sending(addr, post("Content-Length: 1000\r\n\r\nx")).await;
     let (answer, end) = raw.rest().await;
+    not_before(SHORT, begun, "a body that stops");
     assert_eq!((status(&answer), end), (408, End::Fin));
+    let begun = Instant::now();
     let mut raw = Raw::sending(addr, post("Content-Length: 1000\r\n\r\n")).await;
     let mut sent = 0;
     while raw.stream.write_all(b"x").await.is_ok() && sent < 1000 {
         sent += 1;
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
+    not_before(SHORT, begun, "a body that trickles");
     assert!(sent < 200, "the trickle went on for {sent} bytes");
     assert_eq!(upstream.seen().len(), 0);
     // An idle connection, after an answer, without and with a part of the next head.
     for (start, told) in [("", 0), ("GET /ne", 408)] {
         let mut raw = Raw::sending(addr, get("")).await;
         assert_eq!(status(&raw.answer().await), 200);
+        let begun = Instant::now();
         raw.send(start).await;
         let (answer, end) = raw.rest().await;
+        // The rest is as old as the answer, which was read a moment later.
+        not_before(SHORT / 2, begun, start);
         assert_eq!((status(&answer), end), (told, End::Fin), "{start:?}");
     }
 }
@@ -818,9 +835,11 @@ async fn an_upstream_that_falls_silent_in_the_middle_of_its_answer_is_let_go() {
         let mut setup = Setup::of(upstream.addr);
         setup.upstream.answer_idle_timeout = limit;
         let addr = setup.start().await.addr;
+        let begun = Instant::now();
         let mut raw = Raw::sending(addr, get("")).await;
         let patience = if ends { PATIENCE } else { 4 * SHORT };
         let (answer, end) = raw.rest_within(patience).await;
+        not_before(SHORT, begun, "a silent upstream");
         assert_eq!((status(&answer), body(&answer)), (200, "ok"), "what came is passed on");
         assert_eq!(end != End::StillOpen, ends, "{limit:?}");
         if ends {
@@ -853,8 +872,37 @@ async fn a_caller_that_takes_nothing_of_its_answer_is_let_go() {
     let mut setup = Setup::of(upstream.addr);
     setup.accept.write_timeout = SHORT;
     let addr = setup.start().await.addr;
-    let _raw = Raw::sending(addr, get("")).await;
+    let mut raw = Raw::sending(addr, get("")).await;
+    // It takes the beginning, and nothing more.
+    raw.take(1).await;
+    let rests = Instant::now();
     upstream.wait_for_closed(1).await;
+    not_before(SHORT, rests, "a caller that takes nothing");
+    let (rest, end) = raw.rest().await;
+    assert_ne!(end, End::StillOpen);
+    assert!(
+        body(&rest).len() < content.len() && !body(&rest).is_empty(),
+        "it was cut in the middle"
+    );
+}
+
+#[tokio::test]
+async fn a_caller_that_takes_little_at_a_time_gets_all_of_its_answer() {
+    let content = vec![b'x'; 30_000_000];
+    let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", content.len());
+    let upstream = Upstream::always(Reply::keep([head.as_bytes(), &content].concat())).await;
+    let mut setup = Setup::of(upstream.addr);
+    setup.accept.write_timeout = 2 * SHORT;
+    let addr = setup.start().await.addr;
+    let mut raw = Raw::sending(addr, get("")).await;
+    let begun = Instant::now();
+    // The rests are the fault under test: each is shorter than the time-out, together they are longer.
+    for _ in 0..4 {
+        tokio::time::sleep(SHORT).await;
+        raw.take(5_000_000).await;
+    }
+    assert!(begun.elapsed() > 2 * SHORT);
+    assert_eq!(body(&raw.answer().await).len(), content.len());
 }
 
 #[tokio::test]
@@ -906,8 +954,10 @@ async fn the_end_of_the_grace_period_ends_everything() {
     let proxy = setup.start().await;
     let mut raw = Raw::sending(proxy.addr, get("")).await;
     upstream.wait_for_requests(1).await;
+    let begun = Instant::now();
     proxy.stop.cancel();
     tokio::time::timeout(PATIENCE, proxy.ended).await.expect("ended in time").unwrap();
+    not_before(SHORT, begun, "the grace");
     assert_ne!(raw.rest().await.1, End::StillOpen);
 }
 

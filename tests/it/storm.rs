@@ -18,7 +18,7 @@ use tokio_postgres::NoTls;
 use crate::checker::from_environment;
 use crate::checker::history::Clock;
 use crate::checker::nemesis::{self, Notes, Processes, Wires, beside};
-use crate::checker::plan::{self, Break, LEASE_MS, Step};
+use crate::checker::plan::{self, Blow, Break, LEASE_MS, Step};
 use crate::support::client::post;
 use crate::support::fault::Fault;
 use crate::support::orders::Orders;
@@ -187,6 +187,7 @@ struct Storm {
     operator: PathBuf,
     /// What was redelivered to the steady sink, or may have been.
     redelivered: Vec<String>,
+    /// How often a relay lost what it had in flight, or its verdicts.
     harms: usize,
 }
 
@@ -304,7 +305,8 @@ impl Storm {
         let end = tokio::time::Instant::now() + Duration::from_secs(seconds);
         let blows = plan::processes(self.seed, GATEWAYS, length);
         let breaks = wires(self.seed, length);
-        self.harms = blows.len() + breaks.len();
+        let broken = breaks.iter().map(|step| relays_broken(&step.harm)).sum::<usize>();
+        self.harms = broken + blows.iter().filter(|step| ends_relay(&step.harm)).count();
         let customers: Vec<_> =
             (0..CUSTOMERS).map(|n| tokio::spawn(Arc::clone(&self.shop).customer(n))).collect();
         let operators = operate(self.seed, &self.operator, &self.notes, end);
@@ -498,6 +500,31 @@ impl Storm {
         eventually("the outbox is empty", async || self.place.count(left).await == 0).await;
         let open = "select count(*) from pg_stat_activity where application_name = 'oncegate'";
         assert!(self.place.count(open).await <= (GATEWAYS * 15) as i64);
+    }
+}
+
+/// How many relays may lose a verdict on the steady sink, whose own wire is never cut.
+fn relays_broken(harm: &Break) -> usize {
+    match harm {
+        Break::StoreCut { .. }
+        | Break::StoreAway { .. }
+        | Break::StoreStalls { .. }
+        | Break::StoreMute { .. } => 1,
+        Break::Crash { .. } | Break::Stop { .. } => GATEWAYS,
+        Break::ApiCut
+        | Break::ApiAway { .. }
+        | Break::ApiStalls { .. }
+        | Break::ApiDown { .. }
+        | Break::SinkCut
+        | Break::SinkAway { .. } => 0,
+    }
+}
+
+/// Whether a relay is lost, or others take over what it has in flight.
+fn ends_relay(blow: &Blow) -> bool {
+    match blow {
+        Blow::Kill { .. } | Blow::Pause { .. } | Blow::Restart { .. } => true,
+        Blow::LogStalls { .. } | Blow::LogClosed { .. } => false,
     }
 }
 

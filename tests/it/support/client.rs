@@ -8,6 +8,8 @@ use http_body_util::{BodyExt, Full};
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 
+use super::orders::EXECUTED_FOR;
+
 /// An answer, read to its end.
 #[derive(Clone, Debug)]
 pub struct Answer {
@@ -117,7 +119,25 @@ impl Ask {
         let body = body.collect().await?.to_bytes();
         drop(sender);
         driver.abort();
-        Ok(Answer { status: head.status, headers: head.headers, body })
+        let answer = Answer { status: head.status, headers: head.headers, body };
+        self.is_answered_for_its_own_key(&answer);
+        Ok(answer)
+    }
+
+    /// No test passes with the answer to another key, whether it looks at the answer or not.
+    fn is_answered_for_its_own_key(&self, answer: &Answer) {
+        let mut keys =
+            self.headers.iter().filter(|(name, _)| name.eq_ignore_ascii_case("idempotency-key"));
+        let (Some((_, key)), None) = (keys.next(), keys.next()) else { return };
+        let Some(executed_for) = answer.headers.get(EXECUTED_FOR) else { return };
+        // A key in quotes is the one within them, where a backslash takes the next letter as it is.
+        let bare = |key: &[u8]| {
+            let key = String::from_utf8_lossy(key).trim().to_owned();
+            let within = key.strip_prefix('"').and_then(|key| key.strip_suffix('"'));
+            within.map(|key| key.replace("\\\"", "\"").replace("\\\\", "\\")).unwrap_or(key)
+        };
+        let (asked, executed_for) = (bare(key), bare(executed_for.as_bytes()));
+        assert_eq!(asked, executed_for, "{answer:?}");
     }
 
     /// Sends it where an answer must come.

@@ -57,7 +57,10 @@ impl Gate {
 
 type Answerer = dyn Fn(&Execution) -> Response<Full<Bytes>> + Send + Sync;
 
-/// The API.
+/// The header in which an answer says for which key it was executed.
+pub const EXECUTED_FOR: &str = "x-executed-for";
+
+/// The API. Whatever it answers, [`EXECUTED_FOR`] says to which key.
 pub struct Orders {
     pub addr: SocketAddr,
     ledger: Arc<Mutex<Vec<Execution>>>,
@@ -124,7 +127,11 @@ impl Orders {
                         tokio::time::sleep(pace).await;
                         let _ = gate.wait_for(|gate| gate.lets(execution.id)).await;
                         let answer = Arc::clone(&answerer.lock().expect("the answerer"));
-                        Ok::<_, Infallible>(answer(&execution))
+                        let mut response = answer(&execution);
+                        if let Some(key) = execution.headers.get("idempotency-key") {
+                            response.headers_mut().insert(EXECUTED_FOR, key.clone());
+                        }
+                        Ok::<_, Infallible>(response)
                     }
                 });
                 tokio::spawn(async move {

@@ -51,6 +51,18 @@ impl Raw {
         self.rest_within(PATIENCE).await
     }
 
+    /// Takes at least so many bytes more of what comes.
+    pub(crate) async fn take(&mut self, bytes: usize) {
+        let wanted = self.buffer.len() + bytes;
+        let taking = async {
+            while self.buffer.len() < wanted {
+                let read = self.stream.read_buf(&mut self.buffer).await.expect("more bytes");
+                assert!(read > 0, "the connection ended after {} bytes", self.buffer.len());
+            }
+        };
+        timeout(PATIENCE, taking).await.expect("more bytes in time");
+    }
+
     pub(crate) async fn rest_within(&mut self, limit: Duration) -> (String, End) {
         let end = timeout(limit, async {
             loop {

@@ -392,7 +392,9 @@ proptest! {
     fn no_bytes_panic(bytes in prop::collection::vec(any::<u8>(), 0..200), text in r#"[\[\]{}",:0-9eE.+\\u-]{0,40}"#) {
         let _text = super::canonical(&bytes);
         let ours = canonical(&text).is_some();
-        let theirs = serde_json::from_str::<serde_json::Value>(&text).is_ok();
-        prop_assert!(!ours || theirs || text.contains(['e', 'E']));
+        let theirs = serde_json::from_str::<serde_json::Value>(&text).map_err(|error| error.to_string());
+        // What a double does not hold, and nothing else, is read here only.
+        let too_large = |told: &String| told.starts_with("number out of range");
+        prop_assert!(!ours || theirs.is_ok() || theirs.as_ref().is_err_and(too_large), "{text}: {theirs:?}");
     }
 }
