@@ -80,6 +80,9 @@ cargo clippy --locked --all-targets -- -D warnings
 # The lines above and the tests build the program with its fault points; this is what is shipped.
 say "cargo clippy, as it is shipped"
 cargo clippy --locked -- -D warnings
+# Links between the docs, and what the lints of rustdoc find.
+say "cargo doc"
+RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --document-private-items --quiet
 say "cargo test"
 # Most tests wait for processes and disks most of their time: one more at a time than two cores have.
 RUST_TEST_THREADS=${RUST_TEST_THREADS:-3} cargo test --locked

@@ -1,6 +1,6 @@
 //! From the file as written to what the program runs with: defaults, rules, and the parts' own settings.
 //!
-//! Each function takes a section of [`file`](crate::config::file) and fills the settings of one part. Where a rule is
+//! Each function takes a section of [`mod@file`] and fills the settings of one part. Where a rule is
 //! broken the mistake is reported with its location, and a harmless value stands in for the rest of the run: nobody sees it,
 //! because a configuration with mistakes is never handed out.
 //!

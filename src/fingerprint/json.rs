@@ -7,7 +7,7 @@
 //! whatever parsers are known to read differently is not read here at all, but left to be compared byte by byte: duplicate
 //! member names, lone surrogates, a byte order mark, bad UTF-8, exponents beyond 64 bits, nesting beyond [`DEPTH_MAX`].
 //!
-//! There is one reader of what callers send, [`canonical`]. The tree reads its text only, and so need not doubt it. The depth
+//! There is one reader of what callers send, [`canonical()`]. The tree reads its text only, and so need not doubt it. The depth
 //! is bounded before anything recurses, so no body can exhaust the stack.
 
 mod canonical;

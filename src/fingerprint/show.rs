@@ -12,7 +12,7 @@ impl Recipe {
     }
 }
 
-/// The canonical form of a body, and its name. `None`: the bytes count as they are; see [`bytes`].
+/// The canonical form of a body, and its name. `None`: the bytes count as they are; see [`bytes()`].
 #[must_use]
 pub fn canonical(recipe: &Recipe, parts: &Parts<'_>) -> Option<(&'static str, Vec<u8>)> {
     let content = Content::of(parts.headers, parts.body, recipe.decoded_max);

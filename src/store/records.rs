@@ -28,7 +28,7 @@ pub trait Records, layered by RecordsLayer {
 
     /// Makes the reservation, or says what stands in its place. Grouped with what else is waiting into one commit.
     ///
-    /// Running it again with the same id after [`Error::InDoubt`] is safe: an own row that is found is `Held`.
+    /// Running it again with the same id after [`InDoubt`](super::Error::InDoubt) is safe: an own row that is found is `Held`.
     async fn reserve(&self, proposal: Proposal, deadline: Instant) -> Result<Reserved, Error>;
 
     /// Takes a row over for the proposal's owner, fenced. `Changed::No` where it moved on, or the owner has no live lease.
@@ -38,7 +38,7 @@ pub trait Records, layered by RecordsLayer {
     /// the question, with the proposal's caller, context and retention. `Changed::No` where the record is not in progress under
     /// this very attempt and the proposal's owner any more, or the owner has no live lease.
     ///
-    /// Running it again after [`Error::InDoubt`] is safe: a row that it has raised already is `Yes`.
+    /// Running it again after [`InDoubt`](super::Error::InDoubt) is safe: a row that it has raised already is `Yes`.
     async fn raise(&self, proposal: Proposal, fence: Fence) -> Result<Changed, Error>;
 
     /// The record under a scope.

@@ -392,7 +392,7 @@ impl Builder<'_> {
         }
     }
 
-    /// `path` is empty for [policy] alone, which has no path to look at.
+    /// `path` is empty for `[policy]` alone, which has no path to look at.
     fn derive(&self, parts: &Spanned<Vec<Spanned<String>>>, path: &str) -> Option<Derive> {
         let texts: Vec<String> = parts.value.iter().map(|part| part.value.clone()).collect();
         if texts.is_empty() {
@@ -456,7 +456,7 @@ impl Builder<'_> {
         found.into_iter().flatten().next().unwrap_or_else(default_tenant)
     }
 
-    /// `path` is empty for [policy] alone, which has no path to look at.
+    /// `path` is empty for `[policy]` alone, which has no path to look at.
     fn tenant_parameter(&self, spanned: &Spanned<String>, path: &str) -> Option<Source> {
         self.parameter(&spanned.value, &spanned.location, path);
         Some(Source::Path(spanned.value.clone()))

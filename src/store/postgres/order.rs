@@ -373,7 +373,7 @@ woken AS (
 SELECT count(*) AS count FROM woken"
 );
 
-/// A piece of what waits for nobody any more; see [`Store::let_go`](crate::store::Store::let_go).
+/// A piece of what waits for nobody any more; see the verb in `store/outbox.rs`.
 pub(super) async fn let_go(
     door: &Door,
     sink: &str,

@@ -150,7 +150,7 @@ pub(super) fn blocks(ack: &Acknowledgement, on_dead: OnDead) -> bool {
     on_dead == OnDead::Block && matches!(ack.verdict, Verdict::Dead { .. })
 }
 
-/// A piece of what waits for nobody any more; see [`Store::let_go`](super::super::Store::let_go).
+/// A piece of what waits for nobody any more; see the verb in `store/outbox.rs`.
 pub(super) fn let_go(
     tx: &Tx<'_>,
     sink: &str,
