@@ -28,6 +28,7 @@ pub mod reply;
 pub mod reserve;
 mod rights;
 mod room;
+mod settle;
 mod spelling;
 pub mod spill;
 pub mod tokens;
@@ -442,7 +443,6 @@ impl Gateway {
     fn closing<'a>(&'a self, route: &'a Route, context: Option<&'a [u8]>) -> Closing<'a> {
         Closing {
             desk: &self.desk,
-            store: &*self.store,
             metrics: &self.metrics,
             wake: &self.wake,
             route,

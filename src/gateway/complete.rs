@@ -23,21 +23,16 @@ use tokio::sync::Notify;
 use super::forward::{Evidence, ForOrigin, GivenUp, Unasked};
 use super::headers;
 use super::notes;
-use super::reserve::{
-    Debt, Desk, Ending, Known, Parted, Replay, Shared, SharedAnswer, Standing, Underway,
-    replay_of_completion,
-};
+use super::reserve::{Debt, Desk, Ending, Parted, Replay, Shared, SharedAnswer, Told, Underway};
+use super::settle::{End, Executed, NotExecuted, Unsettled};
 use super::spill::Keeping;
 use super::upstream;
 use crate::record::event::{Event, Origin};
 use crate::record::outcome::{Class, Failure};
 use crate::record::{Answer, Attempt, Caller, Fence, KeptBody, RecordId, Spelling};
 use crate::route::Route;
-use crate::store::{
-    Changed, Completion, Error, LateEnd, LateOutcome, Settled, Store, Written,
-    complete_in_some_form,
-};
-use crate::telemetry::{LateAnswer, Metrics, Reply, Step, causes};
+use crate::store::{Completion, Error, LateEnd};
+use crate::telemetry::{Drained, LateAnswer, Metrics, Reply, Step, causes};
 
 /// First pause before a record is looked at again that a transaction of the application holds; it doubles up to
 /// [`LOOK_MAX`].
@@ -97,20 +92,9 @@ pub(super) struct Late {
     pub(super) exchange: GivenUp,
 }
 
-/// What became of an attempt that is to be freed.
-enum Freed {
-    /// It is free, or will be: the settler has it.
-    Done,
-    /// Its record is completed: this is what counts.
-    Over(Box<Finish>),
-    /// Its record had gone on, and has no answer.
-    Moved,
-}
-
 /// What completing needs besides the attempt.
 pub(super) struct Closing<'a> {
     pub(super) desk: &'a Desk,
-    pub(super) store: &'a dyn Store,
     pub(super) metrics: &'a Metrics,
     /// Wakes the relay.
     pub(super) wake: &'a Notify,
@@ -218,11 +202,8 @@ impl Closing<'_> {
             }
             Failure::LeaseEnded => Ending::LookAgain,
         };
-        let finish = match self.release(underway, ending, LateEnd::NotSent).await {
-            Freed::Over(finish) => *finish,
-            Freed::Done | Freed::Moved => Finish::Failed { fence, failure },
-        };
-        (finish, None)
+        let (how, stands) = self.release(underway, ending, LateEnd::NotSent).await;
+        (stands.map_or(Finish::Failed { fence, failure }, |it| instead(how, it)), None)
     }
 
     /// The upstream did not execute: passes its answer on.
@@ -232,80 +213,47 @@ impl Closing<'_> {
         let ending = share.map_or(Ending::LookAgain, Ending::Shared);
         let answer = self.answer(&first);
         match self.release(underway, ending, LateEnd::Released { answer }).await {
-            Freed::Done => Finish::Released { first },
-            Freed::Over(finish) => *finish,
-            Freed::Moved => Finish::NotStored { first, counted: Reply::Released },
+            (how, Some(stands)) => instead(how, stands),
+            (Drained::FencedOff, None) => Finish::NotStored { first, counted: Reply::Released },
+            (_, None) => Finish::Released { first },
         }
     }
 
-    /// Frees the attempt; those who waited for it get this ending.
-    async fn release(&self, mut underway: Box<Underway>, ending: Ending, end: LateEnd) -> Freed {
+    /// Frees the attempt; those who waited for it get this ending. With what stands in its place, where there is an answer.
+    async fn release(
+        &self,
+        mut underway: Box<Underway>,
+        ending: Ending,
+        late: LateEnd,
+    ) -> (Drained, Option<Arc<Replay>>) {
         underway.frees();
         let (scope, fence) = (underway.scope.clone(), underway.fence);
-        let late = LateOutcome { scope: scope.clone(), fence, end };
-        underway.knows(Known::Released(ending.clone()));
-        let released = self.store.release(&scope, fence).await;
-        underway.answered_for();
-        let error = match released {
-            Ok(Changed::Yes) => {
-                underway.settled(ending);
-                return Freed::Done;
+        let end = End::Release(NotExecuted { scope, fence, late: Some(late), tried: false });
+        underway.knows(end.clone(), ending.clone());
+        match self.settle(&underway, &end, &ending).await {
+            Ok(told) => self.over(underway, told).await,
+            Err(error) => {
+                // Before the caller is told: what is known not to have executed is known after a crash, too.
+                self.pend(underway, end, ending, &error).await;
+                (Drained::Released, None)
             }
-            Ok(Changed::No) => match self.desk.standing(&scope, fence.id).await {
-                Ok(standing) => {
-                    let overtaken = self.overtaken(underway, standing, late).await;
-                    return overtaken.map_or(Freed::Moved, |finish| Freed::Over(Box::new(finish)));
-                }
-                Err(error) => error,
-            },
-            Ok(Changed::Locked) => locked(),
-            Err(error) => error,
-        };
-        owed(&error);
-        // Before the caller is told: what is known not to have executed is known after a crash, too.
-        let keeping = self.desk.settler().spill().keep_freed(&late, false).await;
-        underway.owe(Debt::Release { scope, fence, ending, late: Some((Box::new(late), keeping)) });
-        Freed::Done
+        }
     }
 
     /// Keeps what a question found, with the events, under the fence that was held for it.
     pub(super) async fn adopt(&self, underway: Box<Underway>, answer: Answer) -> Finish {
-        let begun = Instant::now();
         let record = underway.fence.id;
-        let completion = Arc::new(self.completion_of(&underway, answer));
-        let completing = complete_in_some_form(self.store, &completion, begun + self.timeout);
-        let error = match completing.await {
-            Ok(Written { settled: Settled::Done { expires_at }, completion: written }) => {
-                let ends = begun + completion.retention;
-                self.desk.completed(&underway, &written, ends);
-                drop(completion);
-                let answer = Arc::unwrap_or_clone(written).answer;
-                let replay = replay_of_completion(&underway, answer, expires_at, ends);
-                return self.learnt(underway, Arc::new(replay));
+        let end = End::Complete(self.executed(&underway, answer, true));
+        match self.settle(&underway, &end, &Ending::LookAgain).await {
+            Ok(told) => {
+                let (_, replay) = self.over(underway, told).await;
+                replay.map_or(Finish::StillUnknown { record }, Finish::Found)
             }
-            Ok(Written { settled: Settled::Fenced, .. }) => {
-                match self.desk.standing(&completion.scope, record).await {
-                    Ok(Standing::Completed(replay)) => return self.learnt(underway, replay),
-                    // It was somebody's question, not an execution: there is nothing to note.
-                    Ok(Standing::Open | Standing::Gone) => {
-                        underway.settled(Ending::LookAgain);
-                        return Finish::StillUnknown { record };
-                    }
-                    Err(error) => error,
-                }
+            Err(error) => {
+                self.pend(underway, end, Ending::LookAgain, &error).await;
+                Finish::StillUnknown { record }
             }
-            Ok(Written { settled: Settled::Locked, .. }) => locked(),
-            Err(error) => error,
-        };
-        self.spill(underway, completion, &error).await;
-        Finish::StillUnknown { record }
-    }
-
-    fn learnt(&self, underway: Box<Underway>, replay: Arc<Replay>) -> Finish {
-        self.desk.remember(&underway.scope, &replay);
-        underway.settled(Ending::Kept(Arc::clone(&replay)));
-        self.wake.notify_one();
-        Finish::Found(replay)
+        }
     }
 
     /// Ends a question that brought nothing: unknown again, unless the attempt was completed meanwhile.
@@ -320,38 +268,82 @@ impl Closing<'_> {
     /// Marks the record `unknown`: what comes now is late, unless it is completed already, whoever did it.
     async fn lose(&self, underway: Box<Underway>) -> Lost {
         let (scope, fence) = (underway.scope.clone(), underway.fence);
-        let error = match self.mark_unknown(&underway).await {
-            Ok(Changed::Yes) => return Lost::Parted(underway.part(Ending::Unknown(fence.id))),
-            Ok(Changed::No) => {
-                let Ok(Standing::Completed(replay)) = self.desk.standing(&scope, fence.id).await
-                else {
-                    return Lost::Parted(underway.part(Ending::Unknown(fence.id)));
-                };
-                self.desk.remember(&scope, &replay);
-                let parted = underway.part(Ending::Kept(Arc::clone(&replay)));
-                return Lost::Stands(parted, replay);
+        let end = End::Unknown { scope, fence, open: underway.open().cloned() };
+        match self.once_unlocked(&underway, &end).await {
+            Ok(Told { ending: Ending::Kept(replay), .. }) => {
+                Lost::Stands(underway.part(Ending::Kept(Arc::clone(&replay))), replay)
             }
-            Ok(Changed::Locked) => locked(),
-            Err(error) => error,
-        };
-        owed(&error);
-        let open = underway.open().cloned();
-        Lost::Parted(underway.part_owing(Debt::Unknown { scope, fence, open }))
+            Ok(told) => Lost::Parted(underway.part(told.ending)),
+            Err(error) => {
+                pending(&error);
+                Lost::Parted(underway.part_owing(Debt::of(end)))
+            }
+        }
     }
 
-    /// Marks the record once no transaction of the application holds it any more, for as long as the caller waits.
-    async fn mark_unknown(&self, underway: &Underway) -> Result<Changed, Error> {
+    /// Settles an end once no transaction of the application holds its record any more, for as long as the caller waits.
+    async fn once_unlocked(&self, underway: &Underway, end: &End) -> Result<Told, Unsettled> {
         let begun = Instant::now();
         let mut pause = LOOK_FIRST;
         loop {
-            match self.desk.settler().lose(&underway.scope, underway.fence, underway.open()).await?
-            {
-                Changed::Locked if begun.elapsed() + pause < self.timeout => {}
-                changed @ (Changed::Yes | Changed::No | Changed::Locked) => return Ok(changed),
+            match self.settle(underway, end, &Ending::LookAgain).await {
+                Err(Unsettled::Locked) if begun.elapsed() + pause < self.timeout => {}
+                settled => return settled,
             }
             tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
             pause = (pause * 2).min(LOOK_MAX);
         }
+    }
+
+    /// The first try to write the end of an attempt, for as long as the caller waits.
+    async fn settle(
+        &self,
+        underway: &Underway,
+        end: &End,
+        ending: &Ending,
+    ) -> Result<Told, Unsettled> {
+        let deadline = Instant::now() + self.timeout;
+        self.desk.settler().settle(end, ending, deadline, || underway.was_held()).await
+    }
+
+    /// An end is settled: those who waited are told, and what is late is noted. With the answer that counts.
+    async fn over(
+        &self,
+        underway: Box<Underway>,
+        Told { ending, how, late }: Told,
+    ) -> (Drained, Option<Arc<Replay>>) {
+        let replay = match &ending {
+            Ending::Kept(replay) => Some(Arc::clone(replay)),
+            Ending::Shared(_)
+            | Ending::Unknown(_)
+            | Ending::Unavailable(_)
+            | Ending::Swamped
+            | Ending::LookAgain => None,
+        };
+        underway.settled(ending);
+        if let Some(late) = late {
+            self.desk.settler().note(late).await;
+        }
+        if how != Drained::Released {
+            self.wake.notify_one();
+        }
+        (how, replay)
+    }
+
+    /// The store has not taken an end: it goes to the spill before the caller is answered, and the settler goes on. Whether it
+    /// is durable now.
+    async fn pend(
+        &self,
+        underway: Box<Underway>,
+        end: End,
+        ending: Ending,
+        error: &Unsettled,
+    ) -> bool {
+        pending(error);
+        let keeping = self.desk.settler().keep(&end).await;
+        let spilled = matches!(keeping, Some(Keeping::Spilled(_)));
+        underway.owe(Debt::End { end: Box::new(end.again()), ending, keeping });
+        spilled
     }
 
     /// The answer that stands for an attempt that did not write it from here.
@@ -365,120 +357,33 @@ impl Closing<'_> {
         let begun = Instant::now();
         let settler = self.desk.settler();
         let _known = settler.known();
-        let completion = Arc::new(self.completion_of(&underway, self.answer(&first)));
-        underway.knows(Known::Executed(Arc::clone(&completion)));
-        let completing = settler.write(&completion, underway.open(), begun + self.timeout);
-        let settled = settler.before_the_end(completing).await;
-        underway.answered_for();
+        let executed = self.executed(&underway, self.answer(&first), false);
+        let end = End::Complete(executed.clone());
+        underway.knows(end.clone(), Ending::LookAgain);
+        let settling = self.settle(&underway, &end, &Ending::LookAgain);
+        let settled = settler.before_the_end(settling).await;
         self.metrics.took(Step::Complete, begun.elapsed());
-        let error = match settled {
-            Ok(Written { settled: Settled::Done { expires_at }, completion: written }) => {
-                let ends = begun + completion.retention;
-                self.desk.completed(&underway, &written, ends);
-                drop(completion);
-                let Completion { scope, answer, .. } = Arc::unwrap_or_clone(written);
-                let replay = replay_of_completion(&underway, answer, expires_at, ends);
-                let replay = Arc::new(replay);
-                self.desk.remember(&scope, &replay);
-                underway.settled(Ending::Kept(replay));
-                self.wake.notify_one();
-                return Finish::Kept { first, expires_at };
-            }
-            Ok(Written { settled: Settled::Fenced, .. }) => {
-                let standing = self.desk.standing(&completion.scope, completion.fence.id);
-                match settler.before_the_end(standing).await {
-                    Ok(standing) => {
-                        return self.stands(underway, standing, completion, first).await;
-                    }
-                    // Perhaps it is stored already, perhaps somebody else has the record: neither is promised.
-                    Err(error) => {
-                        self.spill(underway, completion, &error).await;
-                        return Finish::NotStored { first, counted: Reply::Executed };
-                    }
+        let not_stored = |first| Finish::NotStored { first, counted: Reply::Executed };
+        match settled {
+            Ok(told) => match self.over(underway, told).await {
+                (Drained::Completed, Some(replay)) => {
+                    Finish::Kept { first, expires_at: replay.expires_at }
                 }
+                // What was committed and not confirmed is found as a record of this attempt with this very answer.
+                (Drained::Already, Some(replay)) if replay.answer == executed.completion.answer => {
+                    Finish::Kept { first, expires_at: replay.expires_at }
+                }
+                (how, Some(stands)) => instead(how, stands),
+                (_, None) => not_stored(first),
+            },
+            Err(error) => {
+                let spilled = self.pend(underway, end, Ending::LookAgain, &error).await;
+                if spilled && is_promised(&error) {
+                    return Finish::Spilled { first };
+                }
+                not_stored(first)
             }
-            // What that transaction commits will be the answer, so this one is not promised.
-            Ok(Written { settled: Settled::Locked, .. }) => {
-                self.spill(underway, completion, &locked()).await;
-                return Finish::NotStored { first, counted: Reply::Executed };
-            }
-            Err(error) => error,
-        };
-        let spilled = self.spill(underway, completion, &error).await;
-        // What is refused in every form becomes unknown, with its answer in the audit table: nothing is promised of it.
-        if spilled && !matches!(error, Error::Refused(_)) {
-            return Finish::Spilled { first };
         }
-        Finish::NotStored { first, counted: Reply::Executed }
-    }
-
-    /// Keeps an outcome that the store did not take: in the spill before the caller is answered, and as a debt. Whether
-    /// it is durable now.
-    async fn spill(
-        &self,
-        underway: Box<Underway>,
-        completion: Arc<Completion>,
-        error: &Error,
-    ) -> bool {
-        owed(error);
-        let (fingerprint, caller) = (underway.fingerprint, underway.caller.clone());
-        let keeping = self.desk.settler().spill().keep(&completion, fingerprint).await;
-        let spilled = matches!(keeping, Keeping::Spilled(_));
-        let open = underway.open().cloned();
-        underway.owe(Debt::Complete { completion, fingerprint, caller, open, keeping });
-        spilled
-    }
-
-    /// The completion changed no row: what stands is what counts.
-    async fn stands(
-        &self,
-        underway: Box<Underway>,
-        standing: Standing,
-        completion: Arc<Completion>,
-        first: First,
-    ) -> Finish {
-        let late = LateOutcome::from(&*completion);
-        let Some(finish) = self.overtaken(underway, standing, late).await else {
-            return Finish::NotStored { first, counted: Reply::Executed };
-        };
-        // What was committed and not confirmed is found as a record of this attempt with this very answer.
-        if let Finish::Recorded(replay) = &finish
-            && replay.answer == completion.answer
-        {
-            return Finish::Kept { first, expires_at: replay.expires_at };
-        }
-        finish
-    }
-
-    /// The record is no longer at this attempt, or is completed: how it ends for the caller, where there is an answer. What
-    /// the attempt itself came to is noted, unless that is what stands.
-    async fn overtaken(
-        &self,
-        underway: Box<Underway>,
-        standing: Standing,
-        late: LateOutcome,
-    ) -> Option<Finish> {
-        let was_held = underway.was_held();
-        let replay = match standing {
-            Standing::Completed(replay) => {
-                self.desk.remember(&late.scope, &replay);
-                underway.settled(Ending::Kept(Arc::clone(&replay)));
-                Some(replay)
-            }
-            Standing::Open | Standing::Gone => {
-                underway.settled(Ending::LookAgain);
-                None
-            }
-        };
-        // The application's own answer is this attempt's, whatever it says afterwards in time. A look-up's is not.
-        let stands = replay.as_ref().filter(|replay| replay.fence == late.fence);
-        if stands.is_some_and(|replay| was_held || late.is(&replay.answer)) {
-            self.wake.notify_one();
-            return replay.map(Finish::Recorded);
-        }
-        self.desk.settler().note(late).await;
-        self.wake.notify_one();
-        replay.map(Finish::Overtaken)
     }
 
     /// The answer as far as the route keeps it.
@@ -496,15 +401,18 @@ impl Closing<'_> {
         Answer { status: first.head.status, headers, spelling, body }
     }
 
-    fn completion_of(&self, underway: &Underway, answer: Answer) -> Completion {
+    /// What is known of an attempt with this answer. `found`: by a question.
+    fn executed(&self, underway: &Underway, answer: Answer, found: bool) -> Executed {
         let events = self.events(underway, &answer);
-        Completion {
+        let completion = Arc::new(Completion {
             scope: underway.scope.clone(),
             fence: underway.fence,
             answer,
             retention: self.route.policy.retention,
             events,
-        }
+        });
+        let (fingerprint, caller) = (underway.fingerprint, underway.caller.clone());
+        Executed { completion, fingerprint, caller, open: underway.open().cloned(), found }
     }
 
     fn events(&self, underway: &Underway, answer: &Answer) -> Vec<Event> {
@@ -530,12 +438,23 @@ fn now() -> SystemTime {
     SystemTime::now()
 }
 
-/// Somebody's transaction holds the record.
-fn locked() -> Error {
-    Error::Unavailable("another transaction holds the record".into())
+/// The caller of an attempt in whose place this answer stands.
+fn instead(how: Drained, stands: Arc<Replay>) -> Finish {
+    match how {
+        Drained::Already => Finish::Recorded(stands),
+        Drained::Completed | Drained::Released | Drained::FencedOff | Drained::Refused => {
+            Finish::Overtaken(stands)
+        }
+    }
 }
 
-fn owed(error: &Error) {
+/// Whether an outcome that is in the spill will be what stands. Not so where somebody's transaction is about to complete its
+/// record, or has done so perhaps; and what is refused in every form becomes unknown.
+fn is_promised(error: &Unsettled) -> bool {
+    matches!(error, Unsettled::Untaken(error) if !matches!(error, Error::Refused(_)))
+}
+
+fn pending(error: &Unsettled) {
     tracing::warn!(error = %causes(error), "the database did not take an end; the settler goes on");
 }
 

@@ -25,25 +25,26 @@ use std::collections::HashMap;
 use std::collections::hash_map;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tokio::sync::watch;
 
-pub(super) use self::attempt::{Known, Parted, Reservation, Underway};
+pub(super) use self::attempt::{Parted, Reservation, Underway};
 use self::cache::Cache;
 pub(super) use self::cache::Replay;
 pub(super) use self::ends::{Completed as CompletedEnd, End, Ends, Numbered};
 use self::inquiry::{Held, Inquiry, Step};
 pub(super) use self::question::{Question, Raised};
-pub(super) use self::settler::{Debt, Settler, Standing};
+pub(super) use self::settler::{Debt, Settler, Told};
 use super::room::AnswerRoom;
+use super::settle::Stored;
 use super::spill::Spill;
 use crate::record::{
     Caller, Completed, Fence, Fingerprint, LeaseView, OwnerId, Record, RecordId, Scope, State,
 };
 use crate::route::OnUnknown;
-use crate::store::{self, Backlog, Completion, Proposal, Store};
+use crate::store::{Backlog, Proposal, Store};
 use crate::telemetry::Metrics;
 use crate::telemetry::pace::Pace;
 
@@ -473,8 +474,7 @@ impl Desk {
 
     /// Keeps a stored answer in memory for replay.
     pub(super) fn remember(&self, scope: &Scope, replay: &Arc<Replay>) {
-        self.cache.put(scope, replay);
-        self.metrics.cached_bytes(self.cache.bytes());
+        self.settler.remember(scope, replay);
     }
 
     /// What was confirmed of ended attempts.
@@ -505,24 +505,9 @@ impl Desk {
         open.is_some_and(|(at, _)| at == fence)
     }
 
-    /// Notes a completion that the database has confirmed, in case it forgets it.
-    pub(super) fn completed(&self, underway: &Underway, completion: &Completion, until: Instant) {
-        let whose = (underway.fingerprint, underway.caller.as_ref());
-        self.ends.completed(completion, whose, until, underway.open());
-    }
-
     /// Forgets the answers of records that an operator acted on.
     pub(super) fn forget(&self, records: &[RecordId]) {
         self.cache.forget(records);
-    }
-
-    /// What stands under a scope where the record `id` was.
-    pub(super) async fn standing(
-        &self,
-        scope: &Scope,
-        id: RecordId,
-    ) -> Result<Standing, store::Error> {
-        self.settler.standing(scope, id).await
     }
 
     /// A late answer has come. Where nobody here works on the scope by now, the attempt leads again: duplicates on this
@@ -656,7 +641,8 @@ impl Desk {
         if completed.time_left.is_zero() {
             return None;
         }
-        let replay = Arc::new(replay_of(fence, fingerprint, caller, *completed));
+        let completed = *completed;
+        let replay = Arc::new(replay_of(Stored { fence, fingerprint, caller, completed }));
         self.remember(&ask.scope, &replay);
         Some(from_record(ask, replay))
     }
@@ -748,23 +734,7 @@ fn ended(ask: &Ask, ending: Ending) -> Followed {
 }
 
 /// A completed record as it is replayed, with the end of its life in memory.
-pub(super) fn replay_of(
-    fence: Fence,
-    fingerprint: Fingerprint,
-    caller: Option<Caller>,
-    completed: Completed,
-) -> Replay {
+fn replay_of(Stored { fence, fingerprint, caller, completed }: Stored) -> Replay {
     let Completed { answer, expires_at, time_left } = completed;
     Replay::new(fence, fingerprint, caller, answer, expires_at, Instant::now() + time_left)
-}
-
-/// A freshly completed record as it is replayed. `before`: a moment before the completion, `retention` after it.
-pub(super) fn replay_of_completion(
-    underway: &Underway,
-    answer: crate::record::Answer,
-    expires_at: SystemTime,
-    ends: Instant,
-) -> Replay {
-    let caller = underway.caller.clone();
-    Replay::new(underway.fence, underway.fingerprint, caller, answer, expires_at, ends)
 }

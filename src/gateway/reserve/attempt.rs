@@ -9,8 +9,9 @@ use super::inquiry::Held;
 use super::settler::{Debt, Settler};
 use super::{Ask, Ending, Lead, Sending};
 use crate::gateway::room::AnswerRoom;
+use crate::gateway::settle::{End, NotExecuted};
 use crate::record::{Caller, Fence, Fingerprint, LeaseView, OwnerId, Scope};
-use crate::store::{Completion, Proposal};
+use crate::store::Proposal;
 
 /// A committed reservation: the right to send one request. Made by the desk only, used up by sending.
 pub(in crate::gateway) struct Reservation(Box<Underway>);
@@ -84,14 +85,6 @@ impl Parted {
     }
 }
 
-/// The end of an attempt as far as it is known before the store has taken it.
-pub(in crate::gateway) enum Known {
-    /// It executed, with this outcome.
-    Executed(Arc<Completion>),
-    /// It did not execute; those who waited get this ending.
-    Released(Ending),
-}
-
 /// When an attempt is answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Timing {
@@ -111,7 +104,7 @@ pub(in crate::gateway) struct Underway {
     lease: LeaseView,
     sending: Sending,
     /// The end that is known, and that the store is being asked to take: owed, should this be dropped meanwhile.
-    known: Option<Known>,
+    known: Option<(End, Ending)>,
     /// The next attempt is being written in its place; for how long a lost session may still commit that.
     raising: Option<Duration>,
     timing: Timing,
@@ -204,14 +197,9 @@ impl Underway {
         self.sending.has_begun()
     }
 
-    /// The end is known. Until this is settled or owed, dropping it owes that end.
-    pub(in crate::gateway) fn knows(&mut self, end: Known) {
-        self.known = Some(end);
-    }
-
-    /// The store has answered: what becomes of the end is up to the holder.
-    pub(in crate::gateway) fn answered_for(&mut self) {
-        self.known = None;
+    /// The end is known, with what those who wait get where it is released. Until it is settled or owed, dropping this owes it.
+    pub(in crate::gateway) fn knows(&mut self, end: End, ending: Ending) {
+        self.known = Some((end.again(), ending));
     }
 
     /// The store has taken the end: the entry goes, its followers learn the ending.
@@ -245,22 +233,6 @@ impl Underway {
     }
 }
 
-impl Underway {
-    fn owed(&self, end: Known) -> Debt {
-        let (scope, fence) = (self.scope.clone(), self.fence);
-        match end {
-            Known::Executed(completion) => Debt::Complete {
-                completion,
-                fingerprint: self.fingerprint,
-                caller: self.caller.clone(),
-                open: self.open().cloned(),
-                keeping: self.settler.spill().in_memory(),
-            },
-            Known::Released(ending) => Debt::Release { scope, fence, ending, late: None },
-        }
-    }
-}
-
 impl Drop for Underway {
     fn drop(&mut self) {
         if !self.sent() {
@@ -268,14 +240,16 @@ impl Drop for Underway {
         }
         if let Some(lead) = self.lead.take() {
             let (scope, fence) = (self.scope.clone(), self.fence);
-            let debt = if let Some(end) = self.known.take() {
-                self.owed(end)
+            let debt = if let Some((end, ending)) = self.known.take() {
+                let keeping =
+                    matches!(end, End::Complete(_)).then(|| self.settler.spill().in_memory());
+                Debt::End { end: Box::new(end), ending, keeping }
             } else if let Some(window) = self.raising {
                 Debt::Unraise { scope, fence, owner: self.owner, window }
             } else if self.sent() {
-                Debt::Unknown { scope, fence, open: self.open().cloned() }
+                Debt::of(End::Unknown { scope, fence, open: self.open().cloned() })
             } else {
-                Debt::Release { scope, fence, ending: Ending::LookAgain, late: None }
+                Debt::of(End::Release(NotExecuted { scope, fence, late: None, tried: false }))
             };
             self.settler.owe(debt, Some(lead));
         }

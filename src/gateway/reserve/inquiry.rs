@@ -12,6 +12,7 @@ use bytes::Bytes;
 use super::{
     Ask, Debt, Desk, Lead, News, POLL_FIRST, Refusal, Replay, Undo, Unreserved, replay_of,
 };
+use crate::gateway::settle::Stored;
 use crate::record::{Attempt, Caller, Fence, Fingerprint, OwnerId, Record, RecordId, State};
 use crate::route::{Lookup, OnUnknown};
 use crate::store::{Asker, Changed, Error, Proposal, Reserved, Takeover};
@@ -251,7 +252,8 @@ impl<'a> Inquiry<'a> {
                 Step::Refuse(Refusal::Forbidden { record: fence.id })
             }
             State::Completed(completed) => {
-                Step::Replay(Arc::new(replay_of(fence, fingerprint, caller, *completed)))
+                let completed = *completed;
+                Step::Replay(Arc::new(replay_of(Stored { fence, fingerprint, caller, completed })))
             }
             State::Unknown => self.meet_unknown(fence, fingerprint).await,
         }

@@ -10,7 +10,7 @@
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use futures_util::FutureExt as _;
 use tokio::sync::Notify;
@@ -20,15 +20,12 @@ use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use super::cache::Cache;
 use super::ends::Ends;
-use super::{Ending, Lead, Replay};
+use super::{Ending, Lead, Replay, replay_of};
 use crate::fault::{self, Point};
+use crate::gateway::settle::{End, Executed, Settlement, Unsettled, look, settle};
 use crate::gateway::spill::{Keeping, Spill};
-use crate::record::{
-    Caller, Fence, Fingerprint, LeaseView, OwnerId, Record, RecordId, Scope, State,
-};
-use crate::store::{
-    self, Changed, Completion, Error, LateOutcome, Proposal, Reinstated, Settled, Store, Written,
-};
+use crate::record::{Fence, Fingerprint, LeaseView, OwnerId, Record, RecordId, Scope, State};
+use crate::store::{Changed, Completion, Error, LateOutcome, Proposal, Reinstated, Store};
 use crate::telemetry::{Drained, Metrics, WentBack, causes};
 
 /// First pause between two tries of a debt; it doubles. The first debt that is paid wakes all others.
@@ -47,29 +44,11 @@ const TRY: Duration = Duration::from_secs(10);
 /// Of an outcome whose record has gone on: nothing is compared with it any more.
 const NOBODYS: Fingerprint = Fingerprint { canonical: [0; 32], raw: [0; 32], recipe: [0; 8] };
 
-/// The end of an attempt, as it has to be written.
+/// What has to be written.
 pub(crate) enum Debt {
-    /// The outcome is known. `open`: what the row says, where it was in progress here.
-    Complete {
-        completion: Arc<Completion>,
-        fingerprint: Fingerprint,
-        caller: Option<Caller>,
-        open: Option<Arc<Proposal>>,
-        keeping: Keeping,
-    },
-    /// The outcome is known, and the database refuses to hold it: its record becomes unknown, and the audit table tells the
-    /// outcome.
-    Unkept { completion: Arc<Completion>, fingerprint: Fingerprint, keeping: Keeping },
-    /// Nobody knows what the upstream did.
-    Unknown { scope: Scope, fence: Fence, open: Option<Arc<Proposal>> },
-    /// It is known not to have executed; those who waited get this ending. `late`: what is noted where another attempt
-    /// is found in its place, and where it is kept until then.
-    Release {
-        scope: Scope,
-        fence: Fence,
-        ending: Ending,
-        late: Option<(Box<LateOutcome>, Keeping)>,
-    },
+    /// The end of an attempt. Those who waited get this ending where it is released. Where it is kept until then, if it is
+    /// one that the next process can write.
+    End { end: Box<End>, ending: Ending, keeping: Option<Keeping> },
     /// A reservation that may still be committed by a backend that was lost: deleted, again and again, until
     /// that backend cannot commit any more.
     Withdraw { scope: Scope, fence: Fence, window: Duration },
@@ -79,51 +58,22 @@ pub(crate) enum Debt {
     /// The next attempt, of which nothing was sent, and that this owner may still write in the place of its question about
     /// the attempt of the fence: unknown again, whichever stands.
     Unraise { scope: Scope, fence: Fence, owner: OwnerId, window: Duration },
-    /// An outcome whose record has gone on.
-    Late(Box<LateOutcome>),
 }
 
-/// What stands in the place of an attempt whose end changed no row.
-pub(crate) enum Standing {
-    /// Its record is completed.
-    Completed(Arc<Replay>),
-    /// Its record is at another attempt.
-    Open,
-    /// Its record is gone, or another one stands under the scope.
-    Gone,
-}
-
-/// A debt that is owed no more.
-struct Paid {
+/// What an end came to, for this process.
+pub(crate) struct Told {
     /// How the entry of its scope ends.
-    ending: Ending,
+    pub(crate) ending: Ending,
     /// What the store made of it.
-    how: Drained,
-}
-
-impl Paid {
-    /// The store has taken it.
-    fn taken(ending: Ending) -> Self {
-        Self { ending, how: Drained::Completed }
-    }
+    pub(crate) how: Drained,
+    /// What is still to be noted.
+    pub(crate) late: Option<LateOutcome>,
 }
 
 impl Debt {
-    /// It is owed no more.
-    fn paid(self, how: Drained) {
-        match self {
-            Self::Complete { keeping, .. }
-            | Self::Unkept { keeping, .. }
-            | Self::Release { late: Some((_, keeping)), .. } => {
-                keeping.paid(how);
-            }
-            Self::Unknown { .. }
-            | Self::Release { late: None, .. }
-            | Self::Withdraw { .. }
-            | Self::Unask { .. }
-            | Self::Unraise { .. }
-            | Self::Late(_) => {}
-        }
+    /// An end that nothing but memory keeps.
+    pub(crate) fn of(end: End) -> Self {
+        Self::End { end: Box::new(end), ending: Ending::LookAgain, keeping: None }
     }
 }
 
@@ -169,12 +119,12 @@ impl Settler {
     }
 
     /// Runs what asks the store for an outcome's sake; in doubt once the process ends.
-    pub(crate) async fn before_the_end<T>(
+    pub(crate) async fn before_the_end<T, E: From<Error>>(
         &self,
-        asking: impl Future<Output = Result<T, Error>>,
-    ) -> Result<T, Error> {
+        asking: impl Future<Output = Result<T, E>>,
+    ) -> Result<T, E> {
         let asked = self.ending.run_until_cancelled(asking).await;
-        asked.unwrap_or_else(|| Err(Error::InDoubt("the process ends".into())))
+        asked.unwrap_or_else(|| Err(Error::InDoubt("the process ends".into()).into()))
     }
 
     /// The process ends: what is known and neither stored nor in the spill goes there. Returns when that is done.
@@ -208,18 +158,69 @@ impl Settler {
         self.tasks.reopen();
     }
 
-    /// What stands under a scope where the record `id` was.
-    pub(super) async fn standing(&self, scope: &Scope, id: RecordId) -> Result<Standing, Error> {
-        Ok(match self.store.find(scope).await? {
-            Some(Record { fence, fingerprint, caller, state }) if fence.id == id => match state {
-                State::Completed(completed) => {
-                    let replay = super::replay_of(fence, fingerprint, caller, *completed);
-                    Standing::Completed(Arc::new(replay))
+    /// Tries once to settle an end, and remembers what the database confirms. An attempt that it has forgotten meanwhile is
+    /// brought back for that. `ending`: for those who waited for an attempt that is released. `held`: whether its record has
+    /// been in the hands of this process all the while.
+    pub(crate) async fn settle(
+        &self,
+        end: &End,
+        ending: &Ending,
+        deadline: Instant,
+        held: impl Fn() -> bool,
+    ) -> Result<Told, Unsettled> {
+        let begun = Instant::now();
+        let mut settlement = settle(&*self.store, end, deadline).await?;
+        if let Some(open) = end.open().filter(|_| settlement.found_nothing()) {
+            // Also where it was there: whoever looks after this process's records may have brought it back in between.
+            self.bring_back(open, end.fence()).await?;
+            settlement = settle(&*self.store, end, deadline).await?;
+        }
+        if held() {
+            settlement = settlement.of_own_attempt(end.fence());
+        }
+        Ok(self.told(end, settlement, ending, begun))
+    }
+
+    /// What this process makes of a settlement. `begun`: a moment before it.
+    fn told(&self, end: &End, settlement: Settlement, ending: &Ending, begun: Instant) -> Told {
+        let (how, late) = (settlement.result(), settlement.late().cloned());
+        let ending = match (settlement, end) {
+            (Settlement::Completed { written, expires_at }, End::Complete(executed)) => {
+                self.completed(executed, &written, expires_at, begun)
+            }
+            (
+                Settlement::Already(Some(stored))
+                | Settlement::FencedOff { stands: Some(stored), .. },
+                _,
+            ) => self.kept(end.scope(), Arc::new(replay_of(*stored))),
+            (Settlement::Unknown { record, marked, .. }, _) => {
+                if let Some(open) = end.open().filter(|_| marked && !self.ends.was_freed(record)) {
+                    self.ends.unknown(end.fence(), open);
                 }
-                State::InProgress { .. } | State::Unknown => Standing::Open,
-            },
-            Some(_) | None => Standing::Gone,
-        })
+                Ending::Unknown(record)
+            }
+            (Settlement::Released | Settlement::Already(None), _) => ending.clone(),
+            (Settlement::FencedOff { stands: None, .. } | Settlement::Completed { .. }, _) => {
+                Ending::LookAgain
+            }
+        };
+        Told { ending, how, late }
+    }
+
+    fn completed(
+        &self,
+        executed: &Executed,
+        written: &Completion,
+        expires_at: SystemTime,
+        begun: Instant,
+    ) -> Ending {
+        let Executed { fingerprint, caller, open, .. } = executed;
+        let ends = begun + written.retention;
+        self.ends.completed(written, (*fingerprint, caller.as_ref()), ends, open.as_ref());
+        let Completion { scope, fence, answer, .. } = written;
+        let replay =
+            Replay::new(*fence, *fingerprint, caller.clone(), answer.clone(), expires_at, ends);
+        self.kept(scope, Arc::new(replay))
     }
 
     /// Writes an outcome down that found its record gone on; what the database does not take at once stays owed.
@@ -227,7 +228,7 @@ impl Settler {
         self.noted(&late);
         if let Err(error) = self.before_the_end(self.store.note_late_outcome(&late)).await {
             tracing::warn!(error = %causes(&error), "the database did not take a late outcome; the settler goes on");
-            self.owe(Debt::Late(Box::new(late)), None);
+            self.owe(Debt::of(End::Late(Box::new(late))), None);
         }
     }
 
@@ -248,30 +249,23 @@ impl Settler {
             };
             // A panic costs a try, never the debt.
             let tried = AssertUnwindSafe(tried).catch_unwind().await;
-            let tried = tried.unwrap_or_else(|_| Err(Error::InDoubt("it panicked".into())));
+            let tried = tried.unwrap_or_else(|_| Err(Error::InDoubt("it panicked".into()).into()));
             let error = match tried {
-                Ok(Paid { ending, how }) => {
-                    debt.paid(how);
+                Ok(Told { ending, how, .. }) => {
+                    if let Debt::End { keeping: Some(keeping), .. } = debt {
+                        keeping.paid(how);
+                    }
                     self.back.notify_waiters();
                     return ending;
                 }
                 Err(error) => error,
             };
-            if let Error::Refused(_) | Error::Unreadable(_) = error {
+            if !error.may_pass() {
                 tracing::error!(error = %causes(&error), "the database refuses an outcome");
-                debt = match debt {
-                    Debt::Complete { completion, fingerprint, keeping, .. } => {
-                        Debt::Unkept { completion, fingerprint, keeping }
-                    }
-                    // One that is in the spill stays there: the next process tries again, and sets it aside.
-                    Debt::Unkept { .. }
-                    | Debt::Unknown { .. }
-                    | Debt::Release { .. }
-                    | Debt::Withdraw { .. }
-                    | Debt::Unask { .. }
-                    | Debt::Unraise { .. }
-                    | Debt::Late(_) => return Ending::LookAgain,
-                };
+                // One that is in the spill stays there: the next process tries again, and sets it aside.
+                let Debt::End { end, ending, keeping } = debt else { return Ending::LookAgain };
+                let Some(end) = end.refused().map(Box::new) else { return Ending::LookAgain };
+                debt = Debt::End { end, ending, keeping };
                 continue;
             }
             tracing::debug!(error = %causes(&error), "an outcome is still owed to the database");
@@ -283,95 +277,66 @@ impl Settler {
         }
     }
 
-    /// Leaves a debt to the next process: an outcome in the spill, where it was not there yet.
+    /// Leaves a debt to the next process: an end in the spill, where it was not there yet. Where there is still no room, the
+    /// record becomes unknown.
     async fn hand_over(&self, debt: Debt) -> Ending {
-        match &debt {
-            Debt::Complete { completion, fingerprint, keeping: Keeping::Memory(_), .. }
-            | Debt::Unkept { completion, fingerprint, keeping: Keeping::Memory(_) } => {
-                // Where there is still no room, the record becomes unknown.
-                drop(self.spill.keep(completion, *fingerprint).await);
+        let Debt::End { end, keeping, .. } = debt else { return Ending::LookAgain };
+        if !matches!(keeping, Some(Keeping::Spilled(_))) {
+            let kept = self.keep(&end).await;
+            if let (End::Late(late), Some(Keeping::Memory(_))) = (&*end, &kept) {
+                let (record, outcome) = (late.fence.id, late.summary());
+                tracing::error!(%record, outcome, "the process ends, and the audit table has not got a late outcome");
             }
-            Debt::Release { late: Some((late, Keeping::Memory(_))), .. } => {
-                drop(self.spill.keep_freed(late, false).await);
-            }
-            Debt::Late(late) => self.hand_over_late(late).await,
-            Debt::Complete { keeping: Keeping::Spilled(_), .. }
-            | Debt::Unkept { keeping: Keeping::Spilled(_), .. }
-            | Debt::Unknown { .. }
-            | Debt::Release { .. }
-            | Debt::Withdraw { .. }
-            | Debt::Unask { .. }
-            | Debt::Unraise { .. } => {}
         }
         Ending::LookAgain
     }
 
-    /// The next process notes it: it finds its record gone on, as this one did.
-    async fn hand_over_late(&self, late: &LateOutcome) {
-        let kept = match late.completion() {
-            Some(completion) => self.spill.keep(&completion, NOBODYS).await,
-            None => self.spill.keep_freed(late, true).await,
-        };
-        if !matches!(kept, Keeping::Spilled(_)) {
-            let (record, outcome) = (late.fence.id, late.summary());
-            tracing::error!(%record, outcome, "the process ends, and the audit table has not got a late outcome");
+    /// Keeps an end in the spill until the store has taken it; none: it is one that says nothing to the next process.
+    pub(crate) async fn keep(&self, end: &End) -> Option<Keeping> {
+        match end {
+            End::Complete(Executed { completion, fingerprint, .. })
+            | End::Unkept(Executed { completion, fingerprint, .. }) => {
+                Some(self.spill.keep(completion, *fingerprint).await)
+            }
+            End::Release(_) => Some(self.spill.keep_freed(&end.late()?, false).await),
+            // The next process finds its record gone on, as this one did.
+            End::Late(late) => Some(match late.completion() {
+                Some(completion) => self.spill.keep(&completion, NOBODYS).await,
+                None => self.spill.keep_freed(late, true).await,
+            }),
+            End::Unknown { .. } => None,
         }
     }
 
-    async fn try_pay(&self, debt: &Debt) -> Result<Paid, Error> {
-        match debt {
-            Debt::Complete { completion, fingerprint, caller, open, .. } => {
-                self.complete(completion, (*fingerprint, caller.as_ref()), open.as_ref()).await
-            }
-            Debt::Unknown { scope, fence, open } => {
-                match self.lose(scope, *fence, open.as_ref()).await? {
-                    Changed::Yes => Ok(Paid::taken(Ending::Unknown(fence.id))),
-                    Changed::Locked => Err(locked()),
-                    Changed::No => self.in_its_place(scope, fence.id).await,
+    async fn try_pay(&self, debt: &Debt) -> Result<Told, Unsettled> {
+        let ending = match debt {
+            Debt::End { end, ending, .. } => {
+                let told = self.settle(end, ending, Instant::now() + TRY, || false).await?;
+                if let Some(late) = &told.late {
+                    // It is owed until this is written: what is in the spill stays there until then.
+                    self.store.note_late_outcome(late).await?;
+                    // Of one that is nothing else the log has told already.
+                    if !matches!(**end, End::Late(_)) {
+                        self.noted(late);
+                    }
                 }
-            }
-            Debt::Unkept { completion, .. } => self.unkept(completion).await,
-            Debt::Release { scope, fence, ending, late } => {
-                let freed = || Ok(Paid { ending: ending.clone(), how: Drained::Released });
-                match self.store.release(scope, *fence).await? {
-                    Changed::Yes => return freed(),
-                    Changed::Locked => return Err(locked()),
-                    Changed::No => {}
-                }
-                let standing = self.standing(scope, fence.id).await?;
-                // Gone by the first try of this very release, most likely, of which no word came.
-                if matches!(standing, Standing::Gone) {
-                    return freed();
-                }
-                let late = late.as_ref().map(|(late, _)| (**late).clone());
-                self.stands(standing, scope, *fence, late).await
-            }
-            Debt::Late(late) => {
-                self.store.note_late_outcome(late).await?;
-                Ok(Paid::taken(Ending::LookAgain))
+                return Ok(told);
             }
             Debt::Withdraw { scope, fence, window } => {
-                self.undo(*window, || self.store.release(scope, *fence)).await
+                self.undo(*window, || self.store.release(scope, *fence)).await?
             }
             Debt::Unask { scope, fence, window } => {
-                self.undo(*window, || self.store.mark_unknown(scope, *fence)).await
+                self.undo(*window, || self.store.mark_unknown(scope, *fence)).await?
             }
             Debt::Unraise { scope, fence, owner, window } => {
-                self.unraise(scope, *fence, *owner, *window).await
+                self.unraise(scope, *fence, *owner, *window).await?
             }
-        }
-    }
-
-    /// What a doubt has become that is none any more, whoever ended it.
-    async fn in_its_place(&self, scope: &Scope, id: RecordId) -> Result<Paid, Error> {
-        Ok(Paid::taken(match self.standing(scope, id).await? {
-            Standing::Completed(replay) => self.kept(scope, replay),
-            Standing::Open | Standing::Gone => Ending::Unknown(id),
-        }))
+        };
+        Ok(Told { ending, how: Drained::Completed, late: None })
     }
 
     /// Undoes what may still be committed, again and again.
-    async fn undo<F>(&self, window: Duration, undo: impl Fn() -> F) -> Result<Paid, Error>
+    async fn undo<F>(&self, window: Duration, undo: impl Fn() -> F) -> Result<Ending, Error>
     where
         F: Future<Output = Result<Changed, Error>>,
     {
@@ -380,7 +345,7 @@ impl Settler {
             // Found and undone: it had been committed, and cannot be once more.
             let found = undo().await? == Changed::Yes;
             if found || Instant::now() >= until {
-                return Ok(Paid::taken(Ending::LookAgain));
+                return Ok(Ending::LookAgain);
             }
             tokio::time::sleep(WITHDRAW_EVERY.min(window)).await;
         }
@@ -394,7 +359,7 @@ impl Settler {
         fence: Fence,
         owner: OwnerId,
         window: Duration,
-    ) -> Result<Paid, Error> {
+    ) -> Result<Ending, Unsettled> {
         let until = Instant::now() + window;
         let raised = Fence { attempt: fence.attempt.next(), ..fence };
         loop {
@@ -414,75 +379,16 @@ impl Settler {
                 Some(_) | None => Changed::No,
             };
             return match undone {
-                Changed::Yes => Ok(Paid::taken(Ending::Unknown(fence.id))),
-                Changed::No => self.in_its_place(scope, fence.id).await,
-                Changed::Locked => Err(locked()),
+                Changed::Yes => Ok(Ending::Unknown(fence.id)),
+                // Whoever ended the doubt: what stands is told.
+                Changed::No => {
+                    let unknown = End::Unknown { scope: scope.clone(), fence, open: None };
+                    let settlement = look(&*self.store, &unknown).await?;
+                    Ok(self.told(&unknown, settlement, &Ending::LookAgain, until).ending)
+                }
+                Changed::Locked => Err(Unsettled::Locked),
             };
         }
-    }
-
-    async fn complete(
-        &self,
-        completion: &Arc<Completion>,
-        (fingerprint, caller): (Fingerprint, Option<&Caller>),
-        open: Option<&Arc<Proposal>>,
-    ) -> Result<Paid, Error> {
-        let begun = Instant::now();
-        let written = self.write(completion, open, begun + TRY).await?;
-        match written.settled {
-            Settled::Done { expires_at } => {
-                let ends = begun + completion.retention;
-                self.ends.completed(&written.completion, (fingerprint, caller), ends, open);
-                let (fence, caller) = (completion.fence, caller.cloned());
-                let answer = written.completion.answer.clone();
-                let replay = Replay::new(fence, fingerprint, caller, answer, expires_at, ends);
-                Ok(Paid::taken(self.kept(&completion.scope, Arc::new(replay))))
-            }
-            Settled::Fenced => {
-                let Completion { scope, fence, .. } = &**completion;
-                let standing = self.standing(scope, fence.id).await?;
-                self.stands(standing, scope, *fence, Some((&**completion).into())).await
-            }
-            Settled::Locked => Err(locked()),
-        }
-    }
-
-    /// Completes a record. One that the database has forgotten meanwhile is brought back for it.
-    pub(crate) async fn write(
-        &self,
-        completion: &Arc<Completion>,
-        open: Option<&Arc<Proposal>>,
-        deadline: Instant,
-    ) -> Result<Written, Error> {
-        let written = store::complete_in_some_form(&*self.store, completion, deadline).await?;
-        match open {
-            Some(open) if written.settled == Settled::Fenced => {
-                // Also where it was there: whoever looks after this process's records may have brought it back in between.
-                self.bring_back(open, completion.fence).await?;
-                store::complete_in_some_form(&*self.store, completion, deadline).await
-            }
-            Some(_) | None => Ok(written),
-        }
-    }
-
-    /// Marks an attempt unknown. One that the database has forgotten meanwhile is brought back for it.
-    pub(crate) async fn lose(
-        &self,
-        scope: &Scope,
-        fence: Fence,
-        open: Option<&Arc<Proposal>>,
-    ) -> Result<Changed, Error> {
-        let mut marked = self.store.mark_unknown(scope, fence).await?;
-        let Some(open) = open else { return Ok(marked) };
-        if marked == Changed::No {
-            // As above.
-            self.bring_back(open, fence).await?;
-            marked = self.store.mark_unknown(scope, fence).await?;
-        }
-        if marked == Changed::Yes && !self.ends.was_freed(fence.id) {
-            self.ends.unknown(fence, open);
-        }
-        Ok(marked)
     }
 
     /// The row of this record is about to go, rightly.
@@ -509,54 +415,15 @@ impl Settler {
         }
     }
 
-    /// Says of a record whose outcome the database refuses to hold what can be said: that it is unknown, and in the audit
-    /// table what is known of it.
-    async fn unkept(&self, completion: &Completion) -> Result<Paid, Error> {
-        let Completion { scope, fence, .. } = completion;
-        let late = LateOutcome::from(completion);
-        match self.store.mark_unknown(scope, *fence).await? {
-            Changed::Locked => return Err(locked()),
-            Changed::Yes => {}
-            // It is unknown already, or has gone on.
-            Changed::No => {
-                let standing = self.standing(scope, fence.id).await?;
-                return self.stands(standing, scope, *fence, Some(late)).await;
-            }
-        }
-        self.store.note_late_outcome(&late).await?;
-        self.noted(&late);
-        Ok(Paid { ending: Ending::Unknown(fence.id), how: Drained::FencedOff })
+    /// Keeps a stored answer in memory for replay.
+    pub(super) fn remember(&self, scope: &Scope, replay: &Replay) {
+        self.cache.put(scope, replay);
+        self.metrics.cached_bytes(self.cache.bytes());
     }
 
     fn kept(&self, scope: &Scope, replay: Arc<Replay>) -> Ending {
-        self.cache.put(scope, &replay);
+        self.remember(scope, &replay);
         Ending::Kept(replay)
-    }
-
-    /// How an entry ends whose attempt was overtaken; what the attempt came to is noted, unless that very answer stands. One
-    /// of the same attempt that differs is a look-up's or the application's.
-    async fn stands(
-        &self,
-        standing: Standing,
-        scope: &Scope,
-        fence: Fence,
-        late: Option<LateOutcome>,
-    ) -> Result<Paid, Error> {
-        let (ending, own) = match standing {
-            Standing::Completed(replay) => {
-                let own = replay.fence == fence
-                    && late.as_ref().is_none_or(|late| late.is(&replay.answer));
-                (self.kept(scope, replay), own)
-            }
-            Standing::Open | Standing::Gone => (Ending::LookAgain, false),
-        };
-        if let Some(late) = late.filter(|_| !own) {
-            // The debt is paid when this is written, and not before: what is in the spill stays there until then.
-            self.store.note_late_outcome(&late).await?;
-            self.noted(&late);
-        }
-        let how = if own { Drained::Already } else { Drained::FencedOff };
-        Ok(Paid { ending, how })
     }
 }
 
@@ -566,9 +433,4 @@ fn holds(record: &Record, by: OwnerId) -> bool {
 
 fn is_completed(record: Option<&Record>) -> bool {
     record.is_some_and(|record| matches!(record.state, State::Completed(_)))
-}
-
-/// Somebody's transaction holds the record: what is owed is owed on.
-fn locked() -> Error {
-    Error::Unavailable("another transaction holds the record".into())
 }

@@ -16,9 +16,9 @@ use uuid::Uuid;
 use super::disk::{self, ENDING, Unwritable};
 use super::encoding::{decode, decode_freed};
 use super::format::{BadHeader, Contents, Entry, FileHeader, HEADER, Kind, read_at};
-use crate::record::{Record, State};
+use crate::gateway::settle::{End, Executed, NotExecuted, Unsettled, settle};
 use crate::store::sealed::Keys;
-use crate::store::{self, Changed, Completion, Error, LateEnd, LateOutcome, Settled, Store};
+use crate::store::{self, Error, LateEnd, LateOutcome, Records, Store};
 use crate::telemetry::{Drained, Metrics, causes};
 
 /// How many outcomes are under way at a time: one batch of the store.
@@ -59,14 +59,6 @@ struct Source {
     keys: Arc<Keys>,
 }
 
-/// What is owed.
-enum Owed {
-    /// An answer with its events.
-    Outcome(Arc<Completion>),
-    /// That an attempt did not execute. `gone_on`: its record had gone on before the process died.
-    Freed { late: Box<LateOutcome>, gone_on: bool },
-}
-
 impl DrainError {
     /// Whether the same may succeed another time, with nobody doing anything about it.
     #[must_use]
@@ -80,20 +72,29 @@ impl DrainError {
 
 impl Source {
     /// What is owed, as it was before it was sealed. `None`: it is nothing that is kept here.
-    fn read(&self, entry: Entry) -> io::Result<Option<Owed>> {
+    fn read(&self, entry: Entry) -> io::Result<Option<End>> {
         let body = self.header.body(&self.file, entry)?;
         match entry.kind {
             Kind::Outcome => {
-                let Some((mut completion, _)) = decode(&body) else { return Ok(None) };
+                let Some((mut completion, fingerprint)) = decode(&body) else { return Ok(None) };
                 self.keys.open_completion(&mut completion).map_err(io::Error::other)?;
-                Ok(Some(Owed::Outcome(Arc::new(completion))))
+                let completion = Arc::new(completion);
+                let (caller, open, found) = (None, None, false);
+                let executed = Executed { completion, fingerprint, caller, open, found };
+                Ok(Some(End::Complete(executed)))
             }
             Kind::Freed => {
                 let Some((mut late, gone_on)) = decode_freed(&body) else { return Ok(None) };
                 if let LateEnd::Released { answer } = &mut late.end {
                     self.keys.open_of(late.fence, answer).map_err(io::Error::other)?;
                 }
-                Ok(Some(Owed::Freed { late: Box::new(late), gone_on }))
+                if gone_on {
+                    return Ok(Some(End::Late(Box::new(late))));
+                }
+                let LateOutcome { scope, fence, end } = late;
+                // The process that died had tried it before it was kept.
+                let release = NotExecuted { scope, fence, late: Some(end), tried: true };
+                Ok(Some(End::Release(release)))
             }
             Kind::Tombstone => Ok(None),
         }
@@ -291,104 +292,108 @@ async fn pay_one(
 ) -> Result<Option<Drained>, Error> {
     let reading = tokio::task::spawn_blocking(move || file.read(entry));
     let read = reading.await.map_err(io::Error::other).flatten();
-    let owed = match read {
-        Ok(Some(owed)) => owed,
-        Ok(None) => return Ok(None),
+    match read {
+        Ok(Some(end)) => write(end, store, patience).await.map(Some),
+        Ok(None) => Ok(None),
         Err(error) => {
             tracing::error!(%error, "an outcome in the spill cannot be read");
-            return Ok(None);
+            Ok(None)
         }
-    };
+    }
+}
+
+/// Writes one outcome to the store, for as long as the patience lasts. One that it refuses for good keeps nobody from starting.
+async fn write(mut end: End, store: &dyn Records, patience: Duration) -> Result<Drained, Error> {
     let give_up = Instant::now() + patience;
     let mut told = false;
     loop {
-        let settled = match &owed {
-            Owed::Outcome(completion) => settle(completion, store).await,
-            Owed::Freed { late, gone_on } => free(late, *gone_on, store).await,
+        let error = match settle_and_note(&end, store).await {
+            Ok(result) => return Ok(result),
+            Err(error) => error,
         };
-        match settled {
-            Ok(result) => return Ok(Some(result)),
-            Err(error) if Instant::now() >= give_up => return Err(error),
-            Err(error) => {
-                if !std::mem::replace(&mut told, true) {
-                    tracing::warn!(error = %causes(&error), "an outcome in the spill is not taken yet");
-                }
-                tokio::time::sleep(PAUSE).await;
+        if !error.may_pass() {
+            let (record, error) = (end.fence().id, causes(&error));
+            tracing::error!(%record, error, "the database refuses an outcome of the spill");
+            match end.refused() {
+                Some(less) => end = less,
+                None => return Ok(Drained::Refused),
+            }
+            continue;
+        }
+        if Instant::now() >= give_up {
+            return Err(error.into());
+        }
+        if !std::mem::replace(&mut told, true) {
+            tracing::warn!(error = %causes(&error), "an outcome in the spill is not taken yet");
+        }
+        tokio::time::sleep(PAUSE).await;
+    }
+}
+
+async fn settle_and_note(end: &End, store: &dyn Records) -> Result<Drained, Unsettled> {
+    let settlement = settle(store, end, Instant::now() + TRY).await?;
+    if let Some(late) = settlement.late() {
+        store.note_late_outcome(late).await?;
+        let (record, outcome) = (late.fence.id, late.summary());
+        tracing::warn!(%record, outcome, "a late outcome of the spill is kept in the audit table");
+    }
+    Ok(settlement.result())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::{Attempt, Fence, Key, Operation, Record, RecordId, Scope, Tenant};
+    use crate::store::layer::Layer;
+    use crate::store::{Changed, OperatorsLayer, OutboxLayer, RecordsLayer, SinksLayer};
+
+    /// Finds no row of any attempt; what stands there it cannot read, or the audit table refuses what is noted.
+    #[derive(Clone, Copy)]
+    enum Broken {
+        Reading,
+        Noting,
+    }
+
+    impl Layer for Broken {
+        fn beneath(&self) -> Result<&dyn Store, Error> {
+            Err(Error::Unavailable("not asked here".into()))
+        }
+    }
+
+    impl RecordsLayer for Broken {
+        async fn release(&self, _: &Scope, _: Fence) -> Result<Changed, Error> {
+            Ok(Changed::No)
+        }
+
+        async fn find(&self, _: &Scope) -> Result<Option<Record>, Error> {
+            match self {
+                Self::Reading => Err(Error::Unreadable("its key is missing".into())),
+                Self::Noting => Ok(None),
             }
         }
-    }
-}
 
-async fn settle(completion: &Arc<Completion>, store: &dyn Store) -> Result<Drained, Error> {
-    let record = completion.fence.id;
-    let late = LateOutcome::from(&**completion);
-    let writing = store::complete_in_some_form(store, completion, Instant::now() + TRY);
-    match writing.await.map(|written| written.settled) {
-        Ok(Settled::Done { .. }) => Ok(Drained::Completed),
-        Ok(Settled::Fenced) => match store.find(&completion.scope).await? {
-            Some(Record { fence, state: State::Completed(stands), .. })
-                if fence == completion.fence && late.is(&stands.answer) =>
-            {
-                Ok(Drained::Already)
-            }
-            Some(_) | None => fenced_off(&late, store).await,
-        },
-        Ok(Settled::Locked) => {
-            Err(Error::Unavailable("another transaction holds the record".into()))
+        async fn note_late_outcome(&self, _: &LateOutcome) -> Result<(), Error> {
+            Err(Error::Refused("a value that it cannot hold".into()))
         }
-        Err(Error::Refused(cause)) => {
-            tracing::error!(%record, %cause, "the database refuses an outcome of the spill in every form");
-            unkept(&late, store).await
-        }
-        Err(error) => Err(error),
     }
-}
 
-/// An outcome that the database refuses to hold: its record is unknown, and the audit table tells what is known. Refused
-/// again, it stays in the file.
-async fn unkept(late: &LateOutcome, store: &dyn Store) -> Result<Drained, Error> {
-    let marked = match store.mark_unknown(&late.scope, late.fence).await {
-        Ok(Changed::Locked) => {
-            return Err(Error::Unavailable("another transaction holds the record".into()));
-        }
-        Ok(Changed::Yes | Changed::No) => fenced_off(late, store).await,
-        Err(error) => Err(error),
-    };
-    match marked {
-        Err(Error::Refused(cause)) => {
-            let record = late.fence.id;
-            tracing::error!(%record, %cause, "the database does not take a word of it");
-            Ok(Drained::Refused)
-        }
-        other => other,
-    }
-}
+    impl OutboxLayer for Broken {}
+    impl SinksLayer for Broken {}
+    impl OperatorsLayer for Broken {}
 
-/// Frees an attempt that did not execute, if its record is still at it.
-async fn free(late: &LateOutcome, gone_on: bool, store: &dyn Store) -> Result<Drained, Error> {
-    let LateOutcome { scope, fence, .. } = late;
-    if gone_on {
-        return fenced_off(late, store).await;
-    }
-    match store.release(scope, *fence).await? {
-        Changed::Yes => return Ok(Drained::Released),
-        Changed::Locked => {
-            return Err(Error::Unavailable("another transaction holds the record".into()));
+    #[tokio::test]
+    async fn what_the_database_never_takes_is_set_aside_and_keeps_nobody_from_starting() {
+        let fence = Fence { id: RecordId::fresh(), attempt: Attempt::FIRST };
+        let scope = Scope {
+            tenant: Tenant::stored("t"),
+            operation: Operation::stored("o"),
+            key: Key::stored("k"),
+        };
+        for broken in [Broken::Reading, Broken::Noting] {
+            let (scope, late) = (scope.clone(), Some(LateEnd::NotSent));
+            let end = End::Release(NotExecuted { scope, fence, late, tried: false });
+            let written = write(end, &broken, Duration::from_secs(60)).await;
+            assert!(matches!(written, Ok(Drained::Refused)), "{written:?}");
         }
-        Changed::No => {}
     }
-    match store.find(scope).await? {
-        Some(record) if record.fence.id == fence.id => fenced_off(late, store).await,
-        // Gone by the release of the process that died, most likely, of which no word came.
-        Some(_) | None => Ok(Drained::Already),
-    }
-}
-
-/// A late outcome: the record is at another attempt by now, or gone, or has another answer, by an operator, another replica
-/// or the application. What stands is what counts; this goes to the audit table.
-async fn fenced_off(late: &LateOutcome, store: &dyn Store) -> Result<Drained, Error> {
-    store.note_late_outcome(late).await?;
-    let (record, outcome) = (late.fence.id, late.summary());
-    tracing::warn!(%record, outcome, "a late outcome of the spill is kept in the audit table");
-    Ok(Drained::FencedOff)
 }

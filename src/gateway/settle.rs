@@ -1,0 +1,327 @@
+//! The end of an attempt as a value, and the one way in which it is written to the store.
+//!
+//! A request tries this once, under its caller's deadline; the retrying task repeats it while the process lives; the next
+//! process does it for what it finds in the spill. All of them get the same decision, [`settle`]'s:
+//!
+//! | end | its row was there | no row fits, and there stands | is |
+//! | --- | --- | --- | --- |
+//! | complete | completed | this attempt, with this status and body | already done |
+//! | complete | | anything else, or nothing | fenced off, and noted as late |
+//! | unkept | unknown, and noted | as for complete | as for complete |
+//! | release | released | nothing of this record, and an earlier try may have released it | already done |
+//! | release | | anything else, or nothing | fenced off, and noted as late |
+//! | unknown | unknown | an answer | fenced off: that answer counts |
+//! | unknown | | anything else, or nothing | unknown: whoever waits is told so |
+//! | late | | (it is not looked at) | fenced off, and noted as late |
+//!
+//! What must stay true:
+//!
+//! - A change names the attempt's fence. "No row fits" is read back before anything is concluded from it.
+//! - A row that somebody's transaction holds says nothing yet: the end stays pending ([`Unsettled::Locked`]).
+//! - What an attempt came to stands in its record or in the audit table. [`Settlement::late`] is still to be noted, and the end
+//!   is pending until it is. Two things are not noted: the answer to somebody's question (nothing was executed for it), and
+//!   what the API says in time of an attempt that it has completed itself ([`Settlement::of_own_attempt`]).
+//! - What the database refuses, or cannot read back, is pending no more: [`End::refused`] says what is left to be written.
+
+use std::sync::Arc;
+use std::time::{Instant, SystemTime};
+
+use crate::record::{Caller, Completed, Fence, Fingerprint, Record, RecordId, Scope, State};
+use crate::store::{
+    Changed, Completion, Error, LateEnd, LateOutcome, Proposal, Records, Settled,
+    complete_in_some_form,
+};
+use crate::telemetry::Drained;
+
+/// The end of an attempt, as it has to be written.
+#[derive(Clone)]
+pub(super) enum End {
+    /// It executed: its answer is kept, with its events.
+    Complete(Executed),
+    /// It executed, and the database refuses to hold its answer: the record becomes unknown, and the audit table tells.
+    Unkept(Executed),
+    /// It is known not to have executed: its key is free.
+    Release(NotExecuted),
+    /// Nobody knows what the API did.
+    Unknown {
+        scope: Scope,
+        fence: Fence,
+        /// What the row says, while it is in progress here.
+        open: Option<Arc<Proposal>>,
+    },
+    /// Its record has gone on: what it came to is noted.
+    Late(Box<LateOutcome>),
+}
+
+/// What is known of an attempt that executed.
+#[derive(Clone)]
+pub(super) struct Executed {
+    pub(super) completion: Arc<Completion>,
+    pub(super) fingerprint: Fingerprint,
+    pub(super) caller: Option<Caller>,
+    /// What the row says, while it is in progress here.
+    pub(super) open: Option<Arc<Proposal>>,
+    /// Whether the answer was found by a question: then nothing is noted where the record has gone on.
+    pub(super) found: bool,
+}
+
+/// What is known of an attempt that did not execute.
+#[derive(Clone)]
+pub(super) struct NotExecuted {
+    pub(super) scope: Scope,
+    pub(super) fence: Fence,
+    /// What is noted where its record has gone on; none: nothing of it was ever promised to anybody.
+    pub(super) late: Option<LateEnd>,
+    /// Whether an earlier try of this release may have been committed: then a record that is gone was released by it.
+    pub(super) tried: bool,
+}
+
+/// What became of an end: it is not pending any more, once [`Settlement::late`] is noted.
+pub(super) enum Settlement {
+    /// The answer is kept, in this form, until then.
+    Completed { written: Arc<Completion>, expires_at: SystemTime },
+    /// The key is free.
+    Released,
+    /// The record is unknown. `marked`: it was in progress until now.
+    Unknown { record: RecordId, marked: bool, late: Option<LateOutcome> },
+    /// This very end had been written before, or by the application: with this answer, where it executed.
+    Already(Option<Box<Stored>>),
+    /// The record has gone on: this answer counts, where there is one.
+    FencedOff { stands: Option<Box<Stored>>, late: Option<LateOutcome> },
+}
+
+/// A completed record.
+pub(super) struct Stored {
+    pub(super) fence: Fence,
+    pub(super) fingerprint: Fingerprint,
+    pub(super) caller: Option<Caller>,
+    pub(super) completed: Completed,
+}
+
+/// Why an end is still pending.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Unsettled {
+    /// A transaction of somebody else holds the row: what it commits may be another answer.
+    #[error("another transaction holds the record")]
+    Locked,
+    /// No row fitted, and what stands there could not be read.
+    #[error("it is not known what stands in the place of an attempt")]
+    Unread(#[source] Error),
+    /// The store has not taken it.
+    #[error(transparent)]
+    Untaken(#[from] Error),
+}
+
+/// What stands in the place of an attempt whose end found no row.
+enum Standing {
+    Completed(Box<Stored>),
+    /// Its record, in progress or unknown: at another attempt, or at this one.
+    Open,
+    /// Its record is gone, or another one stands under the scope.
+    Gone,
+}
+
+impl Unsettled {
+    /// Whether the same may succeed another time, with nobody doing anything about it.
+    pub(super) fn may_pass(&self) -> bool {
+        match self {
+            Self::Locked => true,
+            Self::Unread(error) | Self::Untaken(error) => error.may_pass(),
+        }
+    }
+}
+
+impl From<Unsettled> for Error {
+    fn from(unsettled: Unsettled) -> Self {
+        match unsettled {
+            Unsettled::Locked => Self::Unavailable(unsettled.into()),
+            Unsettled::Unread(error) | Unsettled::Untaken(error) => error,
+        }
+    }
+}
+
+impl End {
+    /// Of which attempt.
+    pub(super) fn fence(&self) -> Fence {
+        match self {
+            Self::Complete(executed) | Self::Unkept(executed) => executed.completion.fence,
+            Self::Release(not) => not.fence,
+            Self::Unknown { fence, .. } => *fence,
+            Self::Late(late) => late.fence,
+        }
+    }
+
+    /// What the row says that the database has forgotten, if no row fits: the attempt was in progress here.
+    pub(super) fn open(&self) -> Option<&Arc<Proposal>> {
+        match self {
+            Self::Complete(executed) => executed.open.as_ref(),
+            Self::Unknown { open, .. } => open.as_ref(),
+            // What is freed may rightly be gone.
+            Self::Unkept(_) | Self::Release(_) | Self::Late(_) => None,
+        }
+    }
+
+    /// The same after a try that may have been committed.
+    pub(super) fn again(mut self) -> Self {
+        if let Self::Release(not) = &mut self {
+            not.tried = true;
+        }
+        self
+    }
+
+    /// What is left to be written of an end that the database refuses; none: nothing of it.
+    pub(super) fn refused(self) -> Option<Self> {
+        match self {
+            Self::Complete(executed) => Some(Self::Unkept(executed)),
+            Self::Unkept(_) | Self::Release(_) | Self::Unknown { .. } | Self::Late(_) => None,
+        }
+    }
+
+    /// What is noted where the record has gone on.
+    pub(super) fn late(&self) -> Option<LateOutcome> {
+        match self {
+            Self::Complete(executed) | Self::Unkept(executed) => {
+                (!executed.found).then(|| (&*executed.completion).into())
+            }
+            Self::Release(NotExecuted { scope, fence, late, .. }) => {
+                let end = late.clone()?;
+                Some(LateOutcome { scope: scope.clone(), fence: *fence, end })
+            }
+            Self::Unknown { .. } => None,
+            Self::Late(late) => Some((**late).clone()),
+        }
+    }
+
+    /// Under which scope.
+    pub(super) fn scope(&self) -> &Scope {
+        match self {
+            Self::Complete(executed) | Self::Unkept(executed) => &executed.completion.scope,
+            Self::Release(not) => &not.scope,
+            Self::Unknown { scope, .. } => scope,
+            Self::Late(late) => &late.scope,
+        }
+    }
+
+    /// No row fitted, and this stands.
+    fn overtaken(&self, standing: Standing) -> Settlement {
+        let fence = self.fence();
+        match (self, standing) {
+            (Self::Release(not), Standing::Gone) if not.tried => Settlement::Already(None),
+            (Self::Unknown { .. }, Standing::Open | Standing::Gone) => {
+                Settlement::Unknown { record: fence.id, marked: false, late: None }
+            }
+            (_, Standing::Open | Standing::Gone) => {
+                Settlement::FencedOff { stands: None, late: self.late() }
+            }
+            (_, Standing::Completed(stands)) => {
+                let late = self.late();
+                let own = late.as_ref().is_none_or(|late| late.is(&stands.completed.answer));
+                if own && stands.fence == fence {
+                    return Settlement::Already(Some(stands));
+                }
+                Settlement::FencedOff { stands: Some(stands), late }
+            }
+        }
+    }
+}
+
+impl Settlement {
+    /// What is still to be noted in the audit table.
+    pub(super) fn late(&self) -> Option<&LateOutcome> {
+        match self {
+            Self::Unknown { late, .. } | Self::FencedOff { late, .. } => late.as_ref(),
+            Self::Completed { .. } | Self::Released | Self::Already(_) => None,
+        }
+    }
+
+    /// As how it is counted.
+    pub(super) fn result(&self) -> Drained {
+        match self {
+            Self::Completed { .. } => Drained::Completed,
+            Self::Released => Drained::Released,
+            Self::Already(_) => Drained::Already,
+            Self::Unknown { .. } | Self::FencedOff { .. } => Drained::FencedOff,
+        }
+    }
+
+    /// Whether no row fitted, and no answer stands: the database may have forgotten the row.
+    pub(super) fn found_nothing(&self) -> bool {
+        matches!(self, Self::Unknown { marked: false, .. } | Self::FencedOff { stands: None, .. })
+    }
+
+    /// The same where this attempt's record was in the hands of this process until after it was read: nobody but the
+    /// application itself can have completed it then, whatever it says afterwards.
+    pub(super) fn of_own_attempt(self, attempt: Fence) -> Self {
+        match self {
+            Self::FencedOff { stands: Some(stands), .. } if stands.fence == attempt => {
+                Self::Already(Some(stands))
+            }
+            Self::Completed { .. }
+            | Self::Released
+            | Self::Unknown { .. }
+            | Self::Already(_)
+            | Self::FencedOff { .. } => self,
+        }
+    }
+}
+
+/// Tries once to write an end. `deadline`: up to when a completion waits for others.
+///
+/// # Errors
+/// [`Unsettled`]: it is still pending.
+pub(super) async fn settle(
+    store: &dyn Records,
+    end: &End,
+    deadline: Instant,
+) -> Result<Settlement, Unsettled> {
+    let (scope, fence) = (end.scope(), end.fence());
+    let changed = match end {
+        End::Complete(executed) => {
+            let written = complete_in_some_form(store, &executed.completion, deadline).await?;
+            match written.settled {
+                Settled::Done { expires_at } => {
+                    return Ok(Settlement::Completed { written: written.completion, expires_at });
+                }
+                Settled::Fenced => Changed::No,
+                Settled::Locked => Changed::Locked,
+            }
+        }
+        End::Release(_) => store.release(scope, fence).await?,
+        End::Unknown { .. } | End::Unkept(_) => store.mark_unknown(scope, fence).await?,
+        End::Late(_) => return Ok(end.overtaken(Standing::Open)),
+    };
+    match changed {
+        Changed::Yes if matches!(end, End::Release(_)) => Ok(Settlement::Released),
+        Changed::Yes => {
+            Ok(Settlement::Unknown { record: fence.id, marked: true, late: end.late() })
+        }
+        Changed::Locked => Err(Unsettled::Locked),
+        Changed::No => look(store, end).await,
+    }
+}
+
+/// What an end is that found no row, by what stands there. Nothing is changed.
+///
+/// # Errors
+/// [`Unsettled::Unread`].
+pub(super) async fn look(store: &dyn Records, end: &End) -> Result<Settlement, Unsettled> {
+    let found = store.find(end.scope()).await.map_err(Unsettled::Unread)?;
+    Ok(end.overtaken(standing(found, end.fence().id)))
+}
+
+/// What stands where the record `id` was.
+fn standing(found: Option<Record>, id: RecordId) -> Standing {
+    match found {
+        Some(Record { fence, fingerprint, caller, state }) if fence.id == id => match state {
+            State::Completed(completed) => {
+                let completed = *completed;
+                Standing::Completed(Box::new(Stored { fence, fingerprint, caller, completed }))
+            }
+            State::InProgress { .. } | State::Unknown => Standing::Open,
+        },
+        Some(_) | None => Standing::Gone,
+    }
+}
+
+#[cfg(test)]
+mod tests;
