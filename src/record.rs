@@ -18,16 +18,19 @@
 //! This module and its children are pure: no clock, no runtime, no SQL and no log.
 
 pub mod event;
+mod lease;
 pub mod lookup;
 pub mod outcome;
 
 use std::fmt;
-use std::sync::{Arc, PoisonError, RwLock};
-use std::time::{Duration, Instant, SystemTime};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use uuid::Uuid;
+
+pub use self::lease::{Lease, LeaseView};
 
 /// Longest key, in characters (all ASCII, so bytes too).
 pub const KEY_MAX: usize = 255;
@@ -517,46 +520,6 @@ pub struct Record {
     pub state: State,
 }
 
-/// This process's lease as it may be relied on without asking the database.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Lease {
-    /// Under which owner id records are reserved now.
-    pub owner: OwnerId,
-    /// Until when the database certainly counts the owner as alive: the moment before the heartbeat was sent,
-    /// plus the lease, less a margin. On the process's monotonic clock.
-    pub sure_until: Instant,
-}
-
-/// The lease as `lease` keeps it up to date and as the sending side checks it. Cheap to clone; all clones see one lease.
-#[derive(Clone, Debug)]
-pub struct LeaseView(Arc<RwLock<Lease>>);
-
-impl LeaseView {
-    /// A view that starts with this lease.
-    #[must_use]
-    pub fn new(lease: Lease) -> Self {
-        Self(Arc::new(RwLock::new(lease)))
-    }
-
-    /// The lease as last renewed.
-    #[must_use]
-    pub fn current(&self) -> Lease {
-        *self.0.read().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Takes over a renewed lease, or one of a new owner.
-    pub fn renew(&self, lease: Lease) {
-        *self.0.write().unwrap_or_else(PoisonError::into_inner) = lease;
-    }
-
-    /// Whether `owner` is still this process's owner and certainly counted as alive at `now`.
-    #[must_use]
-    pub fn holds(&self, owner: OwnerId, now: Instant) -> bool {
-        let lease = self.current();
-        lease.owner == owner && now < lease.sure_until
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -639,15 +602,5 @@ mod tests {
         }
         assert!(Key::parse(&"x".repeat(255)).is_some());
         assert!(Key::parse(&"x".repeat(256)).is_none());
-    }
-
-    #[test]
-    fn a_lease_holds_for_its_owner_until_its_deadline() {
-        let now = Instant::now();
-        let owner = OwnerId::fresh();
-        let view = LeaseView::new(Lease { owner, sure_until: now + Duration::from_secs(1) });
-        assert!(view.holds(owner, now));
-        assert!(!view.holds(owner, now + Duration::from_secs(1)));
-        assert!(!view.holds(OwnerId::fresh(), now));
     }
 }

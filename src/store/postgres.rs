@@ -88,7 +88,7 @@ pub struct Postgres {
     heart: Lane,
     reservations: Batcher<records::Reservations>,
     completions: Batcher<complete::Completions>,
-    swept_to: Mutex<records::Place>,
+    swept_to: Mutex<records::Cursor>,
 }
 
 /// How long one migration, or the wait for another replica's, may take.

@@ -337,7 +337,7 @@ SELECT clock_timestamp() AS now";
 
 /// Where a walk over the dead stands: the last row of the page before.
 #[derive(Clone, Debug, Default)]
-struct Place {
+struct Cursor {
     sink: Option<String>,
     at: Option<SystemTime>,
     event: Option<Uuid>,
@@ -350,7 +350,7 @@ struct Piece<'a> {
     by: &'a Operator,
     /// Those that were dead by then, so that it ends.
     before: SystemTime,
-    after: Place,
+    after: Cursor,
     audit: Uuid,
     /// Changed by the pieces before.
     total: u64,
@@ -360,7 +360,7 @@ struct Piece<'a> {
 struct Worked {
     changed: u64,
     /// The last row that was looked at; `None`: there is no further page.
-    next: Option<Place>,
+    next: Option<Cursor>,
 }
 
 async fn all_dead(
@@ -372,13 +372,13 @@ async fn all_dead(
     let rows = door.read(NOW, &[]).await?;
     let Some(now) = rows.first() else { return Ok(0) };
     let before = get(now, "now")?;
-    let (audit, after) = (Uuid::now_v7(), Place::default());
+    let (audit, after) = (Uuid::now_v7(), Cursor::default());
     let mut piece = Piece { action, filter, by, before, after, audit, total: 0 };
     loop {
         let worked = door.run(&piece).await.map_err(|error| in_part(error, piece.total))?;
         piece.total += worked.changed;
         match worked.next {
-            Some(place) => piece.after = place,
+            Some(cursor) => piece.after = cursor,
             None => return Ok(piece.total),
         }
     }
@@ -422,13 +422,13 @@ impl Task for Piece<'_> {
         fault::point(Point::Audited).await;
         transaction.commit().await?;
         let full = i64::try_from(page.len()).unwrap_or(PIECE) >= PIECE;
-        let next = page.last().filter(|_| full).map(place).transpose()?;
+        let next = page.last().filter(|_| full).map(cursor).transpose()?;
         Ok(Worked { changed, next })
     }
 }
 
-fn place(row: &Row) -> Result<Place, Error> {
-    Ok(Place {
+fn cursor(row: &Row) -> Result<Cursor, Error> {
+    Ok(Cursor {
         sink: get(row, "sink")?,
         at: get(row, "finished_at")?,
         event: get(row, "event_id")?,

@@ -135,7 +135,7 @@ ORDER BY u.created_at, m.record_id, m.seq, u.event_id"
 );
 
 /// What one look found: events that are claimed, and whether there is reason to look again at once.
-struct Found {
+struct OrderedClaims {
     claimed: Vec<Claimed>,
     again: bool,
 }
@@ -152,7 +152,7 @@ pub(super) async fn claim(
     let once = matches!(claim.look, Look::From(_));
     let mut window = claim.limit.saturating_mul(2).max(WINDOW_MIN);
     loop {
-        let Found { claimed, again } =
+        let OrderedClaims { claimed, again } =
             door.run(&ClaimingInOrder { claim, on_dead, window }).await?;
         window = window.max(WINDOW_MAX);
         if !claimed.is_empty() || !again || once || Instant::now() >= end {
@@ -169,15 +169,15 @@ struct ClaimingInOrder<'a> {
 
 #[async_trait]
 impl Task for ClaimingInOrder<'_> {
-    type Done = Found;
+    type Done = OrderedClaims;
 
-    async fn run(&self, connection: &mut Connection) -> Result<Found, RunError> {
+    async fn run(&self, connection: &mut Connection) -> Result<OrderedClaims, RunError> {
         let Claim { sink, lane: which, order: _, limit, owner, lease, over, look: _ } = self.claim;
         let mut transaction = connection.begin(BEGIN_BY_INDEX).await?;
         let Some(Beginning { floor, place }) = beginning(&mut transaction, self.claim).await?
         else {
             transaction.commit().await?;
-            return Ok(Found { claimed: Vec::new(), again: false });
+            return Ok(OrderedClaims { claimed: Vec::new(), again: false });
         };
         let (judges, window) = (*over == Over::EndedOrDead, self.window);
         let params: Params<'_> = &[
@@ -191,7 +191,7 @@ impl Task for ClaimingInOrder<'_> {
         let rows = transaction.run(WINDOW_OF, params).await?;
         if rows.is_empty() || *limit == 0 {
             transaction.commit().await?;
-            return Ok(Found { claimed: Vec::new(), again: false });
+            return Ok(OrderedClaims { claimed: Vec::new(), again: false });
         }
         let (ids, keys) = identities(&rows)?;
         let locked = if keys.is_empty() {
@@ -231,7 +231,7 @@ fn identities(rows: &[Row]) -> Result<(Vec<Uuid>, Vec<String>), Error> {
 }
 
 /// `full`: there may be more behind the window.
-fn found_of(rows: &[Row], full: bool) -> Result<Found, RunError> {
+fn found_of(rows: &[Row], full: bool) -> Result<OrderedClaims, RunError> {
     let put_off: i64 = rows.first().map_or(Ok(0), |row| get(row, "put_off"))?;
     let mut taken = Vec::with_capacity(rows.len());
     for row in rows {
@@ -239,7 +239,7 @@ fn found_of(rows: &[Row], full: bool) -> Result<Found, RunError> {
             taken.push(claimed(row)?);
         }
     }
-    Ok(Found { claimed: taken, again: full && put_off > 0 })
+    Ok(OrderedClaims { claimed: taken, again: full && put_off > 0 })
 }
 
 // Sorted, as all who wait for turns take them. A turn that was taken again for the same event while its lock was waited for is

@@ -581,7 +581,7 @@ LEFT JOIN (SELECT created_at, id FROM onward ORDER BY created_at DESC, id DESC L
   ON all_seen.seen = $2";
 
 /// Where a sweep ended among the records, which stand in the order of their creation. `None`: at their end.
-pub(super) type Place = Option<(SystemTime, Uuid)>;
+pub(super) type Cursor = Option<(SystemTime, Uuid)>;
 
 // A note is younger than this as long as the record may be on its way back to unknown. One that was told of goes
 // when its end is told.
@@ -591,14 +591,14 @@ WHERE u.noted_at < clock_timestamp() - interval '10 minutes'
   AND u.announced IS NULL
   AND NOT EXISTS (SELECT FROM idempotency_records r WHERE r.id = u.id AND r.status = 'unknown')";
 
-pub(super) async fn sweep(door: &Door, limit: u32, from: Place) -> Result<(u64, Place), Error> {
+pub(super) async fn sweep(door: &Door, limit: u32, from: Cursor) -> Result<(u64, Cursor), Error> {
     let limit = i64::from(limit);
     let look = limit.saturating_mul(10).clamp(1000, 20_000);
     let (at, id) = from.unzip();
     let params: Params<'_> =
         &[(&limit, Type::INT8), (&look, Type::INT8), (&at, Type::TIMESTAMPTZ), (&id, Type::UUID)];
     let rows = door.write(SWEEP_RECORDS, params).await?;
-    let place: Place = match rows.first() {
+    let cursor: Cursor = match rows.first() {
         Some(row) => get::<Option<_>>(row, "created_at")?.zip(get::<Option<_>>(row, "id")?),
         None => None,
     };
@@ -606,5 +606,5 @@ pub(super) async fn sweep(door: &Door, limit: u32, from: Place) -> Result<(u64, 
     let gone = rows::count(&rows)?;
     // A full sweep may have left some of what it looked at.
     let full = i64::try_from(gone).is_ok_and(|gone| gone >= limit);
-    Ok((gone, if full { from } else { place }))
+    Ok((gone, if full { from } else { cursor }))
 }

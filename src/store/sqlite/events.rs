@@ -147,7 +147,7 @@ fn note(
 }
 
 /// Where a walk over the dead stands: sink, end and event of the last row.
-type Place = (String, i64, String);
+type Cursor = (String, i64, String);
 
 /// What is done to all dead ones of a filter, piece by piece.
 pub(super) struct Walk {
@@ -157,7 +157,7 @@ pub(super) struct Walk {
     audit: Uuid,
     /// Those that were dead at its first piece, so that it ends.
     before: Option<i64>,
-    after: Option<Place>,
+    after: Option<Cursor>,
     over: bool,
     total: u64,
 }
@@ -202,7 +202,7 @@ impl Walk {
         Ok(self)
     }
 
-    fn page(&self, tx: &Tx<'_>, before: i64) -> rusqlite::Result<Vec<Place>> {
+    fn page(&self, tx: &Tx<'_>, before: i64) -> rusqlite::Result<Vec<Cursor>> {
         let (conditions, mut values) = conditions(tx, &self.filter);
         let mut sql =
             format!("SELECT d.sink, d.finished_at, d.event_id {conditions} AND d.finished_at <= ?");

@@ -19,7 +19,7 @@ const PUT_OFF: i64 = 600_000_000;
 const PIECE: u32 = 500;
 
 /// What one look found: events that are claimed, and whether there is reason to look again at once.
-pub(super) struct Found {
+pub(super) struct OrderedClaims {
     pub(super) taken: Vec<Taken>,
     pub(super) again: bool,
 }
@@ -30,7 +30,7 @@ pub(super) fn take(
     claim: &Claim,
     on_dead: OnDead,
     from: i64,
-) -> rusqlite::Result<Found> {
+) -> rusqlite::Result<OrderedClaims> {
     const DUE: &str = concat!(
         "SELECT event_id, ordering_key FROM outbox_queue q
         WHERE ",
@@ -63,7 +63,7 @@ pub(super) fn take(
     }
     // Not again from a place in the middle, see there.
     let again = full && put_off && !matches!(claim.look, Look::From(_));
-    Ok(Found { taken: claimed, again })
+    Ok(OrderedClaims { taken: claimed, again })
 }
 
 /// Whether nothing of the key stands before this event, in either lane.

@@ -12,7 +12,7 @@ use rusqlite::params;
 use uuid::Uuid;
 
 use super::super::{Acknowledgement, Claim, Claimed, Lane, Look, Order, Over, Verdict};
-use super::order::{self, Found};
+use super::order::{self, OrderedClaims};
 use super::row::{self, left, micros};
 use super::thread::Tx;
 use crate::record::event::Event;
@@ -72,8 +72,8 @@ pub(super) fn taken(row: &rusqlite::Row<'_>) -> rusqlite::Result<Taken> {
 /// Claims what is due. Whether there is reason to claim again at once: all that was looked at has to wait for others.
 pub(super) fn claim(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<(Vec<Claimed>, bool)> {
     let Some(from) = beginning(tx, claim)? else { return Ok((Vec::new(), false)) };
-    let Found { taken, again } = match claim.order {
-        Order::None => Found { taken: take(tx, claim, from)?, again: false },
+    let OrderedClaims { taken, again } = match claim.order {
+        Order::None => OrderedClaims { taken: take(tx, claim, from)?, again: false },
         Order::Key(on_dead) => order::take(tx, claim, on_dead, from)?,
     };
     let mut claimed = Vec::with_capacity(taken.len());

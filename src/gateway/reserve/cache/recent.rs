@@ -31,13 +31,13 @@ struct Blocks {
     blocks: VecDeque<Block>,
     /// The number of the oldest block; the others follow.
     first: u64,
-    index: HashMap<u64, Place>,
+    index: HashMap<u64, Slot>,
     block_max: usize,
     blocks_max: usize,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Place {
+struct Slot {
     block: u64,
     entry: usize,
 }
@@ -129,10 +129,10 @@ impl Block {
 
 impl Blocks {
     fn find(&self, hash: u64) -> Option<(&Block, &Entry)> {
-        let place = self.index.get(&hash)?;
-        let at = usize::try_from(place.block.checked_sub(self.first)?).ok()?;
+        let slot = self.index.get(&hash)?;
+        let at = usize::try_from(slot.block.checked_sub(self.first)?).ok()?;
         let block = self.blocks.get(at)?;
-        Some((block, block.entries.get(place.entry)?))
+        Some((block, block.entries.get(slot.entry)?))
     }
 
     /// A new block behind the others; the oldest one where there is no room for one more.
@@ -144,8 +144,8 @@ impl Blocks {
             return;
         };
         for (entry, gone) in block.entries.iter().enumerate() {
-            let place = Place { block: self.first, entry };
-            if self.index.get(&gone.hash) == Some(&place) {
+            let slot = Slot { block: self.first, entry };
+            if self.index.get(&gone.hash) == Some(&slot) {
                 self.index.remove(&gone.hash);
             }
         }
@@ -189,7 +189,7 @@ impl Recent {
         let Some(newest) = blocks.blocks.back_mut() else { return false };
         newest.append(hash, scope, replay);
         let entry = newest.entries.len() - 1;
-        blocks.index.insert(hash, Place { block, entry });
+        blocks.index.insert(hash, Slot { block, entry });
         true
     }
 
