@@ -22,6 +22,7 @@ mod operators;
 mod outbox;
 pub mod postgres;
 mod records;
+mod reduced;
 pub mod sealed;
 mod sinks;
 pub mod sqlite;
@@ -29,7 +30,7 @@ pub mod sqlite;
 use std::sync::Arc;
 
 pub use self::backlog::{Backlog, Tide};
-pub use self::completion::{Completion, Settled, Written, complete_in_some_form};
+pub use self::completion::{Completion, Settled};
 pub use self::error::{Cause, Error, OpenError};
 pub use self::late::{LateEnd, LateOutcome};
 pub use self::operators::{
@@ -44,6 +45,7 @@ pub use self::records::{
     Asker, Asking, Beat, Changed, Due, Life, OpenPiece, Proposal, Records, RecordsLayer,
     Reinstated, Reserved, Takeover, Unresolved, Untold, Whence,
 };
+pub use self::reduced::{Written, complete_in_some_form};
 pub use self::sinks::{
     NextProbe, Pause, PauseReason, SinkOrder, SinkState, SinkTurn, Sinks, SinksLayer, Trouble,
 };

@@ -24,6 +24,7 @@ use tokio::sync::{Semaphore, SemaphorePermit, mpsc, oneshot};
 use super::Error;
 use crate::fault::{self, Injected, Point};
 use crate::record::Scope;
+use crate::telemetry::causes;
 
 /// Most items in one statement. More did not help in measurements, and makes a halving dearer.
 pub const BATCH_MAX: usize = 64;
@@ -59,6 +60,16 @@ pub enum RunError {
     Failed(Error),
     /// What followed a commit of these items failed: their end is in doubt until a run of them succeeds.
     Committed(Error),
+}
+
+impl RunError {
+    /// For callers outside a batch, who do not repeat.
+    #[must_use]
+    pub fn into_error(self) -> Error {
+        match self {
+            Self::Again(error) | Self::Failed(error) | Self::Committed(error) => error,
+        }
+    }
 }
 
 impl From<Error> for RunError {
@@ -361,13 +372,7 @@ fn copy(error: &Error) -> Error {
 
 /// The texts of an error's causes, joined.
 fn chain(error: &Error) -> String {
-    let mut texts = Vec::new();
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        texts.push(error.to_string());
-        cause = error.source();
-    }
-    texts.join(": ")
+    std::error::Error::source(error).map(causes).unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -1,11 +1,9 @@
-//! An outcome to be kept, and the forms in which it is offered to a database that refuses some of it.
+//! An outcome to be kept, and what became of it.
 
-use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
-use super::{Error, Records};
 use crate::record::event::Event;
-use crate::record::{Answer, Fence, KeptBody, Scope, Spelling};
+use crate::record::{Answer, Fence, Scope};
 
 /// An outcome to be kept: the answer and its events, written in one transaction.
 #[derive(Clone, Debug)]
@@ -36,55 +34,3 @@ pub enum Settled {
     /// complete the record with another answer.
     Locked,
 }
-
-/// What became of a [`Completion`], and in which form it was written.
-#[derive(Clone, Debug)]
-pub struct Written {
-    /// What became of it.
-    pub settled: Settled,
-    /// As it was written, where it is [`Settled::Done`].
-    pub completion: Arc<Completion>,
-}
-
-/// Completes a record. Of an outcome that the database refuses to hold it leaves out what may be the reason: first the
-/// ordering keys of its events, then headers and body of its answer. What was executed, and its events, are kept.
-///
-/// # Errors
-/// As [`Records::complete`]; [`Error::Refused`] where the database refuses the last form, too.
-pub async fn complete_in_some_form(
-    store: &dyn Records,
-    completion: &Arc<Completion>,
-    deadline: Instant,
-) -> Result<Written, Error> {
-    let record = completion.fence.id;
-    let mut completion = Arc::clone(completion);
-    for (left_out, lessen) in LESSER_FORMS {
-        match store.complete(Arc::clone(&completion), deadline).await {
-            Ok(settled) => return Ok(Written { settled, completion }),
-            Err(Error::Refused(cause)) => {
-                tracing::error!(%record, %cause, "the database refused a completion; again without {left_out}");
-                lessen(Arc::make_mut(&mut completion));
-            }
-            Err(error) => return Err(error),
-        }
-    }
-    let settled = store.complete(Arc::clone(&completion), deadline).await?;
-    Ok(Written { settled, completion })
-}
-
-/// What is left out, one after the other.
-type Lessen = fn(&mut Completion);
-
-const LESSER_FORMS: [(&str, Lessen); 2] = [
-    ("ordering keys", |completion| {
-        for event in &mut completion.events {
-            event.ordering_key = None;
-        }
-    }),
-    ("headers and body", |completion| {
-        let Answer { headers, spelling, body, .. } = &mut completion.answer;
-        headers.clear();
-        *spelling = Spelling::default();
-        *body = KeptBody::NotRetained;
-    }),
-];

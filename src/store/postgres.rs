@@ -5,7 +5,7 @@
 //! leave. What must stay true:
 //!
 //! - All times are the database's `clock_timestamp()`; the program passes durations.
-//! - Plain SQL: no advisory locks, no session state, no LISTEN, unnamed statements (see `door`), so that a
+//! - Plain SQL: no advisory locks, no session state, no LISTEN, unnamed statements (see `connection`), so that a
 //!   transaction-pooling PgBouncer may stand between.
 //! - Nothing indexed changes at a completion, so it is an in-place update.
 //! - A row that an application's open transaction holds stops nobody: batches skip it, single changes give up at once.
@@ -15,8 +15,10 @@
 //! the other replicas, and the reservation's or completion's own words say which it was when it is run again.
 
 mod complete;
-mod door;
+mod connection;
+mod connector;
 mod events;
+mod health;
 mod leases;
 mod migrate;
 mod notices;
@@ -24,15 +26,18 @@ mod operate;
 mod order;
 mod outbox;
 mod own;
+mod pool;
 mod questions;
+mod queue;
 mod records;
 mod refusal;
 mod rows;
 mod show;
 mod sinks;
 mod sqlstate;
+mod takeover;
 mod tls;
-mod trouble;
+mod write_probe;
 
 use std::fmt;
 use std::str::FromStr as _;
@@ -57,8 +62,11 @@ use crate::record::event::subscription::Subscriber;
 use crate::record::{Attempt, Fence, OwnerId, Record, RecordId, Scope, Status};
 use crate::tasks::{self, Vital};
 use crate::telemetry;
-use door::{Connection, Dial, Door, Effect, Lane, Task, place};
+use connection::{Connection, Effect};
+use connector::{Connector, location};
 use migrate::Schema;
+use pool::{Dedicated, Pool, Retryable};
+use write_probe::WriteProbe;
 
 /// How to reach the database.
 #[derive(Clone)]
@@ -82,10 +90,11 @@ impl fmt::Debug for Settings {
 
 /// A database of Postgres.
 pub struct Postgres {
-    door: Door,
-    dial: Dial,
-    place: String,
-    heart: Lane,
+    pool: Pool,
+    connector: Connector,
+    location: String,
+    heartbeats: Dedicated,
+    write_probe: Arc<WriteProbe>,
     reservations: Batcher<records::Reservations>,
     completions: Batcher<complete::Completions>,
     swept_to: Mutex<records::Cursor>,
@@ -101,23 +110,25 @@ impl Postgres {
     /// [`OpenError::Url`] where the URL is not understood, [`OpenError::Away`] where the database is not reached now,
     /// [`OpenError::Connect`] where it refuses.
     pub async fn open(settings: Settings) -> Result<Self, OpenError> {
-        let (dial, place) = dial(&settings)?;
-        let mut first = dial.connect().await.map_err(|cause| unreached(&place, cause))?;
+        let (connector, location) = connector(&settings)?;
+        let mut first = connector.connect().await.map_err(|cause| unreached(&location, cause))?;
         migrate::warn_of_lost_commits(&mut first).await;
         drop(first);
-        let door = Door::new(dial.clone(), settings.connections.saturating_sub(2));
+        let pool = Pool::new(connector.clone(), settings.connections.saturating_sub(2));
+        let write_probe = Arc::new(WriteProbe::new(Arc::clone(connector.health()), pool.clone()));
         let turns = Turns::default();
         let (reservations, reserving) =
-            Batcher::new(records::Reservations(Lane::new(dial.clone())), turns.clone());
+            Batcher::new(records::Reservations(Dedicated::new(connector.clone())), turns.clone());
         let (completions, completing) =
-            Batcher::new(complete::Completions(Lane::new(dial.clone())), turns);
+            Batcher::new(complete::Completions(Dedicated::new(connector.clone())), turns);
         on_a_thread_of_their_own(reserving, completing)
-            .map_err(|cause| OpenError::Connect { place: place.clone(), cause })?;
+            .map_err(|cause| OpenError::Connect { place: location.clone(), cause })?;
         Ok(Self {
-            door,
-            heart: Lane::new(dial.clone()),
-            dial,
-            place,
+            pool,
+            heartbeats: Dedicated::new(connector.clone()),
+            connector,
+            location,
+            write_probe,
             reservations,
             completions,
             swept_to: Mutex::default(),
@@ -131,19 +142,19 @@ impl Postgres {
     /// [`OpenError::Encoding`], [`OpenError::NewerSchema`], [`OpenError::OlderSchema`] where it is not allowed,
     /// [`OpenError::Migration`], or [`OpenError::Interrupted`] where it may go through another time.
     pub async fn migrate(&self, allowed: bool) -> Result<u32, OpenError> {
-        let unreached = |cause| unreached(&self.place, cause);
-        let mut connection = self.dial.connect().await.map_err(unreached)?;
+        let unreached = |cause| unreached(&self.location, cause);
+        let mut connection = self.connector.connect().await.map_err(unreached)?;
         let encoding = migrate::wrong_encoding(&mut connection).await;
         if let Some(found) = encoding.map_err(|error| unreached(error.into()))? {
-            return Err(OpenError::Encoding { place: self.place.clone(), found });
+            return Err(OpenError::Encoding { place: self.location.clone(), found });
         }
         let found = match migrate::look(&mut connection, allowed).await? {
             Schema::Current(version) => return Ok(version),
             Schema::Older(version) => version,
         };
         // As long as it takes: one that is given up in the middle begins again at the next start.
-        let dial = self.dial.clone().with_statement_timeout(MIGRATION_TIMEOUT);
-        let mut connection = dial.connect().await.map_err(unreached)?;
+        let connector = self.connector.clone().with_statement_timeout(MIGRATION_TIMEOUT);
+        let mut connection = connector.connect().await.map_err(unreached)?;
         migrate::migrate(&mut connection, found).await
     }
 
@@ -153,7 +164,7 @@ impl Postgres {
     /// # Errors
     /// See [`Error`].
     pub async fn name_sinks(&self, sinks: &[Subscriber]) -> Result<(), Error> {
-        outbox::name_sinks(&self.door, sinks).await
+        outbox::name_sinks(&self.pool, sinks).await
     }
 }
 
@@ -167,7 +178,7 @@ fn unreached(place: &str, cause: Cause) -> OpenError {
     }
 }
 
-/// Runs the workers of both lanes, and what drives their connections, on one thread beside the runtime: an answer of the
+/// Runs the workers of both batchers, and what drives their connections, on one thread beside the runtime: an answer of the
 /// database never queues behind the requests that the last one woke. The thread ends with its workers.
 fn on_a_thread_of_their_own(
     reserving: impl Future<Output = ()> + Send + 'static,
@@ -177,10 +188,10 @@ fn on_a_thread_of_their_own(
     let reserving = tasks::worker(Vital::Reservations, reserving);
     let completing = tasks::worker(Vital::Completions, completing);
     // One that panicked ends alone; its callers are told that the worker ended.
-    tasks::thread(Vital::StoreThread, "store-lanes", move || {
+    tasks::thread(Vital::StoreThread, "store-batches", move || {
         runtime.block_on(async {
-            let lanes = (tasks::short(reserving), tasks::short(completing));
-            drop((lanes.0.await, lanes.1.await));
+            let workers = (tasks::short(reserving), tasks::short(completing));
+            drop((workers.0.await, workers.1.await));
         });
     })?;
     Ok(())
@@ -199,7 +210,7 @@ pub fn check_url(url: &str) -> Result<(), String> {
 }
 
 /// How to reach the database, and where it is, without secrets.
-fn dial(settings: &Settings) -> Result<(Dial, String), OpenError> {
+fn connector(settings: &Settings) -> Result<(Connector, String), OpenError> {
     // The error's own text never repeats the URL, which may hold a password.
     let mut config = Config::from_str(&settings.url)
         .map_err(|error| OpenError::Url(telemetry::causes(&error)))?;
@@ -211,31 +222,18 @@ fn dial(settings: &Settings) -> Result<(Dial, String), OpenError> {
     if config.get_tcp_user_timeout().is_none() {
         config.tcp_user_timeout(settings.statement_timeout.saturating_mul(2));
     }
-    let place = place(&config);
+    let location = location(&config);
     let tls = tls::connector(config.get_ssl_mode())
-        .map_err(|cause| OpenError::Connect { place: place.clone(), cause })?;
+        .map_err(|cause| OpenError::Connect { place: location.clone(), cause })?;
     let Settings { statement_timeout, connect_timeout, .. } = *settings;
-    Ok((Dial::new(&config, tls, connect_timeout, statement_timeout), place))
-}
-
-/// A duration as the statements take it, in seconds: at most a century, so that no time leaves the database's range.
-fn seconds(duration: Duration) -> f64 {
-    const CENTURY: f64 = 100.0 * 365.25 * 86_400.0;
-    duration.as_secs_f64().min(CENTURY)
-}
-
-/// For callers outside a batch, who do not repeat.
-fn failed(error: RunError) -> Error {
-    match error {
-        RunError::Again(error) | RunError::Failed(error) | RunError::Committed(error) => error,
-    }
+    Ok((Connector::new(&config, tls, connect_timeout, statement_timeout), location))
 }
 
 /// Asks whether the database takes writes: one that only reads is as good as away.
 struct Ping;
 
 #[async_trait]
-impl Task for Ping {
+impl Retryable for Ping {
     type Done = ();
 
     async fn run(&self, connection: &mut Connection) -> Result<(), RunError> {
@@ -253,11 +251,11 @@ impl Task for Ping {
 #[async_trait]
 impl Records for Postgres {
     async fn heartbeat(&self, owner: OwnerId, lease: Duration) -> Result<Beat, Error> {
-        leases::heartbeat(&self.heart, owner, lease).await
+        leases::heartbeat(&self.heartbeats, owner, lease).await
     }
 
     async fn retire(&self, owner: OwnerId) -> Result<(), Error> {
-        leases::retire(&self.door, owner).await
+        leases::retire(&self.pool, owner).await
     }
 
     async fn reserve(&self, proposal: Proposal, deadline: Instant) -> Result<Reserved, Error> {
@@ -265,15 +263,15 @@ impl Records for Postgres {
     }
 
     async fn take_over(&self, proposal: Proposal, from: Takeover) -> Result<Changed, Error> {
-        records::take_over(&self.door, &proposal, from).await
+        takeover::take_over(&self.pool, &proposal, from).await
     }
 
     async fn raise(&self, proposal: Proposal, fence: Fence) -> Result<Changed, Error> {
-        records::raise(&self.door, &proposal, fence).await
+        takeover::raise(&self.pool, &proposal, fence).await
     }
 
     async fn find(&self, scope: &Scope) -> Result<Option<Record>, Error> {
-        records::find(&self.door, scope).await
+        records::find(&self.pool, scope).await
     }
 
     async fn complete(
@@ -285,72 +283,72 @@ impl Records for Postgres {
     }
 
     async fn release(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error> {
-        records::release(&self.door, scope, fence).await
+        records::release(&self.pool, scope, fence).await
     }
 
     async fn mark_unknown(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error> {
-        records::mark_unknown(&self.door, scope, fence).await
+        records::mark_unknown(&self.pool, scope, fence).await
     }
 
     async fn mark_dead(&self, only: Option<(&Scope, Fence)>, limit: u32) -> Result<u64, Error> {
         match only {
-            Some((scope, fence)) => records::mark_one_dead(&self.door, scope, fence).await,
-            None => records::mark_dead(&self.door, limit).await,
+            Some((scope, fence)) => records::mark_one_dead(&self.pool, scope, fence).await,
+            None => records::mark_dead(&self.pool, limit).await,
         }
     }
 
     async fn life(&self) -> Result<Life, Error> {
-        own::life(&self.door).await
+        own::life(&self.pool).await
     }
 
     async fn stands(&self, ids: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error> {
-        own::stands(&self.door, ids).await
+        own::stands(&self.pool, ids).await
     }
 
     async fn reinstate(&self, proposal: Proposal, attempt: Attempt) -> Result<Reinstated, Error> {
-        own::reinstate(&self.door, &proposal, attempt).await
+        own::reinstate(&self.pool, &proposal, attempt).await
     }
 
     async fn open_of(&self, owner: OwnerId, from: Whence, limit: u32) -> Result<OpenPiece, Error> {
-        own::open_of(&self.door, owner, from, limit).await
+        own::open_of(&self.pool, owner, from, limit).await
     }
 
     async fn questions(&self, asking: &[Asking], limit: u32) -> Result<Vec<Due>, Error> {
-        questions::due(&self.door, asking, limit).await
+        questions::due(&self.pool, asking, limit).await
     }
 
     async fn unresolved(&self, id: RecordId) -> Result<Option<Unresolved>, Error> {
-        questions::unresolved(&self.door, id).await
+        questions::unresolved(&self.pool, id).await
     }
 
     async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error> {
-        complete::note_late(&self.door, late).await
+        complete::note_late(&self.pool, late).await
     }
 
     async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Notice>, Error> {
-        notices::untold(&self.door, which, limit).await
+        notices::untold(&self.pool, which, limit).await
     }
 
     async fn tell(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error> {
-        notices::tell(&self.door, notice, event).await
+        notices::tell(&self.pool, notice, event).await
     }
 
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {
         let from = *self.swept_to.lock().unwrap_or_else(PoisonError::into_inner);
-        let (gone, to) = records::sweep(&self.door, limit, from).await?;
+        let (gone, to) = records::sweep(&self.pool, limit, from).await?;
         *self.swept_to.lock().unwrap_or_else(PoisonError::into_inner) = to;
         Ok(gone)
     }
 
     async fn sweep_leases(&self) -> Result<u64, Error> {
-        leases::sweep(&self.door).await
+        leases::sweep(&self.pool).await
     }
 }
 
 #[async_trait]
 impl Outbox for Postgres {
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {
-        outbox::claim(&self.door, claim).await
+        outbox::claim(&self.pool, claim).await
     }
 
     async fn acknowledge(
@@ -359,30 +357,30 @@ impl Outbox for Postgres {
         order: Order,
         verdicts: &[Acknowledgement],
     ) -> Result<Vec<Uuid>, Error> {
-        outbox::acknowledge(&self.door, sink, order, verdicts).await
+        outbox::acknowledge(&self.pool, sink, order, verdicts).await
     }
 
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
-        outbox::next_due(&self.door, sink).await
+        outbox::next_due(&self.pool, sink).await
     }
 
     async fn let_go(&self, sink: &str, order: Order, from: Option<&str>) -> Result<LetGo, Error> {
-        order::let_go(&self.door, sink, order, from).await
+        order::let_go(&self.pool, sink, order, from).await
     }
 
     async fn sweep_events(&self, retention: Duration, limit: u32) -> Result<u64, Error> {
-        outbox::sweep(&self.door, retention, limit).await
+        outbox::sweep(&self.pool, retention, limit).await
     }
 }
 
 #[async_trait]
 impl Sinks for Postgres {
     async fn sinks(&self, over: Over) -> Result<Vec<SinkState>, Error> {
-        sinks::states(&self.door, over).await
+        sinks::states(&self.pool, over).await
     }
 
     async fn turn_sink(&self, sink: &str, no: i64, turn: &SinkTurn) -> Result<Changed, Error> {
-        sinks::turn(&self.door, sink, no, turn).await
+        sinks::turn(&self.pool, sink, no, turn).await
     }
 
     async fn operate_sink(
@@ -391,26 +389,26 @@ impl Sinks for Postgres {
         order: SinkOrder,
         by: &Operator,
     ) -> Result<Changed, Error> {
-        sinks::operate(&self.door, sink, order, by).await
+        sinks::operate(&self.pool, sink, order, by).await
     }
 
     async fn last_failure(&self, sink: &str) -> Result<Option<String>, Error> {
-        sinks::last_failure(&self.door, sink).await
+        sinks::last_failure(&self.pool, sink).await
     }
 }
 
 #[async_trait]
 impl Operators for Postgres {
     async fn list_records(&self, filter: &RecordFilter) -> Result<Vec<RecordRow>, Error> {
-        show::list_records(&self.door, filter).await
+        show::list_records(&self.pool, filter).await
     }
 
     async fn show_record(&self, id: RecordId) -> Result<Option<RecordRow>, Error> {
-        show::show_record(&self.door, id).await
+        show::show_record(&self.pool, id).await
     }
 
     async fn list_events(&self, filter: &EventFilter) -> Result<Vec<EventRow>, Error> {
-        show::list_events(&self.door, filter).await
+        show::list_events(&self.pool, filter).await
     }
 
     async fn operator_release(
@@ -419,7 +417,7 @@ impl Operators for Postgres {
         completed: bool,
         by: &Operator,
     ) -> Result<Acted, Error> {
-        operate::release(&self.door, fence, completed, by).await
+        operate::release(&self.pool, fence, completed, by).await
     }
 
     async fn operator_complete(
@@ -427,49 +425,49 @@ impl Operators for Postgres {
         completion: &Completion,
         by: &Operator,
     ) -> Result<Acted, Error> {
-        operate::complete(&self.door, completion, by).await
+        operate::complete(&self.pool, completion, by).await
     }
 
     async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
-        events::act(&self.door, EventAction::Redeliver, which, by).await
+        events::act(&self.pool, EventAction::Redeliver, which, by).await
     }
 
     async fn discard(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
-        events::act(&self.door, EventAction::Discard, which, by).await
+        events::act(&self.pool, EventAction::Discard, which, by).await
     }
 
     async fn count_dead(&self, which: &DeadFilter) -> Result<u64, Error> {
-        events::count_dead(&self.door, which).await
+        events::count_dead(&self.pool, which).await
     }
 
     async fn attempts_of(&self, event: Uuid) -> Result<Vec<AttemptRow>, Error> {
-        events::attempts_of(&self.door, event).await
+        events::attempts_of(&self.pool, event).await
     }
 
     async fn audit_of(&self, record: RecordId) -> Result<Vec<AuditRow>, Error> {
-        show::audit_of(&self.door, record).await
+        show::audit_of(&self.pool, record).await
     }
 
     async fn acted_on(&self, window: Duration) -> Result<Vec<RecordId>, Error> {
-        show::acted_on(&self.door, window).await
+        show::acted_on(&self.pool, window).await
     }
 
     async fn database_id(&self) -> Result<Uuid, Error> {
-        show::database_id(&self.door).await
+        show::database_id(&self.pool).await
     }
 
     async fn ping(&self) -> Result<(), Error> {
         self.reservations.works()?;
         self.completions.works()?;
         // Once more on another connection: the one at hand may be the last of a server that has been failed over.
-        match self.door.run(&Ping).await {
-            Err(Error::Unavailable(_)) => self.door.run(&Ping).await?,
+        match self.pool.run(&Ping).await {
+            Err(Error::Unavailable(_)) => self.pool.run(&Ping).await?,
             result => result?,
         }
-        self.dial.trouble().writes_work(&self.door).await
+        self.write_probe.writes_work().await
     }
 
     async fn gauges(&self) -> Result<Gauges, Error> {
-        show::gauges(&self.door).await
+        show::gauges(&self.pool).await
     }
 }

@@ -20,10 +20,12 @@ mod order;
 mod outbox;
 mod own;
 mod questions;
+mod queue;
 mod records;
 mod row;
 mod show;
 mod sinks;
+mod takeover;
 mod thread;
 
 use std::sync::Arc;
@@ -376,11 +378,11 @@ impl Records for Sqlite {
     }
 
     async fn take_over(&self, proposal: Proposal, from: Takeover) -> Result<Changed, Error> {
-        self.pen.write(move |tx| records::take_over(tx, &proposal, from)).await
+        self.pen.write(move |tx| takeover::take_over(tx, &proposal, from)).await
     }
 
     async fn raise(&self, proposal: Proposal, fence: Fence) -> Result<Changed, Error> {
-        self.pen.write(move |tx| questions::raise(tx, &proposal, fence)).await
+        self.pen.write(move |tx| takeover::raise(tx, &proposal, fence)).await
     }
 
     async fn find(&self, scope: &Scope) -> Result<Option<Record>, Error> {

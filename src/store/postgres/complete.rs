@@ -15,10 +15,10 @@ use tokio_postgres::Row;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::door::{Door, Effect, Forms, Lane, Param, Params};
+use super::connection::{Effect, Param, Params};
+use super::pool::{Dedicated, LockForms, Pool};
 use super::records::committed;
-use super::rows::{attempt, get};
-use super::seconds;
+use super::rows::{attempt, get, seconds};
 use crate::record::{KeptBody, RecordId, Scope, encode_headers};
 use crate::store::batch::{Batcher, RunError, Work};
 use crate::store::{Completion, Error, LateOutcome, Settled};
@@ -72,12 +72,12 @@ macro_rules! fits {
 /// The plain form is a function of the schema, which says why. The passing one takes the lock of each row, in the order of
 /// the scopes, and does not wait for it. What its snapshot says may be completed and was not is held by somebody, or has
 /// just been changed: it is looked at again. OFFSET keeps the planner from reading the whole table for that.
-const COMPLETE: Forms = Forms {
-    plain: "-- complete
+const COMPLETE: LockForms = LockForms {
+    waiting: "-- complete
 SELECT id, expires_at, false AS skipped
 FROM oncegate_complete_batch($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16,
                              $17, $18, $19)",
-    passing: concat!(
+    skipping: concat!(
         "-- complete_passing
 WITH c AS MATERIALIZED (
     SELECT x.*, clock_timestamp() AS at
@@ -204,7 +204,7 @@ const NOTE_LATE: &str = "-- note_late
 INSERT INTO audit_log (id, who, action, record_id, why, detail) VALUES ($1, $2, $3, $4, $5, $6)
 ON CONFLICT (id) DO NOTHING";
 
-pub(super) async fn note_late(door: &Door, late: &LateOutcome) -> Result<(), Error> {
+pub(super) async fn note_late(pool: &Pool, late: &LateOutcome) -> Result<(), Error> {
     let params: Params<'_> = &[
         (&late.id(), Type::UUID),
         (&LateOutcome::WHO, Type::TEXT),
@@ -213,11 +213,11 @@ pub(super) async fn note_late(door: &Door, late: &LateOutcome) -> Result<(), Err
         (&late.summary(), Type::TEXT),
         (&late.detail().to_string(), Type::TEXT),
     ];
-    door.write(NOTE_LATE, params).await.map(drop)
+    pool.write(NOTE_LATE, params).await.map(drop)
 }
 
 /// How completions are run.
-pub(super) struct Completions(pub(super) Lane);
+pub(super) struct Completions(pub(super) Dedicated);
 
 /// What a batch made of one completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -276,13 +276,13 @@ const PAUSE_MAX: Duration = Duration::from_millis(100);
 
 /// Submits a completion until its row is free. Meanwhile it holds nothing: no connection, and no place in a batch.
 pub(super) async fn complete(
-    lane: &Batcher<Completions>,
+    batcher: &Batcher<Completions>,
     completion: Arc<Completion>,
     deadline: Instant,
 ) -> Result<Settled, Error> {
     let (mut pause, mut locked) = (PAUSE_FIRST, false);
     loop {
-        match lane.submit_shared(Arc::clone(&completion), deadline).await {
+        match batcher.submit_shared(Arc::clone(&completion), deadline).await {
             Ok(Tried::Settled(settled)) => return Ok(settled),
             Ok(Tried::Skipped) if Instant::now() + pause >= deadline => {
                 return Ok(Settled::Locked);

@@ -15,10 +15,10 @@ use tokio_postgres::Row;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::door::{Connection, Door, Params, Task, Transaction};
+use super::connection::{Connection, Params, Transaction};
 use super::order::{self, Ended};
-use super::rows::{self, get, unsigned};
-use super::seconds;
+use super::pool::{Pool, Retryable};
+use super::rows::{self, get, seconds, unsigned};
 use crate::fault::{self, Point};
 use crate::store::batch::RunError;
 use crate::store::{
@@ -201,7 +201,7 @@ SET LOCAL enable_mergejoin = off";
 
 /// Does it.
 pub(super) async fn act(
-    door: &Door,
+    pool: &Pool,
     action: EventAction,
     which: &Chosen,
     by: &Operator,
@@ -210,10 +210,10 @@ pub(super) async fn act(
         Chosen::One { id, sink } => (*id, sink.as_deref(), false),
         Chosen::NotTaken { id } => (*id, None, true),
         Chosen::Dead(filter) => {
-            return all_dead(door, action, filter, by).await.map(Touched::many);
+            return all_dead(pool, action, filter, by).await.map(Touched::many);
         }
     };
-    door.run(&One { action, id, sink, not_taken, by }).await.map(Touched::one)
+    pool.run(&One { action, id, sink, not_taken, by }).await.map(Touched::one)
 }
 
 struct One<'a> {
@@ -226,7 +226,7 @@ struct One<'a> {
 }
 
 #[async_trait]
-impl Task for One<'_> {
+impl Retryable for One<'_> {
     /// The sinks towards which something was done, and how it stood there before.
     type Done = Vec<(String, EventStatus)>;
 
@@ -364,18 +364,18 @@ struct Worked {
 }
 
 async fn all_dead(
-    door: &Door,
+    pool: &Pool,
     action: EventAction,
     filter: &DeadFilter,
     by: &Operator,
 ) -> Result<u64, Error> {
-    let rows = door.read(NOW, &[]).await?;
+    let rows = pool.read(NOW, &[]).await?;
     let Some(now) = rows.first() else { return Ok(0) };
     let before = get(now, "now")?;
     let (audit, after) = (Uuid::now_v7(), Cursor::default());
     let mut piece = Piece { action, filter, by, before, after, audit, total: 0 };
     loop {
-        let worked = door.run(&piece).await.map_err(|error| in_part(error, piece.total))?;
+        let worked = pool.run(&piece).await.map_err(|error| in_part(error, piece.total))?;
         piece.total += worked.changed;
         match worked.next {
             Some(cursor) => piece.after = cursor,
@@ -390,7 +390,7 @@ fn in_part(error: Error, total: u64) -> Error {
 }
 
 #[async_trait]
-impl Task for Piece<'_> {
+impl Retryable for Piece<'_> {
     type Done = Worked;
 
     async fn run(&self, connection: &mut Connection) -> Result<Worked, RunError> {
@@ -467,7 +467,7 @@ impl Piece<'_> {
     }
 }
 
-pub(super) async fn count_dead(door: &Door, filter: &DeadFilter) -> Result<u64, Error> {
+pub(super) async fn count_dead(pool: &Pool, filter: &DeadFilter) -> Result<u64, Error> {
     let (before, since) = (None::<SystemTime>, filter.since.map(seconds));
     let params: Params<'_> = &[
         (&before, Type::TIMESTAMPTZ),
@@ -477,7 +477,7 @@ pub(super) async fn count_dead(door: &Door, filter: &DeadFilter) -> Result<u64, 
         (&filter.operation, Type::TEXT),
         (&since, Type::FLOAT8),
     ];
-    rows::count(&door.read(COUNT, params).await?)
+    rows::count(&pool.read(COUNT, params).await?)
 }
 
 const ATTEMPTS_OF: &str = "-- attempts_of
@@ -487,8 +487,8 @@ SELECT sink, claim_no, attempts, finished_at, last_status, NULL FROM outbox_done
 WHERE event_id = $1 AND outcome = 'sent'
 ORDER BY sink, claim_no";
 
-pub(super) async fn attempts_of(door: &Door, event: Uuid) -> Result<Vec<AttemptRow>, Error> {
-    let rows = door.read(ATTEMPTS_OF, &[(&event, Type::UUID)]).await?;
+pub(super) async fn attempts_of(pool: &Pool, event: Uuid) -> Result<Vec<AttemptRow>, Error> {
+    let rows = pool.read(ATTEMPTS_OF, &[(&event, Type::UUID)]).await?;
     rows.iter().map(attempt).collect()
 }
 

@@ -8,9 +8,11 @@ use std::time::Duration;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::door::{Door, Effect, Lane, Params};
-use super::{failed, rows, seconds};
+use super::connection::{Effect, Params};
+use super::pool::{Dedicated, Pool};
+use super::rows::{self, seconds};
 use crate::record::OwnerId;
+use crate::store::batch::RunError;
 use crate::store::{Beat, Error};
 
 // The lease counts from after a wait for the row's lock, not from before it.
@@ -21,9 +23,14 @@ ON CONFLICT (owner) DO UPDATE SET lease_until = clock_timestamp() + make_interva
 WHERE oncegate_owners.lease_until > clock_timestamp()
 RETURNING owner";
 
-pub(super) async fn heartbeat(lane: &Lane, owner: OwnerId, lease: Duration) -> Result<Beat, Error> {
+pub(super) async fn heartbeat(
+    connection: &Dedicated,
+    owner: OwnerId,
+    lease: Duration,
+) -> Result<Beat, Error> {
     let params: Params<'_> = &[(&Uuid::from(owner), Type::UUID), (&seconds(lease), Type::FLOAT8)];
-    let rows = lane.run(Effect::Write, HEARTBEAT, params).await.map_err(failed)?;
+    let rows =
+        connection.run(Effect::Write, HEARTBEAT, params).await.map_err(RunError::into_error)?;
     Ok(if rows.is_empty() { Beat::Ended } else { Beat::Renewed })
 }
 
@@ -31,8 +38,8 @@ const RETIRE: &str = "-- retire
 UPDATE oncegate_owners SET lease_until = clock_timestamp()
 WHERE owner = $1 AND lease_until > clock_timestamp()";
 
-pub(super) async fn retire(door: &Door, owner: OwnerId) -> Result<(), Error> {
-    door.write(RETIRE, &[(&Uuid::from(owner), Type::UUID)]).await.map(drop)
+pub(super) async fn retire(pool: &Pool, owner: OwnerId) -> Result<(), Error> {
+    pool.write(RETIRE, &[(&Uuid::from(owner), Type::UUID)]).await.map(drop)
 }
 
 // Far longer than a process sleeps: an owner id that is swept could begin anew.
@@ -43,6 +50,6 @@ WITH gone AS (
     RETURNING o.owner)
 SELECT count(*) AS count FROM gone";
 
-pub(super) async fn sweep(door: &Door) -> Result<u64, Error> {
-    rows::count(&door.write(SWEEP_LEASES, &[]).await?)
+pub(super) async fn sweep(pool: &Pool) -> Result<u64, Error> {
+    rows::count(&pool.write(SWEEP_LEASES, &[]).await?)
 }

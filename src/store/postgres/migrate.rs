@@ -10,8 +10,8 @@ use tokio_postgres::Row;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::types::Type;
 
-use super::door::{Connection, Effect, Transaction};
-use super::{failed, refusal};
+use super::connection::{Connection, Effect, Transaction};
+use super::refusal;
 use crate::fault::{self, Point};
 use crate::store::batch::RunError;
 use crate::store::{Cause, Error, OpenError};
@@ -132,7 +132,7 @@ const ENCODING: &str = "-- encoding\nSELECT current_setting('server_encoding')";
 
 /// The encoding of the database where it is another one than UTF-8.
 pub(super) async fn wrong_encoding(connection: &mut Connection) -> Result<Option<String>, Error> {
-    let rows = connection.run(Effect::Read, ENCODING, &[]).await.map_err(failed)?;
+    let rows = connection.run(Effect::Read, ENCODING, &[]).await.map_err(RunError::into_error)?;
     let encoding: String = match rows.first() {
         Some(row) => row.try_get(0).map_err(|error| Error::Unreadable(error.into()))?,
         None => String::new(),
@@ -232,7 +232,7 @@ fn version_of(rows: &[Row]) -> u32 {
 }
 
 fn broken(version: u32, error: RunError) -> OpenError {
-    let (cause, refused): (Cause, bool) = match failed(error) {
+    let (cause, refused): (Cause, bool) = match error.into_error() {
         Error::Unavailable(cause) | Error::InDoubt(cause) => (cause, false),
         Error::Refused(cause) | Error::Unreadable(cause) => (cause, true),
         Error::Late => ("too late".into(), false),

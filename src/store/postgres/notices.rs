@@ -9,7 +9,8 @@ use tokio_postgres::Row;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::door::{Door, Params};
+use super::connection::Params;
+use super::pool::Pool;
 use super::rows::{self, attempt, get};
 use crate::record::event::Event;
 use crate::record::event::notice::{Notice, NoticeKind, Resolution};
@@ -38,10 +39,10 @@ WHERE ($2 AND u.announced IS NULL AND r.id IS NOT NULL)
    OR (u.announced IS NOT NULL AND (r.id IS NULL OR r.status = 'completed'))
 ORDER BY u.since, u.id LIMIT $1";
 
-pub(super) async fn untold(door: &Door, which: Untold, limit: u32) -> Result<Vec<Notice>, Error> {
+pub(super) async fn untold(pool: &Pool, which: Untold, limit: u32) -> Result<Vec<Notice>, Error> {
     let params: Params<'_> =
         &[(&i64::from(limit), Type::INT8), (&(which == Untold::All), Type::BOOL)];
-    door.read(NOTICES, params).await?.iter().map(notice).collect()
+    pool.read(NOTICES, params).await?.iter().map(notice).collect()
 }
 
 fn notice(row: &Row) -> Result<Notice, Error> {
@@ -111,7 +112,7 @@ WITH told AS (
 );
 
 pub(super) async fn tell(
-    door: &Door,
+    pool: &Pool,
     notice: &Notice,
     event: Option<&Event>,
 ) -> Result<Changed, Error> {
@@ -133,6 +134,6 @@ pub(super) async fn tell(
         NoticeKind::Unknown => TELL_BEGIN,
         NoticeKind::Resolved(_) => TELL_END,
     };
-    let told = rows::count(&door.write(sql, params).await?)?;
+    let told = rows::count(&pool.write(sql, params).await?)?;
     Ok(if told == 0 { Changed::No } else { Changed::Yes })
 }

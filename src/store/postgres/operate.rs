@@ -6,7 +6,8 @@ use tokio_postgres::types::Type;
 use uuid::Uuid;
 
 use super::complete::{Columns, queue_messages, write_messages};
-use super::door::{Door, Params};
+use super::connection::Params;
+use super::pool::Pool;
 use super::rows::{self, attempt, get};
 use crate::record::{Attempt, Fence, OwnerId, Status};
 use crate::store::{Acted, Completion, Error, Objection, Operator};
@@ -32,7 +33,7 @@ logged AS (
 SELECT r.*, EXISTS (SELECT FROM done) AS acted FROM r";
 
 pub(super) async fn release(
-    door: &Door,
+    pool: &Pool,
     fence: Fence,
     completed: bool,
     by: &Operator,
@@ -44,7 +45,7 @@ pub(super) async fn release(
         (&by.who, Type::TEXT),
         (&by.why, Type::TEXT),
     ];
-    acted(&door.write(RELEASE, params).await?, fence, completed)
+    acted(&pool.write(RELEASE, params).await?, fence, completed)
 }
 
 const COMPLETE: &str = concat!(
@@ -84,7 +85,7 @@ SELECT r.*, EXISTS (SELECT FROM done) AS acted FROM r"
 );
 
 pub(super) async fn complete(
-    door: &Door,
+    pool: &Pool,
     completion: &Completion,
     by: &Operator,
 ) -> Result<Acted, Error> {
@@ -93,7 +94,7 @@ pub(super) async fn complete(
     let mut params = columns.params();
     params.push((&by.who, Type::TEXT));
     params.push((&by.why, Type::TEXT));
-    acted(&door.write(COMPLETE, &params).await?, completion.fence, false)
+    acted(&pool.write(COMPLETE, &params).await?, completion.fence, false)
 }
 
 /// Why the row that was found was not acted on.

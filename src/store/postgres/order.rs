@@ -23,13 +23,13 @@ use tokio_postgres::Row;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::door::{Connection, Door, Params, Task, Transaction};
-use super::outbox::{
+use super::connection::{Connection, Params, Transaction};
+use super::pool::{Pool, Retryable};
+use super::queue::{
     BEGIN_BY_INDEX, Beginning, Columns, FINISH, FREE, beginning, claimable, claimed, lane,
     not_before, owner_lives, row_of,
 };
-use super::rows::{self, get};
-use super::seconds;
+use super::rows::{self, get, seconds};
 use crate::store::batch::RunError;
 use crate::store::{
     Acknowledgement, Claim, Claimed, Error, Lane, LetGo, Look, OnDead, Order, Over, Verdict,
@@ -144,7 +144,7 @@ struct OrderedClaims {
 /// Not from a place in the middle: those of one key would be put off there by the thousand, and the first of them stands
 /// before.
 pub(super) async fn claim(
-    door: &Door,
+    pool: &Pool,
     claim: &Claim,
     on_dead: OnDead,
 ) -> Result<Vec<Claimed>, Error> {
@@ -153,7 +153,7 @@ pub(super) async fn claim(
     let mut window = claim.limit.saturating_mul(2).max(WINDOW_MIN);
     loop {
         let OrderedClaims { claimed, again } =
-            door.run(&ClaimingInOrder { claim, on_dead, window }).await?;
+            pool.run(&ClaimingInOrder { claim, on_dead, window }).await?;
         window = window.max(WINDOW_MAX);
         if !claimed.is_empty() || !again || once || Instant::now() >= end {
             return Ok(claimed);
@@ -168,7 +168,7 @@ struct ClaimingInOrder<'a> {
 }
 
 #[async_trait]
-impl Task for ClaimingInOrder<'_> {
+impl Retryable for ClaimingInOrder<'_> {
     type Done = OrderedClaims;
 
     async fn run(&self, connection: &mut Connection) -> Result<OrderedClaims, RunError> {
@@ -375,12 +375,12 @@ SELECT count(*) AS count FROM woken"
 
 /// A piece of what waits for nobody any more; see the verb in `store/outbox.rs`.
 pub(super) async fn let_go(
-    door: &Door,
+    pool: &Pool,
     sink: &str,
     order: Order,
     from: Option<&str>,
 ) -> Result<LetGo, Error> {
-    door.run(&LettingGo { sink, order, from }).await
+    pool.run(&LettingGo { sink, order, from }).await
 }
 
 struct LettingGo<'a> {
@@ -390,7 +390,7 @@ struct LettingGo<'a> {
 }
 
 #[async_trait]
-impl Task for LettingGo<'_> {
+impl Retryable for LettingGo<'_> {
     type Done = LetGo;
 
     async fn run(&self, connection: &mut Connection) -> Result<LetGo, RunError> {
@@ -456,7 +456,7 @@ pub(super) struct AcknowledgingInOrder<'a> {
 }
 
 #[async_trait]
-impl Task for AcknowledgingInOrder<'_> {
+impl Retryable for AcknowledgingInOrder<'_> {
     type Done = Vec<Uuid>;
 
     async fn run(&self, connection: &mut Connection) -> Result<Vec<Uuid>, RunError> {

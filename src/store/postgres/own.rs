@@ -6,9 +6,9 @@ use async_trait::async_trait;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::door::{Connection, Door, Effect, Params, Task};
-use super::rows::{self, attempt, get};
-use super::seconds;
+use super::connection::{Connection, Effect, Params};
+use super::pool::{Pool, Retryable};
+use super::rows::{self, attempt, get, seconds};
 use crate::record::{Attempt, Fence, OwnerId, RecordId, Status};
 use crate::store::batch::RunError;
 use crate::store::{Error, Life, OpenPiece, Proposal, Reinstated, Whence};
@@ -22,7 +22,7 @@ SELECT (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint AS lif
 struct AskLife;
 
 #[async_trait]
-impl Task for AskLife {
+impl Retryable for AskLife {
     type Done = Life;
 
     async fn run(&self, connection: &mut Connection) -> Result<Life, RunError> {
@@ -36,8 +36,8 @@ impl Task for AskLife {
     }
 }
 
-pub(super) async fn life(door: &Door) -> Result<Life, Error> {
-    door.run(&AskLife).await
+pub(super) async fn life(pool: &Pool) -> Result<Life, Error> {
+    pool.run(&AskLife).await
 }
 
 const STANDS: &str = "-- stands
@@ -45,9 +45,9 @@ SELECT r.id, r.attempt, r.status
 FROM unnest($1::uuid[]) AS asked(id)
 CROSS JOIN LATERAL (SELECT * FROM idempotency_records r WHERE r.id = asked.id OFFSET 0) r";
 
-pub(super) async fn stands(door: &Door, ids: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error> {
+pub(super) async fn stands(pool: &Pool, ids: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error> {
     let ids: Vec<Uuid> = ids.iter().map(|id| (*id).into()).collect();
-    let rows = door.read(STANDS, &[(&ids, Type::UUID_ARRAY)]).await?;
+    let rows = pool.read(STANDS, &[(&ids, Type::UUID_ARRAY)]).await?;
     rows.iter().map(|row| Ok((rows::fence(row)?, rows::status(row)?))).collect()
 }
 
@@ -77,7 +77,7 @@ SELECT EXISTS (SELECT FROM back) AS back, EXISTS (SELECT FROM live) AS live,
            WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 OFFSET 0) AS stands";
 
 pub(super) async fn reinstate(
-    door: &Door,
+    pool: &Pool,
     proposal: &Proposal,
     at: Attempt,
 ) -> Result<Reinstated, Error> {
@@ -103,7 +103,7 @@ pub(super) async fn reinstate(
         (&context, Type::BYTEA),
         (&seconds(proposal.retention), Type::FLOAT8),
     ];
-    let Some(rows) = door.change(REINSTATE, params).await? else {
+    let Some(rows) = pool.change(REINSTATE, params).await? else {
         return Err(Error::Unavailable("another transaction holds the record".into()));
     };
     let row = rows.first().ok_or_else(|| rows::unreadable("the statement returned no row"))?;
@@ -135,7 +135,7 @@ SELECT NULL, NULL, NULL, last.id, NULL, last.created_at FROM last
 WHERE (SELECT count(*) FROM piece) = $2";
 
 pub(super) async fn open_of(
-    door: &Door,
+    pool: &Pool,
     owner: OwnerId,
     from: Whence,
     limit: u32,
@@ -154,7 +154,7 @@ pub(super) async fn open_of(
         (&ago, Type::FLOAT8),
     ];
     let mut piece = OpenPiece::default();
-    for row in &door.read(OPEN_OF, params).await? {
+    for row in &pool.read(OPEN_OF, params).await? {
         match get::<Option<SystemTime>>(row, "created_at")? {
             Some(at) => piece.last = Some((at, get(row, "id")?)),
             None => piece.open.push((rows::scope(row, "key")?, rows::fence(row)?)),

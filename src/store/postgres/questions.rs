@@ -5,9 +5,9 @@ use tokio_postgres::Row;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::door::{Door, Params};
-use super::rows::{self, duration, get};
-use super::seconds;
+use super::connection::Params;
+use super::pool::Pool;
+use super::rows::{self, duration, get, seconds};
 use crate::record::RecordId;
 use crate::store::{Asking, Due, Error, Unresolved};
 
@@ -26,7 +26,7 @@ WHERE u.next_ask_at <= (SELECT clock_timestamp())
       <= (SELECT clock_timestamp())
 ORDER BY u.next_ask_at, u.id LIMIT $4";
 
-pub(super) async fn due(door: &Door, asking: &[Asking], limit: u32) -> Result<Vec<Due>, Error> {
+pub(super) async fn due(pool: &Pool, asking: &[Asking], limit: u32) -> Result<Vec<Due>, Error> {
     let operations: Vec<&str> = asking.iter().map(|asking| asking.operation.as_str()).collect();
     let lost: Vec<f64> = asking.iter().map(|asking| seconds(asking.delay.after_loss)).collect();
     let orphaned: Vec<f64> =
@@ -47,7 +47,7 @@ pub(super) async fn due(door: &Door, asking: &[Asking], limit: u32) -> Result<Ve
             context: context(row)?,
         })
     };
-    door.read(QUESTIONS, params).await?.iter().map(read).collect()
+    pool.read(QUESTIONS, params).await?.iter().map(read).collect()
 }
 
 fn context(row: &Row) -> Result<Option<Bytes>, Error> {
@@ -60,8 +60,8 @@ SELECT u.since, u.orphaned, u.asked, u.next_ask_at, r.request_context,
 FROM idempotency_records r JOIN oncegate_unknown u ON u.id = r.id
 WHERE r.id = $1 AND r.status = 'unknown'";
 
-pub(super) async fn unresolved(door: &Door, id: RecordId) -> Result<Option<Unresolved>, Error> {
-    let rows = door.read(UNRESOLVED, &[(&Uuid::from(id), Type::UUID)]).await?;
+pub(super) async fn unresolved(pool: &Pool, id: RecordId) -> Result<Option<Unresolved>, Error> {
+    let rows = pool.read(UNRESOLVED, &[(&Uuid::from(id), Type::UUID)]).await?;
     let read = |row: &Row| {
         Ok(Unresolved {
             since: get(row, "since")?,

@@ -1,4 +1,4 @@
-//! The statements that make, change and delete records, but for their completion.
+//! The statements that make, change and delete records, but for their completion and what takes them over.
 //!
 //! Reservations are batches (see `batch`): parallel arrays, one statement, one commit. All other changes are single fenced
 //! statements that say how many rows they changed, and that wait for nobody's open transaction. A record that becomes
@@ -13,20 +13,20 @@ use tokio_postgres::Row;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::door::{Door, Effect, Forms, Lane, Param, Params};
-use super::rows::{self, attempt, get, record_columns, unreadable};
-use super::seconds;
-use crate::record::{Attempt, Fence, LookupDelay, Record, RecordId, Scope};
+use super::connection::{Effect, Param, Params};
+use super::pool::{Dedicated, LockForms, Pool};
+use super::rows::{self, attempt, get, record_columns, seconds, unreadable};
+use crate::record::{Attempt, Fence, Record, RecordId, Scope};
 use crate::store::batch::{RunError, Work};
-use crate::store::{Asker, Changed, Error, Proposal, Reserved, Takeover};
+use crate::store::{Changed, Error, Proposal, Reserved};
 
-/// The plain form is a function of the schema, which says why. ON CONFLICT waits for a transaction that changes the row in
+/// The form that waits is a function of the schema, which says why. ON CONFLICT waits for a transaction that changes the row in
 /// the way, and an application's may last: where one does, what stands already is not even tried.
-const RESERVE: Forms = Forms {
-    plain: "-- reserve
+const RESERVE: LockForms = LockForms {
+    waiting: "-- reserve
 SELECT id, held, live
 FROM oncegate_reserve_batch($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
-    passing: "-- reserve_passing
+    skipping: "-- reserve_passing
 WITH p AS MATERIALIZED (
     SELECT * FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bytea[], $6::bytea[],
                          $7::bytea[], $8::uuid[], $9::text[], $10::bytea[], $11::float8[])
@@ -75,7 +75,7 @@ WHERE r.id = ANY ($1::uuid[]) AND r.attempt = 1 AND r.status = 'in_progress'
 RETURNING r.id";
 
 /// How reservations are run.
-pub(super) struct Reservations(pub(super) Lane);
+pub(super) struct Reservations(pub(super) Dedicated);
 
 #[async_trait]
 impl Work for Reservations {
@@ -221,148 +221,6 @@ fn scopes<'a>(
 }
 
 // Found as this proposal's own already, after an answer that was lost: changed once more, so that it is durable.
-const TAKE_OVER_EXPIRED: &str = "-- take_over_expired
-WITH taken AS (
-    UPDATE idempotency_records r
-    SET id = $6, attempt = 1, status = 'in_progress', request_hash = $7, raw_hash = $8, recipe = $9,
-        owner = $10, caller = $11, request_context = $12,
-        retention = make_interval(secs => $13), created_at = clock_timestamp(), completed_at = NULL, expires_at = NULL, response_status = NULL,
-        response_headers = NULL, response_body = NULL
-    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
-      AND r.status = 'completed' AND r.expires_at <= clock_timestamp()
-      AND EXISTS (SELECT FROM oncegate_owners o
-                  WHERE o.owner = $10 AND o.lease_until > clock_timestamp())
-    RETURNING r.id),
-again AS (
-    UPDATE idempotency_records r SET owner = r.owner
-    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3
-      AND r.id = $6 AND r.attempt = 1 AND r.status = 'in_progress' AND r.owner = $10
-    RETURNING r.id)
-SELECT (SELECT count(*) FROM taken) + (SELECT count(*) FROM again) AS count";
-
-const TAKE_OVER_UNKNOWN: &str = "-- take_over_unknown
-WITH taken AS (
-    UPDATE idempotency_records r
-    SET attempt = r.attempt + 1, status = 'in_progress', owner = $6, caller = $7,
-        request_context = $8, retention = make_interval(secs => $9)
-    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
-      AND r.status = 'unknown'
-      AND EXISTS (SELECT FROM oncegate_owners o
-                  WHERE o.owner = $6 AND o.lease_until > clock_timestamp())
-    RETURNING r.id)
-SELECT count(*) AS count FROM taken";
-
-// Whoever asks holds the record as whoever executes it does, so that one at a time asks.
-const TAKE_OVER_QUESTION: &str = "-- take_over_question
-WITH taken AS (
-    UPDATE idempotency_records r SET status = 'in_progress', owner = $6
-    FROM oncegate_unknown u
-    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
-      AND r.status = 'unknown' AND u.id = r.id AND ($9 OR u.next_ask_at <= clock_timestamp())
-      AND u.since + make_interval(secs => CASE WHEN u.orphaned THEN $8 ELSE $7 END)
-          <= clock_timestamp()
-      AND EXISTS (SELECT FROM oncegate_owners o
-                  WHERE o.owner = $6 AND o.lease_until > clock_timestamp())
-    RETURNING r.id)
-SELECT count(*) AS count FROM taken";
-
-pub(super) async fn take_over(
-    door: &Door,
-    proposal: &Proposal,
-    from: Takeover,
-) -> Result<Changed, Error> {
-    let (sql, fence) = match from {
-        Takeover::Expired(fence) => (TAKE_OVER_EXPIRED, fence),
-        Takeover::Unknown(fence) => (TAKE_OVER_UNKNOWN, fence),
-        Takeover::Question(fence, delay, by) => {
-            return ask(door, proposal, fence, delay, by).await;
-        }
-    };
-    let fenced = Fenced::new(&proposal.scope, fence);
-    let id = Uuid::from(proposal.id);
-    let owner = Uuid::from(proposal.owner);
-    let context = proposal.context.as_deref();
-    let retention = seconds(proposal.retention);
-    let hashes = proposal.fingerprint;
-    let (canonical, raw, recipe) =
-        (hashes.canonical.as_slice(), hashes.raw.as_slice(), hashes.recipe.as_slice());
-    let mut params = fenced.params();
-    if matches!(from, Takeover::Expired(_)) {
-        params.push((&id, Type::UUID));
-        params.push((&canonical, Type::BYTEA));
-        params.push((&raw, Type::BYTEA));
-        params.push((&recipe, Type::BYTEA));
-    }
-    params.push((&owner, Type::UUID));
-    params.push((&proposal.caller, Type::TEXT));
-    params.push((&context, Type::BYTEA));
-    params.push((&retention, Type::FLOAT8));
-    let taken = changed(door.change(sql, &params).await?)?;
-    if taken == Changed::No && matches!(from, Takeover::Expired(_)) {
-        // It may have waited for its own first run, whose end only a new snapshot shows.
-        return changed(door.change(sql, &params).await?);
-    }
-    Ok(taken)
-}
-
-async fn ask(
-    door: &Door,
-    proposal: &Proposal,
-    fence: Fence,
-    delay: LookupDelay,
-    by: Asker,
-) -> Result<Changed, Error> {
-    let fenced = Fenced::new(&proposal.scope, fence);
-    let owner = Uuid::from(proposal.owner);
-    let (lost, orphaned) = (seconds(delay.after_loss), seconds(delay.after_lease));
-    let at_once = by == Asker::Retry;
-    let mut params = fenced.params();
-    params.push((&owner, Type::UUID));
-    params.push((&lost, Type::FLOAT8));
-    params.push((&orphaned, Type::FLOAT8));
-    params.push((&at_once, Type::BOOL));
-    changed(door.change(TAKE_OVER_QUESTION, &params).await?)
-}
-
-// Found raised by this very owner already, after an answer that was lost: changed once more, so that it is durable.
-const RAISE: &str = "-- raise
-WITH raised AS (
-    UPDATE idempotency_records r
-    SET attempt = r.attempt + 1, caller = $7, request_context = $8,
-        retention = make_interval(secs => $9)
-    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
-      AND r.status = 'in_progress' AND r.owner = $6
-      AND EXISTS (SELECT FROM oncegate_owners o
-                  WHERE o.owner = $6 AND o.lease_until > clock_timestamp())
-    RETURNING r.id),
-again AS (
-    UPDATE idempotency_records r SET owner = r.owner
-    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3
-      AND r.id = $4 AND r.attempt = $5 + 1 AND r.status = 'in_progress' AND r.owner = $6
-    RETURNING r.id)
-SELECT (SELECT count(*) FROM raised) + (SELECT count(*) FROM again) AS count";
-
-pub(super) async fn raise(
-    door: &Door,
-    proposal: &Proposal,
-    fence: Fence,
-) -> Result<Changed, Error> {
-    let fenced = Fenced::new(&proposal.scope, fence);
-    let owner = Uuid::from(proposal.owner);
-    let context = proposal.context.as_deref();
-    let retention = seconds(proposal.retention);
-    let mut params = fenced.params();
-    params.push((&owner, Type::UUID));
-    params.push((&proposal.caller, Type::TEXT));
-    params.push((&context, Type::BYTEA));
-    params.push((&retention, Type::FLOAT8));
-    match changed(door.change(RAISE, &params).await?)? {
-        // It may have waited for its own first run, whose end only a new snapshot shows.
-        Changed::No => changed(door.change(RAISE, &params).await?),
-        raised @ (Changed::Yes | Changed::Locked) => Ok(raised),
-    }
-}
-
 const FIND: &str = concat!(
     "-- find
 SELECT ",
@@ -372,17 +230,17 @@ FROM idempotency_records r LEFT JOIN oncegate_owners o ON o.owner = r.owner
 WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3"
 );
 
-pub(super) async fn find(door: &Door, scope: &Scope) -> Result<Option<Record>, Error> {
+pub(super) async fn find(pool: &Pool, scope: &Scope) -> Result<Option<Record>, Error> {
     let params: Params<'_> = &[
         (&scope.tenant.as_str(), Type::TEXT),
         (&scope.operation.as_str(), Type::TEXT),
         (&scope.key.as_str(), Type::TEXT),
     ];
-    door.read(FIND, params).await?.first().map(rows::record).transpose()
+    pool.read(FIND, params).await?.first().map(rows::record).transpose()
 }
 
 /// Scope and fence as parameters 1 to 5.
-struct Fenced<'a> {
+pub(super) struct Fenced<'a> {
     tenant: &'a str,
     operation: &'a str,
     key: &'a str,
@@ -391,7 +249,7 @@ struct Fenced<'a> {
 }
 
 impl<'a> Fenced<'a> {
-    fn new(scope: &'a Scope, fence: Fence) -> Self {
+    pub(super) fn new(scope: &'a Scope, fence: Fence) -> Self {
         Self {
             tenant: scope.tenant.as_str(),
             operation: scope.operation.as_str(),
@@ -401,7 +259,7 @@ impl<'a> Fenced<'a> {
         }
     }
 
-    fn params(&self) -> Vec<Param<'_>> {
+    pub(super) fn params(&self) -> Vec<Param<'_>> {
         vec![
             (&self.tenant, Type::TEXT),
             (&self.operation, Type::TEXT),
@@ -412,7 +270,8 @@ impl<'a> Fenced<'a> {
     }
 }
 
-fn changed(rows: Option<Vec<Row>>) -> Result<Changed, Error> {
+/// What a change of one record found; `None`: somebody else's transaction held the row.
+pub(super) fn changed(rows: Option<Vec<Row>>) -> Result<Changed, Error> {
     let Some(rows) = rows else { return Ok(Changed::Locked) };
     Ok(if rows::count(&rows)? == 0 { Changed::No } else { Changed::Yes })
 }
@@ -468,9 +327,9 @@ WITH lost AS (
     note_unknown!("true")
 );
 
-pub(super) async fn release(door: &Door, scope: &Scope, fence: Fence) -> Result<Changed, Error> {
+pub(super) async fn release(pool: &Pool, scope: &Scope, fence: Fence) -> Result<Changed, Error> {
     let sql = if fence.attempt == Attempt::FIRST { RELEASE_FIRST } else { RELEASE_LATER };
-    changed(door.change(sql, &Fenced::new(scope, fence).params()).await?)
+    changed(pool.change(sql, &Fenced::new(scope, fence).params()).await?)
 }
 
 const MARK_UNKNOWN: &str = concat!(
@@ -484,11 +343,11 @@ WITH lost AS (
 );
 
 pub(super) async fn mark_unknown(
-    door: &Door,
+    pool: &Pool,
     scope: &Scope,
     fence: Fence,
 ) -> Result<Changed, Error> {
-    changed(door.change(MARK_UNKNOWN, &Fenced::new(scope, fence).params()).await?)
+    changed(pool.change(MARK_UNKNOWN, &Fenced::new(scope, fence).params()).await?)
 }
 
 const MARK_ONE_DEAD: &str = concat!(
@@ -505,8 +364,8 @@ WITH lost AS (
     note_unknown!("u.attempt = excluded.attempt")
 );
 
-pub(super) async fn mark_one_dead(door: &Door, scope: &Scope, fence: Fence) -> Result<u64, Error> {
-    match door.change(MARK_ONE_DEAD, &Fenced::new(scope, fence).params()).await? {
+pub(super) async fn mark_one_dead(pool: &Pool, scope: &Scope, fence: Fence) -> Result<u64, Error> {
+    match pool.change(MARK_ONE_DEAD, &Fenced::new(scope, fence).params()).await? {
         Some(rows) => rows::count(&rows),
         None => Ok(0),
     }
@@ -538,10 +397,10 @@ WHERE o.lease_until <= clock_timestamp() - interval '1 minute' AND NOT o.cleared
   AND NOT EXISTS (SELECT FROM idempotency_records r
                   WHERE r.owner = o.owner AND r.status = 'in_progress')";
 
-pub(super) async fn mark_dead(door: &Door, limit: u32) -> Result<u64, Error> {
-    let lost = rows::count(&door.write(MARK_DEAD, &[(&i64::from(limit), Type::INT8)]).await?)?;
+pub(super) async fn mark_dead(pool: &Pool, limit: u32) -> Result<u64, Error> {
+    let lost = rows::count(&pool.write(MARK_DEAD, &[(&i64::from(limit), Type::INT8)]).await?)?;
     if lost == 0 {
-        door.write(CLEAR_DEAD, &[]).await?;
+        pool.write(CLEAR_DEAD, &[]).await?;
     }
     Ok(lost)
 }
@@ -591,18 +450,18 @@ WHERE u.noted_at < clock_timestamp() - interval '10 minutes'
   AND u.announced IS NULL
   AND NOT EXISTS (SELECT FROM idempotency_records r WHERE r.id = u.id AND r.status = 'unknown')";
 
-pub(super) async fn sweep(door: &Door, limit: u32, from: Cursor) -> Result<(u64, Cursor), Error> {
+pub(super) async fn sweep(pool: &Pool, limit: u32, from: Cursor) -> Result<(u64, Cursor), Error> {
     let limit = i64::from(limit);
     let look = limit.saturating_mul(10).clamp(1000, 20_000);
     let (at, id) = from.unzip();
     let params: Params<'_> =
         &[(&limit, Type::INT8), (&look, Type::INT8), (&at, Type::TIMESTAMPTZ), (&id, Type::UUID)];
-    let rows = door.write(SWEEP_RECORDS, params).await?;
+    let rows = pool.write(SWEEP_RECORDS, params).await?;
     let cursor: Cursor = match rows.first() {
         Some(row) => get::<Option<_>>(row, "created_at")?.zip(get::<Option<_>>(row, "id")?),
         None => None,
     };
-    door.write(SWEEP_NOTES, &[]).await?;
+    pool.write(SWEEP_NOTES, &[]).await?;
     let gone = rows::count(&rows)?;
     // A full sweep may have left some of what it looked at.
     let full = i64::try_from(gone).is_ok_and(|gone| gone >= limit);

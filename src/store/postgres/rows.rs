@@ -46,6 +46,12 @@ pub(super) fn duration(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
 }
 
+/// A duration as the statements take it, in seconds: at most a century, so that no time leaves the database's range.
+pub(super) fn seconds(duration: Duration) -> f64 {
+    const CENTURY: f64 = 100.0 * 365.25 * 86_400.0;
+    duration.as_secs_f64().min(CENTURY)
+}
+
 pub(super) fn fence(row: &Row) -> Result<Fence, Error> {
     let id: Uuid = get(row, "id")?;
     let attempt: i32 = get(row, "attempt")?;

@@ -7,9 +7,9 @@ use tokio_postgres::Row;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::door::{Door, Params};
-use super::rows::{self, duration, get, record_columns};
-use super::seconds;
+use super::connection::Params;
+use super::pool::Pool;
+use super::rows::{self, duration, get, record_columns, seconds};
 use crate::record::{RecordId, Status};
 use crate::store::{
     AuditRow, Error, EventFilter, EventRow, EventStatus, Gauges, RecordFilter, RecordRow,
@@ -62,7 +62,7 @@ const LIST_UNKNOWN: &str =
     list_records!("list_unknown", "AND r.id IN (SELECT id FROM oncegate_unknown)");
 
 pub(super) async fn list_records(
-    door: &Door,
+    pool: &Pool,
     filter: &RecordFilter,
 ) -> Result<Vec<RecordRow>, Error> {
     let sql = if filter.status == Some(Status::Unknown) { LIST_UNKNOWN } else { LIST_RECORDS };
@@ -80,7 +80,7 @@ pub(super) async fn list_records(
         (&after_id, Type::UUID),
         (&limit, Type::INT8),
     ];
-    door.read(sql, params).await?.iter().map(rows::record_row).collect()
+    pool.read(sql, params).await?.iter().map(rows::record_row).collect()
 }
 
 const SHOW_RECORD: &str = concat!(
@@ -94,8 +94,8 @@ FROM idempotency_records r LEFT JOIN oncegate_owners o ON o.owner = r.owner
 WHERE r.id = $1"
 );
 
-pub(super) async fn show_record(door: &Door, id: RecordId) -> Result<Option<RecordRow>, Error> {
-    let rows = door.read(SHOW_RECORD, &[(&Uuid::from(id), Type::UUID)]).await?;
+pub(super) async fn show_record(pool: &Pool, id: RecordId) -> Result<Option<RecordRow>, Error> {
+    let rows = pool.read(SHOW_RECORD, &[(&Uuid::from(id), Type::UUID)]).await?;
     rows.first().map(rows::record_row).transpose()
 }
 
@@ -116,7 +116,7 @@ WHERE ($1 IS NULL OR id = $1) AND ($2 IS NULL OR record_id = $2)
   AND ($9 IS NULL OR (created_at, id, sink) < ($9, $10, $11))
 ORDER BY created_at DESC, id DESC, sink DESC LIMIT $12";
 
-pub(super) async fn list_events(door: &Door, filter: &EventFilter) -> Result<Vec<EventRow>, Error> {
+pub(super) async fn list_events(pool: &Pool, filter: &EventFilter) -> Result<Vec<EventRow>, Error> {
     let record = filter.record.map(Uuid::from);
     let status = filter.status.map(EventStatus::as_str);
     let since = filter.since.map(seconds);
@@ -139,7 +139,7 @@ pub(super) async fn list_events(door: &Door, filter: &EventFilter) -> Result<Vec
         (&limit, Type::INT8),
         (&filter.kind, Type::TEXT),
     ];
-    door.read(LIST_EVENTS, params).await?.iter().map(rows::event_row).collect()
+    pool.read(LIST_EVENTS, params).await?.iter().map(rows::event_row).collect()
 }
 
 const AUDIT_OF: &str = "-- audit_of
@@ -152,8 +152,8 @@ FROM outbox_messages m JOIN audit_events x ON x.event_id = m.id JOIN audit_log a
 WHERE m.record_id = $1
 ORDER BY at, id, event_id";
 
-pub(super) async fn audit_of(door: &Door, record: RecordId) -> Result<Vec<AuditRow>, Error> {
-    let rows = door.read(AUDIT_OF, &[(&Uuid::from(record), Type::UUID)]).await?;
+pub(super) async fn audit_of(pool: &Pool, record: RecordId) -> Result<Vec<AuditRow>, Error> {
+    let rows = pool.read(AUDIT_OF, &[(&Uuid::from(record), Type::UUID)]).await?;
     rows.iter().map(rows::audit_row).collect()
 }
 
@@ -162,16 +162,16 @@ SELECT DISTINCT record_id FROM audit_log
 WHERE at >= (SELECT clock_timestamp() - make_interval(secs => $1))
   AND record_id IS NOT NULL AND action IN ('record.release', 'record.complete')";
 
-pub(super) async fn acted_on(door: &Door, window: Duration) -> Result<Vec<RecordId>, Error> {
-    let rows = door.read(ACTED_ON, &[(&seconds(window), Type::FLOAT8)]).await?;
+pub(super) async fn acted_on(pool: &Pool, window: Duration) -> Result<Vec<RecordId>, Error> {
+    let rows = pool.read(ACTED_ON, &[(&seconds(window), Type::FLOAT8)]).await?;
     rows.iter().map(|row| get::<Uuid>(row, "record_id").map(RecordId::from)).collect()
 }
 
 const DATABASE_ID: &str = "-- database_id
 SELECT database_id FROM oncegate_meta";
 
-pub(super) async fn database_id(door: &Door) -> Result<Uuid, Error> {
-    let rows = door.read(DATABASE_ID, &[]).await?;
+pub(super) async fn database_id(pool: &Pool) -> Result<Uuid, Error> {
+    let rows = pool.read(DATABASE_ID, &[]).await?;
     let row = rows.first().ok_or_else(|| rows::unreadable("oncegate_meta has no row"))?;
     get(row, "database_id")
 }
@@ -193,19 +193,19 @@ const UNKNOWN: &str = "-- gauge_unknown
 SELECT count(*) AS count FROM oncegate_unknown u
 JOIN idempotency_records r ON r.id = u.id WHERE r.status = 'unknown'";
 
-pub(super) async fn gauges(door: &Door) -> Result<Gauges, Error> {
+pub(super) async fn gauges(pool: &Pool) -> Result<Gauges, Error> {
     let mut gauges = Gauges::default();
-    for row in &door.read(PENDING, &[]).await? {
+    for row in &pool.read(PENDING, &[]).await? {
         let oldest = duration(get(row, "oldest")?);
         gauges.pending.push((get(row, "sink")?, number(row)?, oldest));
     }
-    for row in &door.read(DEAD, &[]).await? {
+    for row in &pool.read(DEAD, &[]).await? {
         gauges.dead.push((get(row, "sink")?, number(row)?));
     }
-    for row in &door.read(BLOCKED, &[]).await? {
+    for row in &pool.read(BLOCKED, &[]).await? {
         gauges.blocked.push((get(row, "sink")?, number(row)?));
     }
-    gauges.unknown_records = rows::count(&door.read(UNKNOWN, &[]).await?)?;
+    gauges.unknown_records = rows::count(&pool.read(UNKNOWN, &[]).await?)?;
     Ok(gauges)
 }
 

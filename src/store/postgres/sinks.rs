@@ -4,10 +4,10 @@ use tokio_postgres::Row;
 use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::door::{Door, Params};
-use super::outbox::clean;
-use super::rows::{self, duration, get, unsigned};
-use super::seconds;
+use super::connection::Params;
+use super::pool::Pool;
+use super::queue::clean;
+use super::rows::{self, duration, get, seconds, unsigned};
 use crate::store::{
     Changed, Error, NextProbe, Operator, Over, Pause, PauseReason, SinkOrder, SinkState, SinkTurn,
 };
@@ -24,9 +24,9 @@ SELECT sink, pause_no, pause_reason, since, failed_probes, last_error, note, pro
                           - clock_timestamp())::float8 AS probe_in
 FROM s ORDER BY sink";
 
-pub(super) async fn states(door: &Door, over: Over) -> Result<Vec<SinkState>, Error> {
+pub(super) async fn states(pool: &Pool, over: Over) -> Result<Vec<SinkState>, Error> {
     let judges = over == Over::EndedOrDead;
-    door.read(STATES, &[(&judges, Type::BOOL)]).await?.iter().map(state).collect()
+    pool.read(STATES, &[(&judges, Type::BOOL)]).await?.iter().map(state).collect()
 }
 
 fn state(row: &Row) -> Result<SinkState, Error> {
@@ -106,7 +106,7 @@ WHERE sink = $1 AND pause_no = $2 AND pause_reason IS NOT NULL AND prober IS NOT
 RETURNING sink";
 
 pub(super) async fn turn(
-    door: &Door,
+    pool: &Pool,
     sink: &str,
     no: i64,
     turn: &SinkTurn,
@@ -120,11 +120,11 @@ pub(super) async fn turn(
                 (&seconds(*lease), Type::FLOAT8),
                 (&(*over == Over::EndedOrDead), Type::BOOL),
             ];
-            return Ok(changed(&door.write(PROBE, params).await?));
+            return Ok(changed(&pool.write(PROBE, params).await?));
         }
         SinkTurn::Resume => {
             let params: Params<'_> = &[(&sink, Type::TEXT), (&no, Type::INT8)];
-            return Ok(changed(&door.write(RESUME, params).await?));
+            return Ok(changed(&pool.write(RESUME, params).await?));
         }
         SinkTurn::Pause { trouble, error, failed_probes } => {
             let probes = i32::try_from(*failed_probes).unwrap_or(i32::MAX);
@@ -143,7 +143,7 @@ pub(super) async fn turn(
         (&count, Type::INT4),
         (&error, Type::TEXT),
     ];
-    Ok(changed(&door.write(sql, params).await?))
+    Ok(changed(&pool.write(sql, params).await?))
 }
 
 fn changed(rows: &[Row]) -> Changed {
@@ -186,7 +186,7 @@ logged AS (
 SELECT sink FROM done";
 
 pub(super) async fn operate(
-    door: &Door,
+    pool: &Pool,
     sink: &str,
     order: SinkOrder,
     by: &Operator,
@@ -201,7 +201,7 @@ pub(super) async fn operate(
         (&by.why, Type::TEXT),
         (&order.action(), Type::TEXT),
     ];
-    Ok(changed(&door.write(sql, params).await?))
+    Ok(changed(&pool.write(sql, params).await?))
 }
 
 // What was tried stands in the retry lane; the head of its far end was tried last, but for the jitter of its pause. Where
@@ -215,7 +215,7 @@ SELECT coalesce(
     WHERE sink = $1 AND outcome = 'dead'
     ORDER BY finished_at DESC, event_id DESC LIMIT 1)) AS last_error";
 
-pub(super) async fn last_failure(door: &Door, sink: &str) -> Result<Option<String>, Error> {
-    let rows = door.read(LAST_FAILURE, &[(&sink, Type::TEXT)]).await?;
+pub(super) async fn last_failure(pool: &Pool, sink: &str) -> Result<Option<String>, Error> {
+    let rows = pool.read(LAST_FAILURE, &[(&sink, Type::TEXT)]).await?;
     rows.first().map(|row| get(row, "last_error")).transpose().map(Option::flatten)
 }

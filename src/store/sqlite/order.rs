@@ -5,7 +5,7 @@ use rusqlite::params;
 use uuid::Uuid;
 
 use super::super::{Acknowledgement, Claim, Lane, LetGo, Look, OnDead, Order, Over, Verdict};
-use super::outbox::{Taken, claimable, lane, taken};
+use super::queue::{Taken, claimable, lane, taken};
 use super::row::micros;
 use super::thread::Tx;
 

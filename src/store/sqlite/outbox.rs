@@ -11,9 +11,10 @@ use bytes::Bytes;
 use rusqlite::params;
 use uuid::Uuid;
 
-use super::super::{Acknowledgement, Claim, Claimed, Lane, Look, Order, Over, Verdict};
+use super::super::{Acknowledgement, Claim, Claimed, Look, Order, Over, Verdict};
 use super::order::{self, OrderedClaims};
-use super::row::{self, left, micros};
+use super::queue::{Taken, claimable, lane, taken};
+use super::row::{left, micros};
 use super::thread::Tx;
 use crate::record::event::Event;
 use crate::record::{RecordId, Scope};
@@ -61,14 +62,6 @@ pub(super) fn write(
     Ok(())
 }
 
-/// The claim of one row: event, claim number, attempts, refusals.
-pub(super) type Taken = (Uuid, i32, u32, u32);
-
-/// From a row of these four.
-pub(super) fn taken(row: &rusqlite::Row<'_>) -> rusqlite::Result<Taken> {
-    Ok((row::uuid(row, 0)?, row.get(1)?, row.get(2)?, row.get(3)?))
-}
-
 /// Claims what is due. Whether there is reason to claim again at once: all that was looked at has to wait for others.
 pub(super) fn claim(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<(Vec<Claimed>, bool)> {
     let Some(from) = beginning(tx, claim)? else { return Ok((Vec::new(), false)) };
@@ -84,37 +77,6 @@ pub(super) fn claim(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<(Vec<Claimed
     claimed.sort_by_key(|(order, _)| *order);
     Ok((claimed.into_iter().map(|(_, claimed)| claimed).collect(), again))
 }
-
-/// The value of the column.
-pub(super) fn lane(lane: Lane) -> i64 {
-    match lane {
-        Lane::Fresh => 0,
-        Lane::Retry => 1,
-    }
-}
-
-/// What may be claimed at a time, of a sink and lane: due and free.
-macro_rules! claimable {
-    ($sink:literal, $lane:literal, $now:literal, $judges:literal) => {
-        concat!(
-            "sink = ",
-            $sink,
-            " AND lane = ",
-            $lane,
-            " AND next_attempt_at <= ",
-            $now,
-            " AND (lease_until <= ",
-            $now,
-            " OR (",
-            $judges,
-            " AND claimed_by IS NOT NULL AND NOT EXISTS (
-              SELECT 1 FROM oncegate_owners o WHERE o.owner = q.claimed_by AND o.lease_until > ",
-            $now,
-            ")))"
-        )
-    };
-}
-pub(super) use claimable;
 
 /// The time from which on a claim looks. `None`: nothing may be claimed. No index has a dead end here, so the quick look is
 /// complete, too.

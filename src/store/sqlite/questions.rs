@@ -2,11 +2,10 @@
 
 use rusqlite::{Row, params};
 
-use super::super::{Asker, Asking, Changed, Due, Proposal, Unresolved};
-use super::records::{self, changed, next_attempt};
+use super::super::{Asking, Due, Unresolved};
 use super::row::{self, left, micros};
 use super::thread::Tx;
-use crate::record::{Fence, LookupDelay, Record, RecordId, Scope, State};
+use crate::record::RecordId;
 
 pub(super) fn due(tx: &Tx<'_>, asking: &[Asking], limit: u32) -> rusqlite::Result<Vec<Due>> {
     const SQL: &str = "SELECT u.next_ask_at, r.tenant_id, r.operation, r.key, r.id, r.attempt,
@@ -37,57 +36,6 @@ pub(super) fn due(tx: &Tx<'_>, asking: &[Asking], limit: u32) -> rusqlite::Resul
     all.sort_by_key(|(next_ask_at, _)| *next_ask_at);
     all.truncate(usize::try_from(limit).unwrap_or(usize::MAX));
     Ok(all.into_iter().map(|(_, due)| due).collect())
-}
-
-/// Whoever asks holds the record as whoever executes it does, so that one at a time asks.
-pub(super) fn take_over(
-    tx: &Tx<'_>,
-    proposal: &Proposal,
-    fence: Fence,
-    delay: LookupDelay,
-    by: Asker,
-) -> rusqlite::Result<Changed> {
-    const SQL: &str = "UPDATE idempotency_records SET status = 'in_progress', owner = ?1
-        WHERE tenant_id = ?2 AND operation = ?3 AND key = ?4 AND id = ?5 AND attempt = ?6
-          AND status = 'unknown'
-          AND EXISTS (SELECT 1 FROM oncegate_unknown u WHERE u.id = ?5
-            AND (?10 OR u.next_ask_at <= ?7) AND u.since + iif(u.orphaned, ?9, ?8) <= ?7)
-          AND EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?1 AND lease_until > ?7)";
-    let Scope { tenant, operation, key } = &proposal.scope;
-    let taken = tx.execute(
-        SQL,
-        params![
-            proposal.owner.to_string(),
-            tenant.as_str(),
-            operation.as_str(),
-            key.as_str(),
-            fence.id.to_string(),
-            fence.attempt.number(),
-            tx.now,
-            micros(delay.after_loss),
-            micros(delay.after_lease),
-            by == Asker::Retry,
-        ],
-    )?;
-    Ok(changed(taken))
-}
-
-pub(super) fn raise(tx: &Tx<'_>, proposal: &Proposal, fence: Fence) -> rusqlite::Result<Changed> {
-    const SQL: &str = "UPDATE idempotency_records SET attempt = attempt + 1, caller = ?2,
-          request_context = ?3, retention = ?10
-        WHERE tenant_id = ?4 AND operation = ?5 AND key = ?6 AND id = ?7 AND attempt = ?8
-          AND status = 'in_progress' AND owner = ?1
-          AND EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?1 AND lease_until > ?9)";
-    if next_attempt(tx, SQL, proposal, fence)? == 1 {
-        return Ok(Changed::Yes);
-    }
-    // After a commit in doubt it is run again; only this very owner can have raised it under its own name.
-    let raised = Fence { attempt: fence.attempt.next(), ..fence };
-    let own = records::find(tx, &proposal.scope)?.is_some_and(|Record { fence, state, .. }| {
-        let held = matches!(state, State::InProgress { owner, .. } if owner == proposal.owner);
-        fence == raised && held
-    });
-    Ok(if own { Changed::Yes } else { Changed::No })
 }
 
 pub(super) fn unresolved(tx: &Tx<'_>, id: RecordId) -> rusqlite::Result<Option<Unresolved>> {

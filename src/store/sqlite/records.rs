@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use rusqlite::params;
 
-use super::super::{Beat, Changed, Completion, Proposal, Reserved, Settled, Takeover};
+use super::super::{Beat, Changed, Completion, Proposal, Reserved, Settled};
+use super::outbox;
 use super::row::{self, micros, record_columns};
 use super::thread::Tx;
-use super::{outbox, questions};
 use crate::fault::{self, Point};
 use crate::record::{
     Answer, Attempt, Fence, KeptBody, OwnerId, Record, Scope, State, encode_headers,
@@ -86,7 +86,7 @@ pub(super) fn reserve(tx: &Tx<'_>, proposal: &Proposal) -> rusqlite::Result<Rese
 }
 
 /// Whether the row that stands is this very proposal, committed by an earlier run whose end was not known.
-fn is_own(found: &Record, proposal: &Proposal) -> bool {
+pub(super) fn is_own(found: &Record, proposal: &Proposal) -> bool {
     let fence = Fence { id: proposal.id, attempt: Attempt::FIRST };
     let in_progress =
         matches!(found.state, State::InProgress { owner, .. } if owner == proposal.owner);
@@ -107,91 +107,6 @@ pub(super) fn find(tx: &Tx<'_>, scope: &Scope) -> rusqlite::Result<Option<Record
     let Scope { tenant, operation, key } = scope;
     let params = params![tx.now, tenant.as_str(), operation.as_str(), key.as_str()];
     tx.first(SQL, params, |row| row::record(row, tx.now))
-}
-
-pub(super) fn take_over(
-    tx: &Tx<'_>,
-    proposal: &Proposal,
-    from: Takeover,
-) -> rusqlite::Result<Changed> {
-    match from {
-        Takeover::Expired(fence) => take_over_expired(tx, proposal, fence),
-        Takeover::Unknown(fence) => take_over_unknown(tx, proposal, fence),
-        Takeover::Question(fence, delay, by) => {
-            questions::take_over(tx, proposal, fence, delay, by)
-        }
-    }
-}
-
-fn take_over_expired(tx: &Tx<'_>, proposal: &Proposal, fence: Fence) -> rusqlite::Result<Changed> {
-    const SQL: &str = "UPDATE idempotency_records SET id = ?1, attempt = 1, request_hash = ?2,
-          raw_hash = ?3, recipe = ?4, status = 'in_progress', owner = ?5, caller = ?6,
-          request_context = ?7, created_at = ?8, completed_at = NULL, expires_at = NULL,
-          response_status = NULL, response_headers = NULL, response_body = NULL, retention = ?14
-        WHERE tenant_id = ?9 AND operation = ?10 AND key = ?11 AND id = ?12 AND attempt = ?13
-          AND status = 'completed' AND expires_at <= ?8
-          AND EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?5 AND lease_until > ?8)";
-    let Scope { tenant, operation, key } = &proposal.scope;
-    let taken = tx.execute(
-        SQL,
-        params![
-            proposal.id.to_string(),
-            proposal.fingerprint.canonical.as_slice(),
-            proposal.fingerprint.raw.as_slice(),
-            proposal.fingerprint.recipe.as_slice(),
-            proposal.owner.to_string(),
-            proposal.caller,
-            proposal.context.as_deref(),
-            tx.now,
-            tenant.as_str(),
-            operation.as_str(),
-            key.as_str(),
-            fence.id.to_string(),
-            fence.attempt.number(),
-            micros(proposal.retention),
-        ],
-    )?;
-    if taken == 1 {
-        return Ok(Changed::Yes);
-    }
-    // After a commit in doubt the same take-over is run again; its id is its own, so the row tells.
-    let own = find(tx, &proposal.scope)?.is_some_and(|found| is_own(&found, proposal));
-    Ok(if own { Changed::Yes } else { Changed::No })
-}
-
-fn take_over_unknown(tx: &Tx<'_>, proposal: &Proposal, fence: Fence) -> rusqlite::Result<Changed> {
-    const SQL: &str = "UPDATE idempotency_records SET attempt = attempt + 1,
-          status = 'in_progress', owner = ?1, caller = ?2, request_context = ?3, retention = ?10
-        WHERE tenant_id = ?4 AND operation = ?5 AND key = ?6 AND id = ?7 AND attempt = ?8
-          AND status = 'unknown'
-          AND EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?1 AND lease_until > ?9)";
-    Ok(changed(next_attempt(tx, SQL, proposal, fence)?))
-}
-
-/// Runs a statement that begins the attempt after this one for the proposal: `?1` to `?3` are owner, caller and context, `?4`
-/// to `?8` scope, id and attempt, `?9` the time, `?10` the retention. How many rows it changed.
-pub(super) fn next_attempt(
-    tx: &Tx<'_>,
-    sql: &str,
-    proposal: &Proposal,
-    fence: Fence,
-) -> rusqlite::Result<usize> {
-    let Scope { tenant, operation, key } = &proposal.scope;
-    tx.execute(
-        sql,
-        params![
-            proposal.owner.to_string(),
-            proposal.caller,
-            proposal.context.as_deref(),
-            tenant.as_str(),
-            operation.as_str(),
-            key.as_str(),
-            fence.id.to_string(),
-            fence.attempt.number(),
-            tx.now,
-            micros(proposal.retention),
-        ],
-    )
 }
 
 pub(super) fn changed(rows: usize) -> Changed {

@@ -1,0 +1,152 @@
+//! Records that go over to another owner, or on to their next attempt.
+
+use tokio_postgres::types::Type;
+use uuid::Uuid;
+
+use super::pool::Pool;
+use super::records::{Fenced, changed};
+use super::rows::seconds;
+use crate::record::{Fence, LookupDelay};
+use crate::store::{Asker, Changed, Error, Proposal, Takeover};
+
+const TAKE_OVER_EXPIRED: &str = "-- take_over_expired
+WITH taken AS (
+    UPDATE idempotency_records r
+    SET id = $6, attempt = 1, status = 'in_progress', request_hash = $7, raw_hash = $8, recipe = $9,
+        owner = $10, caller = $11, request_context = $12,
+        retention = make_interval(secs => $13), created_at = clock_timestamp(), completed_at = NULL, expires_at = NULL, response_status = NULL,
+        response_headers = NULL, response_body = NULL
+    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
+      AND r.status = 'completed' AND r.expires_at <= clock_timestamp()
+      AND EXISTS (SELECT FROM oncegate_owners o
+                  WHERE o.owner = $10 AND o.lease_until > clock_timestamp())
+    RETURNING r.id),
+again AS (
+    UPDATE idempotency_records r SET owner = r.owner
+    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3
+      AND r.id = $6 AND r.attempt = 1 AND r.status = 'in_progress' AND r.owner = $10
+    RETURNING r.id)
+SELECT (SELECT count(*) FROM taken) + (SELECT count(*) FROM again) AS count";
+
+const TAKE_OVER_UNKNOWN: &str = "-- take_over_unknown
+WITH taken AS (
+    UPDATE idempotency_records r
+    SET attempt = r.attempt + 1, status = 'in_progress', owner = $6, caller = $7,
+        request_context = $8, retention = make_interval(secs => $9)
+    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
+      AND r.status = 'unknown'
+      AND EXISTS (SELECT FROM oncegate_owners o
+                  WHERE o.owner = $6 AND o.lease_until > clock_timestamp())
+    RETURNING r.id)
+SELECT count(*) AS count FROM taken";
+
+// Whoever asks holds the record as whoever executes it does, so that one at a time asks.
+const TAKE_OVER_QUESTION: &str = "-- take_over_question
+WITH taken AS (
+    UPDATE idempotency_records r SET status = 'in_progress', owner = $6
+    FROM oncegate_unknown u
+    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
+      AND r.status = 'unknown' AND u.id = r.id AND ($9 OR u.next_ask_at <= clock_timestamp())
+      AND u.since + make_interval(secs => CASE WHEN u.orphaned THEN $8 ELSE $7 END)
+          <= clock_timestamp()
+      AND EXISTS (SELECT FROM oncegate_owners o
+                  WHERE o.owner = $6 AND o.lease_until > clock_timestamp())
+    RETURNING r.id)
+SELECT count(*) AS count FROM taken";
+
+pub(super) async fn take_over(
+    pool: &Pool,
+    proposal: &Proposal,
+    from: Takeover,
+) -> Result<Changed, Error> {
+    let (sql, fence) = match from {
+        Takeover::Expired(fence) => (TAKE_OVER_EXPIRED, fence),
+        Takeover::Unknown(fence) => (TAKE_OVER_UNKNOWN, fence),
+        Takeover::Question(fence, delay, by) => {
+            return ask(pool, proposal, fence, delay, by).await;
+        }
+    };
+    let fenced = Fenced::new(&proposal.scope, fence);
+    let id = Uuid::from(proposal.id);
+    let owner = Uuid::from(proposal.owner);
+    let context = proposal.context.as_deref();
+    let retention = seconds(proposal.retention);
+    let hashes = proposal.fingerprint;
+    let (canonical, raw, recipe) =
+        (hashes.canonical.as_slice(), hashes.raw.as_slice(), hashes.recipe.as_slice());
+    let mut params = fenced.params();
+    if matches!(from, Takeover::Expired(_)) {
+        params.push((&id, Type::UUID));
+        params.push((&canonical, Type::BYTEA));
+        params.push((&raw, Type::BYTEA));
+        params.push((&recipe, Type::BYTEA));
+    }
+    params.push((&owner, Type::UUID));
+    params.push((&proposal.caller, Type::TEXT));
+    params.push((&context, Type::BYTEA));
+    params.push((&retention, Type::FLOAT8));
+    let taken = changed(pool.change(sql, &params).await?)?;
+    if taken == Changed::No && matches!(from, Takeover::Expired(_)) {
+        // It may have waited for its own first run, whose end only a new snapshot shows.
+        return changed(pool.change(sql, &params).await?);
+    }
+    Ok(taken)
+}
+
+async fn ask(
+    pool: &Pool,
+    proposal: &Proposal,
+    fence: Fence,
+    delay: LookupDelay,
+    by: Asker,
+) -> Result<Changed, Error> {
+    let fenced = Fenced::new(&proposal.scope, fence);
+    let owner = Uuid::from(proposal.owner);
+    let (lost, orphaned) = (seconds(delay.after_loss), seconds(delay.after_lease));
+    let at_once = by == Asker::Retry;
+    let mut params = fenced.params();
+    params.push((&owner, Type::UUID));
+    params.push((&lost, Type::FLOAT8));
+    params.push((&orphaned, Type::FLOAT8));
+    params.push((&at_once, Type::BOOL));
+    changed(pool.change(TAKE_OVER_QUESTION, &params).await?)
+}
+
+// Found raised by this very owner already, after an answer that was lost: changed once more, so that it is durable.
+const RAISE: &str = "-- raise
+WITH raised AS (
+    UPDATE idempotency_records r
+    SET attempt = r.attempt + 1, caller = $7, request_context = $8,
+        retention = make_interval(secs => $9)
+    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
+      AND r.status = 'in_progress' AND r.owner = $6
+      AND EXISTS (SELECT FROM oncegate_owners o
+                  WHERE o.owner = $6 AND o.lease_until > clock_timestamp())
+    RETURNING r.id),
+again AS (
+    UPDATE idempotency_records r SET owner = r.owner
+    WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3
+      AND r.id = $4 AND r.attempt = $5 + 1 AND r.status = 'in_progress' AND r.owner = $6
+    RETURNING r.id)
+SELECT (SELECT count(*) FROM raised) + (SELECT count(*) FROM again) AS count";
+
+pub(super) async fn raise(
+    pool: &Pool,
+    proposal: &Proposal,
+    fence: Fence,
+) -> Result<Changed, Error> {
+    let fenced = Fenced::new(&proposal.scope, fence);
+    let owner = Uuid::from(proposal.owner);
+    let context = proposal.context.as_deref();
+    let retention = seconds(proposal.retention);
+    let mut params = fenced.params();
+    params.push((&owner, Type::UUID));
+    params.push((&proposal.caller, Type::TEXT));
+    params.push((&context, Type::BYTEA));
+    params.push((&retention, Type::FLOAT8));
+    match changed(pool.change(RAISE, &params).await?)? {
+        // It may have waited for its own first run, whose end only a new snapshot shows.
+        Changed::No => changed(pool.change(RAISE, &params).await?),
+        raised @ (Changed::Yes | Changed::Locked) => Ok(raised),
+    }
+}
