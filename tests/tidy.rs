@@ -10,7 +10,7 @@
     reason = "a rule that cannot be read must fail its test"
 )]
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -168,6 +168,168 @@ fn imports_point_at_meaning_and_never_at_the_next_step() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// The paths that a text names which begin in this crate, without comments: groups are taken apart.
+fn paths(code: &str) -> Vec<Vec<String>> {
+    let code: String = code
+        .lines()
+        .map(|line| line.split("//").next().unwrap_or_default())
+        .collect::<Vec<_>>()
+        .join(" ");
+    let mut found = Vec::new();
+    for start in ["crate::", "super::", "self::"] {
+        for (at, _) in code.match_indices(start) {
+            let before = code[..at].chars().next_back().unwrap_or(' ');
+            if !before.is_alphanumeric() && before != '_' && before != ':' {
+                path(&code[at..], &[], &mut found);
+            }
+        }
+    }
+    found
+}
+
+/// Reads one path behind `before`, with all of its ends. What comes after it.
+fn path<'a>(text: &'a str, before: &[String], found: &mut Vec<Vec<String>>) -> &'a str {
+    let mut path = before.to_vec();
+    let mut rest = text.trim_start();
+    loop {
+        if let Some(group) = rest.strip_prefix('{') {
+            rest = group.trim_start();
+            while !rest.is_empty() && !rest.starts_with('}') {
+                let after = self::path(rest, &path, found).trim_start();
+                // Whatever is not understood is stepped over.
+                let step =
+                    after.chars().next().map_or(0, |c| if c == '}' { 0 } else { c.len_utf8() });
+                rest = after[step..].trim_start();
+            }
+            return rest.strip_prefix('}').unwrap_or(rest);
+        }
+        let end = rest.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(rest.len());
+        path.push(rest[..end].to_owned());
+        rest = &rest[end..];
+        match rest.strip_prefix("::") {
+            Some(more) if end > 0 => rest = more,
+            _ => break,
+        }
+    }
+    found.push(path);
+    rest
+}
+
+/// Which file of the crate a name comes from, seen from a file: through modules, and through what they use of their own parts.
+fn target(
+    tree: &BTreeMap<String, BTreeMap<String, String>>,
+    from: &str,
+    path: &[String],
+) -> String {
+    let parent =
+        |module: &str| module.rsplit_once('/').map_or(String::new(), |(up, _)| up.to_owned());
+    let mut at = from.to_owned();
+    for (n, segment) in path.iter().enumerate() {
+        let inside = if at.is_empty() { segment.clone() } else { format!("{at}/{segment}") };
+        at = match segment.as_str() {
+            "crate" if n == 0 => String::new(),
+            "self" => at,
+            "super" => parent(&at),
+            _ if tree.contains_key(&inside) => inside,
+            _ => return tree.get(&at).and_then(|uses| uses.get(segment)).cloned().unwrap_or(at),
+        };
+    }
+    at
+}
+
+/// Each folder's files that import one another: an arrow for each import, and the file that has it.
+fn imports_between_siblings() -> BTreeMap<String, BTreeMap<String, BTreeMap<String, String>>> {
+    let sources = sources();
+    let mut tree: BTreeMap<String, BTreeMap<String, String>> =
+        sources.iter().map(|source| (source.module.clone(), BTreeMap::new())).collect();
+    let names: Vec<(String, Vec<Vec<String>>)> =
+        sources.iter().map(|source| (source.module.clone(), paths(source.code()))).collect();
+    for (module, paths) in &names {
+        for path in paths {
+            let [root, part, .., name] = path.as_slice() else { continue };
+            let part = format!("{module}/{part}");
+            if root == "self" && tree.contains_key(&part) {
+                tree.get_mut(module).unwrap().insert(name.clone(), part);
+            }
+        }
+    }
+    let mut arrows: BTreeMap<String, BTreeMap<String, BTreeMap<String, String>>> = BTreeMap::new();
+    for (from, paths) in &names {
+        for to in paths.iter().map(|path| target(&tree, from, path)) {
+            let (mut a, mut b) = (from.split('/').peekable(), to.split('/').peekable());
+            let mut folder = Vec::new();
+            while a.peek().is_some() && a.peek() == b.peek() {
+                folder.extend(a.next());
+                b.next();
+            }
+            // Of the folders of the crate the layers speak; a file and its own parts are one thing.
+            let (Some(a), Some(b), false) = (a.next(), b.next(), folder.is_empty()) else {
+                continue;
+            };
+            let arrows = arrows.entry(folder.join("/")).or_default();
+            let arrow = format!("src/{from}.rs -> {to}");
+            arrows.entry(a.to_owned()).or_default().entry(b.to_owned()).or_insert(arrow);
+        }
+    }
+    arrows
+}
+
+/// The way from a file back to it over the files that it imports, if there is one.
+fn circle<'a>(
+    arrows: &'a BTreeMap<String, BTreeMap<String, String>>,
+    file: &'a str,
+) -> Option<Vec<&'a str>> {
+    let (mut ways, mut seen) = (vec![vec![file]], BTreeSet::new());
+    while !ways.is_empty() {
+        let way = ways.remove(0);
+        for next in
+            arrows.get(*way.last().unwrap()).into_iter().flatten().map(|(next, _)| next.as_str())
+        {
+            if next == file {
+                return Some(way);
+            }
+            if seen.insert(next) {
+                ways.push(way.iter().copied().chain([next]).collect());
+            }
+        }
+    }
+    None
+}
+
+/// Files that are in a circle still, by their folder. A circle that is gone is taken off.
+const CIRCLES: &[(&str, &[&str])] = &[
+    ("cli", &["opening", "serve"]),
+    ("config/build", &["lookup", "routes"]),
+    ("gateway", &["complete", "forward", "intake", "reply", "rights", "tokens"]),
+    ("gateway/reply", &["negotiate", "vary"]),
+    ("record", &["event", "lookup"]),
+];
+
+#[test]
+fn files_of_a_folder_import_one_another_in_one_direction() {
+    let mut wrong = Vec::new();
+    for (folder, arrows) in imports_between_siblings() {
+        let excused =
+            CIRCLES.iter().find(|(name, _)| *name == folder).map_or(&[][..], |(_, files)| files);
+        for file in arrows.keys() {
+            let circle = circle(&arrows, file);
+            let excused = excused.contains(&file.as_str());
+            match circle {
+                Some(way) if !excused => {
+                    let ends = way.iter().copied().skip(1).chain([file.as_str()]);
+                    let told = way.iter().zip(ends).map(|(from, to)| arrows[*from][to].clone());
+                    wrong.push(format!("{folder}/{file}: {}", told.collect::<Vec<_>>().join(", ")));
+                }
+                None if excused => {
+                    wrong.push(format!("{folder}/{file} is in no circle: take it off the list"))
+                }
+                Some(_) | None => {}
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "what both need belongs below them:\n{}", wrong.join("\n"));
 }
 
 #[test]
@@ -400,7 +562,7 @@ fn problems_and_metrics_stand_in_the_docs() {
             .collect::<String>()
     };
     let mut missing = Vec::new();
-    for name in quoted_after(&text("telemetry"), &["register(\""]) {
+    for name in metric_names(&sources) {
         if !docs.contains(&format!("oncegate_{name}")) {
             missing.push(format!("metric oncegate_{name}"));
         }
@@ -449,6 +611,16 @@ fn each_test_id_has_its_line_in_the_legend_and_no_line_is_without_a_test() {
     assert!(differ.is_empty(), "in the legend or in a test's name, and not in both: {differ:?}");
 }
 
+/// The names of all metrics: of the table, and of those that a process counts once.
+fn metric_names(sources: &[Source]) -> BTreeSet<String> {
+    let code = |module: &str| {
+        sources.iter().find(|s| s.module == module).map(Source::code).unwrap_or_default()
+    };
+    let mut names = quoted_after(code("telemetry/metrics"), &["=> \""]);
+    names.extend(quoted_after(code("telemetry/process"), &["register(\""]));
+    names
+}
+
 /// The quoted words that follow one of the openings, with any white space between the parts.
 fn quoted_after(code: &str, openings: &[&str]) -> BTreeSet<String> {
     let dense: String =
@@ -487,7 +659,7 @@ fn the_words_that_this_file_reads_are_still_there() {
             .map(|s| s.code())
             .collect::<String>()
     };
-    assert!(quoted_after(&code("telemetry"), &["register(\""]).len() > 8);
+    assert!(metric_names(&sources).len() > 35);
     assert!(imports(&code("gateway")).contains("record"));
     assert!(sources.len() > 30);
 }

@@ -15,15 +15,14 @@ use std::backtrace::{Backtrace, BacktraceStatus};
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, IsTerminal, Write};
 use std::panic::PanicHookInfo;
-use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
 use std::time::Duration;
 
-use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::family::Family;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
 
-use super::{ByLoss, Loss};
+use super::labels::Loss;
+use super::process::{lines_lost, panicked};
 
 /// Most lines, and most bytes of lines, that wait for the writer. One more is lost.
 const LINES_MAX: usize = 8192;
@@ -45,25 +44,8 @@ pub enum Format {
     Json,
 }
 
-/// The lines of this process that were lost, for every registry: a process has one log.
-pub(super) static LOST: LazyLock<Family<ByLoss, Counter>> = LazyLock::new(|| {
-    let lost = Family::default();
-    // Shown from the start: an alert on a series that is absent never fires.
-    for reason in [Loss::QueueFull, Loss::WriteFailed] {
-        drop(lost.get_or_create(&ByLoss { reason }));
-    }
-    lost
-});
-
-/// The panics of this process since its log began.
-pub(super) static PANICS: LazyLock<Counter> = LazyLock::new(Counter::default);
-
-fn lost_by(reason: Loss) -> Counter {
-    LOST.get_or_create_owned(&ByLoss { reason })
-}
-
 fn lost() -> u64 {
-    [Loss::QueueFull, Loss::WriteFailed].map(|reason| lost_by(reason).get()).iter().sum()
+    Loss::ALL.iter().map(|reason| lines_lost(*reason).get()).sum()
 }
 
 /// The process's log.
@@ -102,7 +84,7 @@ impl Queue {
         let bytes = waiting.bytes.saturating_add(line.len());
         if waiting.lines.len() >= LINES_MAX || bytes > BYTES_MAX {
             drop(waiting);
-            lost_by(Loss::QueueFull).inc();
+            lines_lost(Loss::QueueFull).inc();
             return;
         }
         waiting.bytes = bytes;
@@ -213,7 +195,7 @@ fn quiet(filter: EnvFilter) -> EnvFilter {
 
 /// In place of the standard library's hook, which writes to standard error itself and waits for its reader.
 fn tell_panic(panic: &PanicHookInfo<'_>) {
-    PANICS.inc();
+    panicked();
     let payload = panic.payload();
     let said = payload.downcast_ref::<&str>().copied();
     let said = said.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
@@ -242,7 +224,7 @@ struct Writer<W> {
 impl<W: Write> Writer<W> {
     fn put(&mut self, line: &[u8]) {
         if self.write(line).is_err() {
-            lost_by(Loss::WriteFailed).inc();
+            lines_lost(Loss::WriteFailed).inc();
             return;
         }
         let lost = lost();
@@ -368,7 +350,7 @@ mod tests {
         let (go, gone) = mpsc::channel();
         let (writes, written) = mpsc::channel();
         let log = Log::to(Stalled(gone, writes)).unwrap();
-        let full = || lost_by(Loss::QueueFull).get();
+        let full = || lines_lost(Loss::QueueFull).get();
         let before = full();
         let mut line = log.make_writer();
         line.write_all(b"the first\n").unwrap();

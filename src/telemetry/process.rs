@@ -1,0 +1,58 @@
+//! What a process counts once, whoever counts it: it has one log and one set of background tasks, however many registries.
+
+use std::sync::LazyLock;
+
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::registry::Registry;
+
+use super::labels::{ByLoss, ByTask, Loss};
+
+/// The lines of the log that were lost.
+static LINES_LOST: LazyLock<Family<ByLoss, Counter>> = LazyLock::new(|| {
+    let lost = Family::default();
+    // Shown from the start: an alert on a series that is absent never fires.
+    for reason in Loss::ALL {
+        drop(lost.get_or_create(&ByLoss { reason: *reason }));
+    }
+    lost
+});
+
+/// The panics since the log began.
+static PANICS: LazyLock<Counter> = LazyLock::new(Counter::default);
+
+static TASK_ENDS: LazyLock<Family<ByTask, Counter>> = LazyLock::new(Family::default);
+
+/// The log's lines that were lost for this reason.
+pub(super) fn lines_lost(reason: Loss) -> Counter {
+    LINES_LOST.get_or_create_owned(&ByLoss { reason })
+}
+
+/// The program panicked.
+pub(super) fn panicked() {
+    PANICS.inc();
+}
+
+/// A background task ended though it was not told to.
+pub fn task_ended(task: &'static str) {
+    TASK_ENDS.get_or_create(&ByTask { task }).inc();
+}
+
+/// Shows them on one more page.
+pub(super) fn register(registry: &mut Registry) {
+    registry.register(
+        "log_lines_lost",
+        "Log lines that could not be written, by the reason",
+        LINES_LOST.clone(),
+    );
+    registry.register(
+        "panics",
+        "Panics of this process; each is a mistake of the program",
+        PANICS.clone(),
+    );
+    registry.register(
+        "task_ends",
+        "Background tasks that ended though they were not told to, by the task",
+        TASK_ENDS.clone(),
+    );
+}
