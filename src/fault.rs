@@ -133,11 +133,11 @@ named! {
         Spilling = "spilling",
         /// It is in the spill, synced (or did not fit); nobody has been told.
         Spilled = "spilled",
-        /// The end is durable (or owed), the caller has nothing yet.
+        /// The end is durable (or pending), the caller has nothing yet.
         BeforeReply = "before-reply",
         /// A caller's socket took bytes of an answer. Passed at each write.
         Replying = "replying",
-        /// The settler is about to write an end that is owed.
+        /// The retrier is about to write a pending end.
         Settling = "settling",
         /// An event is claimed and about to be sent to its sink.
         BeforeDelivery = "before-delivery",

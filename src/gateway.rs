@@ -45,7 +45,7 @@ use bytes::Bytes;
 use http::header::CONNECTION;
 use http::{HeaderValue, Request, Response};
 use hyper::body::Incoming;
-use tokio::sync::{Notify, Semaphore, oneshot};
+use tokio::sync::{Notify, oneshot};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -55,11 +55,11 @@ use self::forward::Bounds;
 use self::headers::Forwarding;
 use self::intake::{Intake, Keyed, Read};
 use self::late::LateReads;
+use self::lookup::AfterLookup;
 use self::pass::PassError;
 use self::reply::{Name, Problem};
 use self::reserve::{
-    Admission, Ask, Desk, Followed, Lead, MayJudge, Question, Raised, Refusal, Reservation, Seat,
-    Unreserved,
+    Admission, Followed, Leader, MayJudge, Refusal, Role, SingleFlight, Unreserved,
 };
 use self::rights::Rights;
 use self::room::{Limits, NoRoom};
@@ -69,19 +69,11 @@ use self::tunnel::Tunnels;
 use self::upstream::{Body, Upstream};
 use crate::fault::{self, Point};
 use crate::record::LeaseView;
-use crate::record::lookup::LookupResult;
-use crate::route::{Mode, OnUnknown, Route, RouteMatch, Routes, Server};
+use crate::route::{Mode, Route, RouteMatch, Routes, Server};
 use crate::scope::{DigestKey, Params};
-use crate::store::{Asking, Backlog, Due, Store};
+use crate::store::{Backlog, Store};
 use crate::tasks::{self, Loop};
 use crate::telemetry::{Metrics, Reply, Step, Would};
-
-/// How often the store is asked about which unknown records the upstream may be asked.
-const ASK_EVERY: Duration = Duration::from_secs(1);
-/// About how many at most in one look.
-const ASK_BATCH: u32 = 32;
-/// How many questions are under way at a time.
-const ASK_AT_ONCE: usize = 4;
 
 /// How the gateway is set up.
 #[derive(Clone, Debug)]
@@ -138,7 +130,7 @@ pub struct Gateway {
     upstreams: HashMap<String, Arc<Upstream>>,
     default: Arc<Upstream>,
     store: Arc<dyn Store>,
-    desk: Desk,
+    single_flight: SingleFlight,
     intake: Intake,
     tokens: Option<Arc<Tokens>>,
     rights: Rights,
@@ -181,24 +173,6 @@ pub struct Parts {
     pub backlog: Backlog,
 }
 
-/// What came of asking for a retry.
-enum Asked {
-    /// It may be sent.
-    Send(Reservation),
-    /// It need not, or may not be.
-    Over(Box<Finish>),
-}
-
-/// About which of a route's records the upstream is asked.
-fn asking(route: &Route) -> Option<Asking> {
-    match &route.policy.on_unknown {
-        OnUnknown::Lookup(lookup) => {
-            Some(Asking { operation: route.operation.clone(), delay: lookup.delay })
-        }
-        OnUnknown::Hold | OnUnknown::Retry => None,
-    }
-}
-
 impl Gateway {
     /// Puts the gateway together. `None`: no upstream has the default's name.
     #[must_use]
@@ -206,13 +180,14 @@ impl Gateway {
         let Parts { routes, upstreams, store, lease, may_judge, spill, digest, .. } = parts;
         let Parts { tokens, servers, metrics, wake, backlog, .. } = parts;
         let default = Arc::clone(upstreams.get(&settings.default_upstream)?);
-        let desk_settings = reserve::Settings {
+        let flight_settings = reserve::Settings {
             reserve_timeout: settings.reserve_timeout,
             doubt_window: settings.doubt_window,
             cache_bytes: settings.cache_bytes,
         };
         let (asked, counted) = (Arc::clone(&store), Arc::clone(&metrics));
-        let desk = Desk::new(desk_settings, asked, lease, may_judge, spill, backlog, counted);
+        let single_flight =
+            SingleFlight::new(flight_settings, asked, lease, may_judge, spill, backlog, counted);
         let limits =
             Limits::new(settings.in_flight_max, settings.waiting_max, settings.buffered_bytes_max);
         let tokens = tokens.map(Arc::new);
@@ -227,7 +202,7 @@ impl Gateway {
             upstreams,
             default,
             store,
-            desk,
+            single_flight,
             intake,
             tokens,
             rights,
@@ -325,20 +300,22 @@ impl Gateway {
         };
         let deadline = Instant::now() + route.policy.wait;
         loop {
-            match self.desk.seat(&keyed.ask) {
-                Seat::Decided(admission) => {
+            match self.single_flight.join(&keyed.request.scope) {
+                Role::Stored(replay) => {
+                    let admission = reserve::from_record(&keyed.request, replay);
                     return self.reply(&mut keyed, admission, Reply::Replayed).await;
                 }
-                // Dropping the lead lets the others look again.
-                Seat::Lead(lead) => match keyed.room.work() {
-                    Ok(()) => return self.detach(keyed, lead, deadline).await,
+                // Dropping the leader lets the others look again.
+                Role::Leader(leader) => match keyed.room.work() {
+                    Ok(()) => return self.detach(keyed, leader, deadline).await,
                     Err(NoRoom) => return self.overloaded(&route),
                 },
-                Seat::Follow(follow) => {
+                Role::Follower(follower) => {
                     if keyed.room.wait() == Err(NoRoom) {
                         return self.overloaded(&route);
                     }
-                    let followed = self.desk.follow(&keyed.ask, follow, deadline).await;
+                    let followed =
+                        self.single_flight.follow(&keyed.request, follower, deadline).await;
                     match followed {
                         Followed::Admitted(Admission::Refuse(refusal))
                             if self.bypasses(&keyed, refusal) =>
@@ -359,14 +336,14 @@ impl Gateway {
     async fn detach(
         self: Arc<Self>,
         keyed: Box<Keyed>,
-        lead: Lead,
+        leader: Leader,
         deadline: Instant,
     ) -> Response<Body> {
         let (answer, answered) = oneshot::channel();
-        let sending = lead.sending();
+        let sending = leader.sending();
         let (gateway, route) = (Arc::clone(&self), Arc::clone(&keyed.route));
         self.tasks.spawn(async move {
-            let response = gateway.work(*keyed, lead, deadline).await;
+            let response = gateway.work(*keyed, leader, deadline).await;
             // Nobody waits any more: the retry finds the result.
             drop(answer.send(response));
         });
@@ -384,17 +361,17 @@ impl Gateway {
     async fn work(
         self: Arc<Self>,
         mut keyed: Keyed,
-        lead: Lead,
+        leader: Leader,
         deadline: Instant,
     ) -> Response<Body> {
         let route = Arc::clone(&keyed.route);
-        let reservation = match self.desk.lead(&keyed.ask, lead, deadline).await {
+        let reservation = match self.single_flight.lead(&keyed.request, leader, deadline).await {
             Admission::Execute(reservation) => reservation,
-            Admission::Ask(question) => {
+            Admission::LookUp(question) => {
                 let _in_flight = self.metrics.in_flight();
-                match self.ask_first(&route, &keyed.ask, question).await {
-                    Asked::Send(reservation) => reservation,
-                    Asked::Over(finish) => return self.told(keyed, *finish).await,
+                match self.look_up_first(&route, &keyed.request, question).await {
+                    AfterLookup::Send(reservation) => reservation,
+                    AfterLookup::Over(finish) => return self.told(keyed, *finish).await,
                 }
             }
             Admission::Refuse(refusal) if self.bypasses(&keyed, refusal) => {
@@ -405,22 +382,22 @@ impl Gateway {
             }
         };
         let _in_flight = self.metrics.in_flight();
-        let context = keyed.ask.context.take();
+        let context = keyed.request.context.take();
         let upstream = self.upstream(&route);
         let request =
             keyed.outgoing(&self.settings.forwarding, &upstream, Some(reservation.fence()));
         let policy = &route.policy;
         let bounds = Bounds { timeout: policy.timeout, body_max: policy.response_body_max };
         let begun = Instant::now();
-        let (mut underway, evidence, given_up) =
+        let (mut in_flight, evidence, given_up) =
             forward::forward(reservation, upstream, request, bounds).await;
         self.metrics.took(Step::Forward, begun.elapsed());
         // What was taken for the answer, cut down to it, stays taken until store and caller have it.
         let bytes = evidence.bytes();
         let held = keyed.room.answer(bytes).ok();
-        underway.hold(held.clone());
+        in_flight.hold(held.clone());
         let closing = self.closing(&route, context.as_deref());
-        let (finish, late) = closing.close(underway, evidence, given_up).await;
+        let (finish, late) = closing.close(in_flight, evidence, given_up).await;
         if let Some(late) = late {
             self.await_late(late, &route, context);
         }
@@ -442,7 +419,7 @@ impl Gateway {
 
     fn closing<'a>(&'a self, route: &'a Route, context: Option<&'a [u8]>) -> Closing<'a> {
         Closing {
-            desk: &self.desk,
+            single_flight: &self.single_flight,
             metrics: &self.metrics,
             wake: &self.wake,
             route,
@@ -451,84 +428,13 @@ impl Gateway {
         }
     }
 
-    /// For a retry on a route that looks up: what became of the attempt before? It is asked about under its own fence, so
-    /// whatever still comes of it counts. Only "not found" lets the next attempt be sent, and only if nothing came in between.
-    async fn ask_first(&self, route: &Route, ask: &Ask, question: Question) -> Asked {
-        let result = self.ask(route, &question).await;
-        let context = question.context();
-        let closing = self.closing(route, context.as_deref());
-        Asked::Over(Box::new(match result {
-            LookupResult::Found(answer) => closing.adopt(question.asked(), answer).await,
-            LookupResult::Failed(_) => closing.put_back(question.asked()).await,
-            LookupResult::NotFound => match self.desk.raise(question, ask).await {
-                Raised::Held(reservation) => return Asked::Send(reservation),
-                Raised::Not(question) => closing.put_back(question.asked()).await,
-                Raised::Doubt(record) => Finish::StillUnknown { record },
-            },
-        }))
-    }
-
-    async fn ask(&self, route: &Route, question: &Question) -> LookupResult {
-        let lookup = question.lookup();
-        let upstream = self.upstreams.get(&lookup.upstream).unwrap_or(&self.default);
-        let result = lookup::ask(route, lookup, upstream, &question.about(), &self.metrics).await;
-        fault::point(Point::QuestionAnswered).await;
-        result
-    }
-
-    /// Asks about records whose outcome is unknown, so that they resolve without a retry, until `stop`. Records whose route
-    /// does not look up, or is no longer there, are left alone.
-    async fn resolve_unknown(self: Arc<Self>, asking: Arc<[Asking]>, stop: CancellationToken) {
-        let slots = Arc::new(Semaphore::new(ASK_AT_ONCE));
-        let mut full = false;
-        loop {
-            let pause = if full { ASK_EVERY / 20 } else { ASK_EVERY };
-            let pause = tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0));
-            if stop.run_until_cancelled(pause).await.is_none() {
-                return;
-            }
-            let due = self.store.questions(&asking, ASK_BATCH).await;
-            let due = due.inspect(|_| tasks::ran()).unwrap_or_else(|error| {
-                tasks::failed(&error);
-                tracing::debug!(%error, "it is not known what to ask about");
-                Vec::new()
-            });
-            full = due.len() >= usize::try_from(ASK_BATCH).unwrap_or(usize::MAX);
-            for due in due {
-                let slot = Arc::clone(&slots).acquire_owned();
-                let Some(Ok(slot)) = stop.run_until_cancelled(slot).await else { return };
-                let gateway = Arc::clone(&self);
-                self.tasks.spawn(async move {
-                    gateway.question(due).await;
-                    drop(slot);
-                });
-            }
-        }
-    }
-
-    /// Asks about one record, and writes down what is known then.
-    async fn question(&self, due: Due) {
-        let Some(route) = self.routes.by_operation(due.scope.operation.as_str()) else { return };
-        let OnUnknown::Lookup(lookup) = &route.policy.on_unknown else { return };
-        let Some(question) = self.desk.question(&due, lookup).await else { return };
-        let result = self.ask(&route, &question).await;
-        let context = question.context();
-        let closing = self.closing(&route, context.as_deref());
-        drop(match result {
-            LookupResult::Found(answer) => closing.adopt(question.asked(), answer).await,
-            LookupResult::NotFound | LookupResult::Failed(_) => {
-                closing.put_back(question.asked()).await
-            }
-        });
-    }
-
     /// Goes on reading an answer whose caller was told that it did not come in time.
     fn await_late(self: &Arc<Self>, late: Late, route: &Arc<Route>, context: Option<Bytes>) {
-        let Late { parted, exchange } = late;
+        let Late { detached, exchange } = late;
         let (gateway, route) = (Arc::clone(self), Arc::clone(route));
         let time = route.policy.late_answer;
         self.late.start(exchange, time, move |evidence| async move {
-            gateway.closing(&route, context.as_deref()).close_late(parted, evidence).await
+            gateway.closing(&route, context.as_deref()).close_late(detached, evidence).await
         });
     }
 
@@ -537,7 +443,7 @@ impl Gateway {
     fn bypasses(&self, keyed: &Keyed, refusal: Refusal) -> bool {
         self.settings.on_unavailable == OnUnavailable::Bypass
             && refusal == Refusal::StoreUnavailable(Unreserved::Certainly)
-            && !self.desk.saw_open(&keyed.ask.scope)
+            && !self.single_flight.saw_open(&keyed.request.scope)
     }
 
     /// Forwards a request that nothing protects, once.
@@ -603,7 +509,8 @@ impl Gateway {
             let (gateway, stop) = begun.clone();
             async move { recover::watch(&gateway, &stop).await }
         }));
-        let asking: Arc<[_]> = self.routes.iter().filter_map(|route| asking(route)).collect();
+        let asking: Arc<[_]> =
+            self.routes.iter().filter_map(|route| lookup::asking(route)).collect();
         if !asking.is_empty() {
             let (gateway, stopped) = (Arc::clone(self), accept.clone());
             tracker.spawn(tasks::kept(Loop::Questions, "", accept.clone(), move || {
@@ -615,8 +522,13 @@ impl Gateway {
     /// Forgets in-memory answers of records that operators acted on, until `stop`.
     async fn watch_operators(&self, stop: &CancellationToken) {
         let acted_on = |window| self.store.acted_on(window);
-        operators::watch(&self.acts_read, acted_on, |records| self.desk.forget(records), stop)
-            .await;
+        operators::watch(
+            &self.acts_read,
+            acted_on,
+            |records| self.single_flight.forget(records),
+            stop,
+        )
+        .await;
     }
 
     /// Waits until all reserved work has ended and the store has taken it. For what is left when the caller stops waiting
@@ -626,15 +538,15 @@ impl Gateway {
         self.tasks.wait().await;
         // Their records are unknown already: nobody waits for them.
         self.late.cut().await;
-        self.desk.settler().idle().await;
+        self.single_flight.retrier().idle().await;
     }
 
     /// The process ends: outcomes that are known and that the store has not taken go to the spill. What has no outcome yet
     /// becomes `unknown` once this process's lease has run out.
     pub async fn leave(&self) {
-        tokio::join!(self.late.cut(), self.desk.settler().leave());
+        tokio::join!(self.late.cut(), self.single_flight.retrier().leave());
         // What the last late answers left behind.
-        self.desk.settler().idle().await;
+        self.single_flight.retrier().idle().await;
     }
 }
 

@@ -1,7 +1,7 @@
 //! From evidence to a durable end: the answer and its events in one transaction, or a release, or `unknown`.
 //!
 //! The end is durable before the caller gets a byte of the answer. Where the database does not take an outcome in time,
-//! the spill does ([`Finish::Spilled`]) and the settler goes on trying; where the spill cannot either, the caller is told
+//! the spill does ([`Finish::Spilled`]) and the retrier goes on trying; where the spill cannot either, the caller is told
 //! ([`Finish::NotStored`]). Waiters are woken with what the store took.
 //!
 //! An end that changes no row found its record gone on: completed, at another attempt, or gone. What stands is read and
@@ -23,7 +23,9 @@ use tokio::sync::Notify;
 use super::forward::{Evidence, ForOrigin, GivenUp, Unasked};
 use super::headers;
 use super::notes;
-use super::reserve::{Debt, Desk, Ending, Parted, Replay, Shared, SharedAnswer, Told, Underway};
+use super::reserve::{
+    Detached, FlightEnd, InFlight, PendingWrite, Replay, Shared, SharedAnswer, SingleFlight, Told,
+};
 use super::settle::{End, Executed, NotExecuted, Unsettled};
 use super::spill::Keeping;
 use super::upstream;
@@ -42,9 +44,9 @@ const LOOK_MAX: Duration = Duration::from_millis(200);
 /// What became of an attempt whose outcome was not seen.
 enum Lost {
     /// It is `unknown`, or will be.
-    Parted(Parted),
+    Detached(Detached),
     /// There is an answer in the store.
-    Stands(Parted, Arc<Replay>),
+    Stands(Detached, Arc<Replay>),
 }
 
 /// A body on its way to the first caller.
@@ -88,13 +90,13 @@ pub(super) enum Finish {
 
 /// An attempt that timed out, whose record says so, and the exchange that goes on. Dropping it closes the connection.
 pub(super) struct Late {
-    pub(super) parted: Parted,
+    pub(super) detached: Detached,
     pub(super) exchange: GivenUp,
 }
 
 /// What completing needs besides the attempt.
 pub(super) struct Closing<'a> {
-    pub(super) desk: &'a Desk,
+    pub(super) single_flight: &'a SingleFlight,
     pub(super) metrics: &'a Metrics,
     /// Wakes the relay.
     pub(super) wake: &'a Notify,
@@ -109,34 +111,38 @@ impl Closing<'_> {
     /// Brings an attempt to its end. With it comes the exchange that may still bring an answer.
     pub(super) async fn close(
         &self,
-        underway: Box<Underway>,
+        in_flight: Box<InFlight>,
         evidence: Evidence,
         given_up: Option<GivenUp>,
     ) -> (Finish, Option<Late>) {
-        match self.classify(underway.fence.id, evidence) {
-            Ok((Class::Stored, first)) => (self.keep(underway, first).await, None),
-            Ok((Class::Released, first)) => (self.free(underway, first).await, None),
+        match self.classify(in_flight.fence.id, evidence) {
+            Ok((Class::Stored, first)) => (self.keep(in_flight, first).await, None),
+            Ok((Class::Released, first)) => (self.free(in_flight, first).await, None),
             Ok((Class::Unknown, first)) => {
-                let fence = underway.fence;
-                let finish = match self.lose(underway).await {
+                let fence = in_flight.fence;
+                let finish = match self.lose(in_flight).await {
                     Lost::Stands(_, replay) => self.found(fence, replay),
-                    Lost::Parted(_) => Finish::Unknown { first },
+                    Lost::Detached(_) => Finish::Unknown { first },
                 };
                 (finish, None)
             }
-            Err(failure) => self.fail(underway, failure, given_up).await,
+            Err(failure) => self.fail(in_flight, failure, given_up).await,
         }
     }
 
     /// Brings in what came of an exchange after its time-out. The record is `unknown` by now, or has gone on.
-    pub(super) async fn close_late(&self, parted: Parted, evidence: Evidence) -> LateAnswer {
-        let Fence { id: record, attempt } = parted.fence();
+    pub(super) async fn close_late(&self, detached: Detached, evidence: Evidence) -> LateAnswer {
+        let Fence { id: record, attempt } = detached.fence();
         let finish = match self.classify(record, evidence) {
-            Ok((Class::Stored, first)) => self.keep(self.desk.resume(parted), first).await,
-            Ok((Class::Released, first)) => self.free(self.desk.resume(parted), first).await,
+            Ok((Class::Stored, first)) => {
+                self.keep(self.single_flight.resume(detached), first).await
+            }
+            Ok((Class::Released, first)) => {
+                self.free(self.single_flight.resume(detached), first).await
+            }
             Ok((Class::Unknown, _)) => return LateAnswer::Unknown,
             Err(failure) if failure.class() == Class::Released => {
-                self.fail(self.desk.resume(parted), failure, None).await.0
+                self.fail(self.single_flight.resume(detached), failure, None).await.0
             }
             Err(_) => return LateAnswer::Missed,
         };
@@ -170,49 +176,49 @@ impl Closing<'_> {
 
     async fn fail(
         &self,
-        underway: Box<Underway>,
+        in_flight: Box<InFlight>,
         failure: Failure,
         given_up: Option<GivenUp>,
     ) -> (Finish, Option<Late>) {
-        let fence = underway.fence;
+        let fence = in_flight.fence;
         let Fence { id: record, attempt } = fence;
-        let caller = underway.caller.clone();
+        let caller = in_flight.caller.clone();
         let operation = &self.route.operation;
         tracing::warn!(%record, %operation, ?failure, "an attempt ended without an answer");
         let ending = match failure {
             Failure::Broken | Failure::TimedOut => {
-                let (parted, finish) = match self.lose(underway).await {
-                    Lost::Parted(parted) => (parted, Finish::Failed { fence, failure }),
-                    Lost::Stands(parted, replay) => (parted, self.found(fence, replay)),
+                let (detached, finish) = match self.lose(in_flight).await {
+                    Lost::Detached(detached) => (detached, Finish::Failed { fence, failure }),
+                    Lost::Stands(detached, replay) => (detached, self.found(fence, replay)),
                 };
                 // Only now may the connection be cut: the record says what happened. What the application kept by itself
                 // is this attempt's answer, so nothing else is awaited.
                 let awaited = !self.route.policy.late_answer.is_zero()
                     && !matches!(finish, Finish::Recorded(_));
-                let late = given_up.filter(|_| awaited).map(|exchange| Late { parted, exchange });
+                let late = given_up.filter(|_| awaited).map(|exchange| Late { detached, exchange });
                 return (finish, late);
             }
             // What is freed of a later attempt is unknown again, and no waiter starts the next one.
             Failure::NothingSent | Failure::LeaseEnded if attempt > Attempt::FIRST => {
-                Ending::Unknown(record)
+                FlightEnd::Unknown(record)
             }
             Failure::NothingSent => {
                 let answer = SharedAnswer::Unreachable;
-                Ending::Shared(Arc::new(Shared { record, caller, answer }))
+                FlightEnd::Shared(Arc::new(Shared { record, caller, answer }))
             }
-            Failure::LeaseEnded => Ending::LookAgain,
+            Failure::LeaseEnded => FlightEnd::LookAgain,
         };
-        let (how, stands) = self.release(underway, ending, LateEnd::NotSent).await;
+        let (how, stands) = self.release(in_flight, ending, LateEnd::NotSent).await;
         (stands.map_or(Finish::Failed { fence, failure }, |it| instead(how, it)), None)
     }
 
     /// The upstream did not execute: passes its answer on.
-    async fn free(&self, underway: Box<Underway>, first: First) -> Finish {
-        let caller = underway.caller.clone();
+    async fn free(&self, in_flight: Box<InFlight>, first: First) -> Finish {
+        let caller = in_flight.caller.clone();
         let share = shared(&first, caller, &self.route.policy.replay_drop).map(Arc::new);
-        let ending = share.map_or(Ending::LookAgain, Ending::Shared);
+        let ending = share.map_or(FlightEnd::LookAgain, FlightEnd::Shared);
         let answer = self.answer(&first);
-        match self.release(underway, ending, LateEnd::Released { answer }).await {
+        match self.release(in_flight, ending, LateEnd::Released { answer }).await {
             (how, Some(stands)) => instead(how, stands),
             (Drained::FencedOff, None) => Finish::NotStored { first, counted: Reply::Released },
             (_, None) => Finish::Released { first },
@@ -222,71 +228,71 @@ impl Closing<'_> {
     /// Frees the attempt; those who waited for it get this ending. With what stands in its place, where there is an answer.
     async fn release(
         &self,
-        mut underway: Box<Underway>,
-        ending: Ending,
+        mut in_flight: Box<InFlight>,
+        ending: FlightEnd,
         late: LateEnd,
     ) -> (Drained, Option<Arc<Replay>>) {
-        underway.frees();
-        let (scope, fence) = (underway.scope.clone(), underway.fence);
+        in_flight.frees();
+        let (scope, fence) = (in_flight.scope.clone(), in_flight.fence);
         let end = End::Release(NotExecuted { scope, fence, late: Some(late), tried: false });
-        underway.knows(end.clone(), ending.clone());
-        match self.settle(&underway, &end, &ending).await {
-            Ok(told) => self.over(underway, told).await,
+        in_flight.knows(end.clone(), ending.clone());
+        match self.settle(&in_flight, &end, &ending).await {
+            Ok(told) => self.over(in_flight, told).await,
             Err(error) => {
                 // Before the caller is told: what is known not to have executed is known after a crash, too.
-                self.pend(underway, end, ending, &error).await;
+                self.pend(in_flight, end, ending, &error).await;
                 (Drained::Released, None)
             }
         }
     }
 
     /// Keeps what a question found, with the events, under the fence that was held for it.
-    pub(super) async fn adopt(&self, underway: Box<Underway>, answer: Answer) -> Finish {
-        let record = underway.fence.id;
-        let end = End::Complete(self.executed(&underway, answer, true));
-        match self.settle(&underway, &end, &Ending::LookAgain).await {
+    pub(super) async fn adopt(&self, in_flight: Box<InFlight>, answer: Answer) -> Finish {
+        let record = in_flight.fence.id;
+        let end = End::Complete(self.executed(&in_flight, answer, true));
+        match self.settle(&in_flight, &end, &FlightEnd::LookAgain).await {
             Ok(told) => {
-                let (_, replay) = self.over(underway, told).await;
+                let (_, replay) = self.over(in_flight, told).await;
                 replay.map_or(Finish::StillUnknown { record }, Finish::Found)
             }
             Err(error) => {
-                self.pend(underway, end, Ending::LookAgain, &error).await;
+                self.pend(in_flight, end, FlightEnd::LookAgain, &error).await;
                 Finish::StillUnknown { record }
             }
         }
     }
 
     /// Ends a question that brought nothing: unknown again, unless the attempt was completed meanwhile.
-    pub(super) async fn put_back(&self, underway: Box<Underway>) -> Finish {
-        let record = underway.fence.id;
-        match self.lose(underway).await {
-            Lost::Parted(_) => Finish::StillUnknown { record },
+    pub(super) async fn put_back(&self, in_flight: Box<InFlight>) -> Finish {
+        let record = in_flight.fence.id;
+        match self.lose(in_flight).await {
+            Lost::Detached(_) => Finish::StillUnknown { record },
             Lost::Stands(_, replay) => Finish::Found(replay),
         }
     }
 
     /// Marks the record `unknown`: what comes now is late, unless it is completed already, whoever did it.
-    async fn lose(&self, underway: Box<Underway>) -> Lost {
-        let (scope, fence) = (underway.scope.clone(), underway.fence);
-        let end = End::Unknown { scope, fence, open: underway.open().cloned() };
-        match self.once_unlocked(&underway, &end).await {
-            Ok(Told { ending: Ending::Kept(replay), .. }) => {
-                Lost::Stands(underway.part(Ending::Kept(Arc::clone(&replay))), replay)
+    async fn lose(&self, in_flight: Box<InFlight>) -> Lost {
+        let (scope, fence) = (in_flight.scope.clone(), in_flight.fence);
+        let end = End::Unknown { scope, fence, open: in_flight.open().cloned() };
+        match self.once_unlocked(&in_flight, &end).await {
+            Ok(Told { ending: FlightEnd::Kept(replay), .. }) => {
+                Lost::Stands(in_flight.detach(FlightEnd::Kept(Arc::clone(&replay))), replay)
             }
-            Ok(told) => Lost::Parted(underway.part(told.ending)),
+            Ok(told) => Lost::Detached(in_flight.detach(told.ending)),
             Err(error) => {
-                pending(&error);
-                Lost::Parted(underway.part_owing(Debt::of(end)))
+                log_pending(&error);
+                Lost::Detached(in_flight.detach_pending(PendingWrite::of(end)))
             }
         }
     }
 
     /// Settles an end once no transaction of the application holds its record any more, for as long as the caller waits.
-    async fn once_unlocked(&self, underway: &Underway, end: &End) -> Result<Told, Unsettled> {
+    async fn once_unlocked(&self, in_flight: &InFlight, end: &End) -> Result<Told, Unsettled> {
         let begun = Instant::now();
         let mut pause = LOOK_FIRST;
         loop {
-            match self.settle(underway, end, &Ending::LookAgain).await {
+            match self.settle(in_flight, end, &FlightEnd::LookAgain).await {
                 Err(Unsettled::Locked) if begun.elapsed() + pause < self.timeout => {}
                 settled => return settled,
             }
@@ -298,31 +304,31 @@ impl Closing<'_> {
     /// The first try to write the end of an attempt, for as long as the caller waits.
     async fn settle(
         &self,
-        underway: &Underway,
+        in_flight: &InFlight,
         end: &End,
-        ending: &Ending,
+        ending: &FlightEnd,
     ) -> Result<Told, Unsettled> {
         let deadline = Instant::now() + self.timeout;
-        self.desk.settler().settle(end, ending, deadline, || underway.was_held()).await
+        self.single_flight.retrier().settle(end, ending, deadline, || in_flight.was_held()).await
     }
 
     /// An end is settled: those who waited are told, and what is late is noted. With the answer that counts.
     async fn over(
         &self,
-        underway: Box<Underway>,
+        in_flight: Box<InFlight>,
         Told { ending, how, late }: Told,
     ) -> (Drained, Option<Arc<Replay>>) {
         let replay = match &ending {
-            Ending::Kept(replay) => Some(Arc::clone(replay)),
-            Ending::Shared(_)
-            | Ending::Unknown(_)
-            | Ending::Unavailable(_)
-            | Ending::Swamped
-            | Ending::LookAgain => None,
+            FlightEnd::Kept(replay) => Some(Arc::clone(replay)),
+            FlightEnd::Shared(_)
+            | FlightEnd::Unknown(_)
+            | FlightEnd::Unavailable(_)
+            | FlightEnd::Swamped
+            | FlightEnd::LookAgain => None,
         };
-        underway.settled(ending);
+        in_flight.settled(ending);
         if let Some(late) = late {
-            self.desk.settler().note(late).await;
+            self.single_flight.retrier().note(late).await;
         }
         if how != Drained::Released {
             self.wake.notify_one();
@@ -330,19 +336,19 @@ impl Closing<'_> {
         (how, replay)
     }
 
-    /// The store has not taken an end: it goes to the spill before the caller is answered, and the settler goes on. Whether it
+    /// The store has not taken an end: it goes to the spill before the caller is answered, and the retrier goes on. Whether it
     /// is durable now.
     async fn pend(
         &self,
-        underway: Box<Underway>,
+        in_flight: Box<InFlight>,
         end: End,
-        ending: Ending,
+        ending: FlightEnd,
         error: &Unsettled,
     ) -> bool {
-        pending(error);
-        let keeping = self.desk.settler().keep(&end).await;
+        log_pending(error);
+        let keeping = self.single_flight.retrier().keep(&end).await;
         let spilled = matches!(keeping, Some(Keeping::Spilled(_)));
-        underway.owe(Debt::End { end: Box::new(end.again()), ending, keeping });
+        in_flight.leave_pending(PendingWrite::End { end: Box::new(end.again()), ending, keeping });
         spilled
     }
 
@@ -353,19 +359,19 @@ impl Closing<'_> {
     }
 
     /// Keeps the answer with its events.
-    async fn keep(&self, mut underway: Box<Underway>, first: First) -> Finish {
+    async fn keep(&self, mut in_flight: Box<InFlight>, first: First) -> Finish {
         let begun = Instant::now();
-        let settler = self.desk.settler();
-        let _known = settler.known();
-        let executed = self.executed(&underway, self.answer(&first), false);
+        let retrier = self.single_flight.retrier();
+        let _known = retrier.known();
+        let executed = self.executed(&in_flight, self.answer(&first), false);
         let end = End::Complete(executed.clone());
-        underway.knows(end.clone(), Ending::LookAgain);
-        let settling = self.settle(&underway, &end, &Ending::LookAgain);
-        let settled = settler.before_the_end(settling).await;
+        in_flight.knows(end.clone(), FlightEnd::LookAgain);
+        let settling = self.settle(&in_flight, &end, &FlightEnd::LookAgain);
+        let settled = retrier.before_the_end(settling).await;
         self.metrics.took(Step::Complete, begun.elapsed());
         let not_stored = |first| Finish::NotStored { first, counted: Reply::Executed };
         match settled {
-            Ok(told) => match self.over(underway, told).await {
+            Ok(told) => match self.over(in_flight, told).await {
                 (Drained::Completed, Some(replay)) => {
                     Finish::Kept { first, expires_at: replay.expires_at }
                 }
@@ -377,7 +383,7 @@ impl Closing<'_> {
                 (_, None) => not_stored(first),
             },
             Err(error) => {
-                let spilled = self.pend(underway, end, Ending::LookAgain, &error).await;
+                let spilled = self.pend(in_flight, end, FlightEnd::LookAgain, &error).await;
                 if spilled && is_promised(&error) {
                     return Finish::Spilled { first };
                 }
@@ -402,30 +408,30 @@ impl Closing<'_> {
     }
 
     /// What is known of an attempt with this answer. `found`: by a question.
-    fn executed(&self, underway: &Underway, answer: Answer, found: bool) -> Executed {
-        let events = self.events(underway, &answer);
+    fn executed(&self, in_flight: &InFlight, answer: Answer, found: bool) -> Executed {
+        let events = self.events(in_flight, &answer);
         let completion = Arc::new(Completion {
-            scope: underway.scope.clone(),
-            fence: underway.fence,
+            scope: in_flight.scope.clone(),
+            fence: in_flight.fence,
             answer,
             retention: self.route.policy.retention,
             events,
         });
-        let (fingerprint, caller) = (underway.fingerprint, underway.caller.clone());
-        Executed { completion, fingerprint, caller, open: underway.open().cloned(), found }
+        let (fingerprint, caller) = (in_flight.fingerprint, in_flight.caller.clone());
+        Executed { completion, fingerprint, caller, open: in_flight.open().cloned(), found }
     }
 
-    fn events(&self, underway: &Underway, answer: &Answer) -> Vec<Event> {
+    fn events(&self, in_flight: &InFlight, answer: &Answer) -> Vec<Event> {
         let rendered = self.route.events.render(&Origin {
-            record: underway.fence.id,
-            scope: &underway.scope,
-            attempt: underway.fence.attempt,
+            record: in_flight.fence.id,
+            scope: &in_flight.scope,
+            attempt: in_flight.fence.attempt,
             at: now(),
             context: self.context,
             answer,
         });
         if rendered.failed > 0 {
-            tracing::warn!(record = %underway.fence.id, failed = rendered.failed, "event templates failed");
+            tracing::warn!(record = %in_flight.fence.id, failed = rendered.failed, "event templates failed");
             self.metrics.event_errors(rendered.failed);
         }
         rendered.events
@@ -454,8 +460,8 @@ fn is_promised(error: &Unsettled) -> bool {
     matches!(error, Unsettled::Untaken(error) if !matches!(error, Error::Refused(_)))
 }
 
-fn pending(error: &Unsettled) {
-    tracing::warn!(error = %causes(error), "the database did not take an end; the settler goes on");
+fn log_pending(error: &Unsettled) {
+    tracing::warn!(error = %causes(error), "the database did not take an end; the retrier goes on");
 }
 
 /// An answer that is not kept, for those who waited for it; a stream cannot be shared. Like a replay it leaves `drop`

@@ -67,7 +67,7 @@ impl Gateway {
                 return self.refuse(&route, reply::refusal(refusal, &route.policy));
             }
             // Only a leader executes or asks, in `work`. Dropping the reservation releases it.
-            Admission::Execute(_) | Admission::Ask(_) => {
+            Admission::Execute(_) | Admission::LookUp(_) => {
                 return self.refuse(&route, Problem::new(Name::StoreUnavailable));
             }
         };

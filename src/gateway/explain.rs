@@ -119,7 +119,7 @@ async fn read(
             let form = move || {
                 let recipe = &keyed.route.fingerprint;
                 let canonical = keyed.as_compared(|parts| Canonical::of(recipe, parts));
-                let (scope, fingerprint) = (keyed.ask.scope, keyed.ask.fingerprint);
+                let (scope, fingerprint) = (keyed.request.scope, keyed.request.fingerprint);
                 explain::Read { scope, fingerprint, canonical }
             };
             let read = intake.aside(form).await;

@@ -13,7 +13,7 @@ use http_body_util::{BodyExt, Full};
 
 use super::headers;
 use super::reply;
-use super::reserve::{Reservation, Underway};
+use super::reserve::{InFlight, Reservation};
 use super::upstream::{self, SendError, Upstream};
 use crate::fault::{self, Point};
 use crate::record::outcome::Failure;
@@ -66,22 +66,22 @@ pub(super) async fn forward(
     upstream: std::sync::Arc<Upstream>,
     request: Request<Full<Bytes>>,
     bounds: Bounds,
-) -> (Box<Underway>, Evidence, Option<GivenUp>) {
-    let underway = reservation.begin();
-    let may_write = underway.may_write();
+) -> (Box<InFlight>, Evidence, Option<GivenUp>) {
+    let in_flight = reservation.begin();
+    let may_write = in_flight.may_write();
     let deadline = Instant::now() + bounds.timeout;
     let mut exchange: GivenUp =
         Box::pin(async move { exchange(&upstream, request, may_write, bounds.body_max).await });
     match tokio::time::timeout_at(deadline.into(), &mut exchange).await {
-        Ok(evidence) => (underway, evidence, None),
-        Err(_) if underway.sent() => {
-            (underway, Evidence::Failed(Failure::TimedOut), Some(exchange))
+        Ok(evidence) => (in_flight, evidence, None),
+        Err(_) if in_flight.sent() => {
+            (in_flight, Evidence::Failed(Failure::TimedOut), Some(exchange))
         }
         // Dropped at once: from here on it cannot send any more.
         Err(_) => {
             drop(exchange);
-            let failure = if underway.sent() { Failure::TimedOut } else { Failure::NothingSent };
-            (underway, Evidence::Failed(failure), None)
+            let failure = if in_flight.sent() { Failure::TimedOut } else { Failure::NothingSent };
+            (in_flight, Evidence::Failed(failure), None)
         }
     }
 }

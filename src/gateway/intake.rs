@@ -25,7 +25,7 @@ use super::accept;
 use super::headers::{self, Forwarding, Hop, Offer};
 use super::prefixed::Prefixed;
 use super::reply::{self, Name, Problem, Takes};
-use super::reserve::{Ask, Owes, Readers};
+use super::reserve::{KeyedRequest, Owes, Readers};
 use super::room::{Limits, NoRoom, Room};
 use super::tokens::Tokens;
 use super::upstream::{Body, Upstream};
@@ -59,7 +59,7 @@ pub(super) struct Keyed {
     head: http::request::Parts,
     hop: Hop,
     body: Bytes,
-    pub(super) ask: Ask,
+    pub(super) request: KeyedRequest,
     /// Of the answer.
     pub(super) takes: Takes,
     /// Held until the request is answered.
@@ -166,9 +166,9 @@ impl Intake {
             None => self.identify(route, &head.headers).await?,
         };
         asked.token = known.token.as_ref();
-        let ask = self.ask(route, &asked, key, &body).await.map_err(refused)?;
+        let request = self.request(route, &asked, key, &body).await.map_err(refused)?;
         let route = Arc::clone(route);
-        Ok(Read::Keyed(Box::new(Keyed { route, head, hop, body, ask, takes, room })))
+        Ok(Read::Keyed(Box::new(Keyed { route, head, hop, body, request, takes, room })))
     }
 
     /// A key as logs name it.
@@ -217,18 +217,18 @@ impl Intake {
     }
 
     /// Scope, fingerprint and what is kept of the request.
-    async fn ask(
+    async fn request(
         &self,
         route: &Arc<Route>,
         asked: &RequestHead<'_>,
         key: Key,
         body: &Bytes,
-    ) -> Result<Ask, scope::Refusal> {
+    ) -> Result<KeyedRequest, scope::Refusal> {
         let tenant = scope::read_tenant(&route.scope, asked, &self.digest)?;
         let begun = Instant::now();
         let (fingerprint, context) = self.look(route, asked, body, compared).await;
         self.metrics.took(Step::Fingerprint, begun.elapsed());
-        Ok(Ask {
+        Ok(KeyedRequest {
             scope: Scope { tenant, operation: route.operation.clone(), key },
             fingerprint,
             caller: scope::caller(asked.headers, asked.token, &self.digest),

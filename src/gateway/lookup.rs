@@ -1,4 +1,4 @@
-//! Asks the upstream what became of an attempt whose end nobody knows.
+//! Asks the upstream what became of an attempt whose end nobody knows: before a retry is sent, and from time to time.
 //!
 //! The question reads; it executes nothing, so it needs no reservation. But only whoever holds the record asks: the store
 //! lets one at a time, over all replicas. What must stay true: an answer counts only if it came whole and in time;
@@ -6,22 +6,140 @@
 //!
 //! When the process dies here, the record is in progress under a dead owner: it is unknown again, and is asked about later.
 
+use std::sync::Arc;
+use std::time::Duration;
+
 use bytes::Bytes;
 use http::header::{ACCEPT_ENCODING, CONTENT_ENCODING};
 use http::{HeaderValue, Request};
 use http_body_util::Full;
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
 
+use super::Gateway;
+use super::complete::Finish;
 use super::forward::{self, Evidence};
 use super::headers;
+use super::reserve::{KeyedRequest, Question, Raised, Reservation};
 use super::upstream::Upstream;
+use crate::fault::{self, Point};
 use crate::record::event::RecordContext;
 use crate::record::lookup::LookupResult;
 use crate::record::{Answer, KeptBody, Spelling};
-use crate::route::{Lookup, Route};
+use crate::route::{Lookup, OnUnknown, Route};
+use crate::store::{Asking, Due};
+use crate::tasks;
 use crate::telemetry::{LookupEnd, Metrics, causes};
 
+/// How often the store is asked about which unknown records the upstream may be asked.
+const ASK_EVERY: Duration = Duration::from_secs(1);
+/// About how many at most in one look.
+const ASK_BATCH: u32 = 32;
+/// How many questions are under way at a time.
+const ASK_AT_ONCE: usize = 4;
+
+/// What came of asking for a retry.
+pub(super) enum AfterLookup {
+    /// It may be sent.
+    Send(Reservation),
+    /// It need not, or may not be.
+    Over(Box<Finish>),
+}
+
+/// About which of a route's records the upstream is asked.
+pub(super) fn asking(route: &Route) -> Option<Asking> {
+    match &route.policy.on_unknown {
+        OnUnknown::Lookup(lookup) => {
+            Some(Asking { operation: route.operation.clone(), delay: lookup.delay })
+        }
+        OnUnknown::Hold | OnUnknown::Retry => None,
+    }
+}
+
+impl Gateway {
+    /// For a retry on a route that looks up: what became of the attempt before? It is asked about under its own fence, so
+    /// whatever still comes of it counts. Only "not found" lets the next attempt be sent, and only if nothing came in between.
+    pub(super) async fn look_up_first(
+        &self,
+        route: &Route,
+        request: &KeyedRequest,
+        question: Question,
+    ) -> AfterLookup {
+        let result = self.look_up(route, &question).await;
+        let context = question.context();
+        let closing = self.closing(route, context.as_deref());
+        AfterLookup::Over(Box::new(match result {
+            LookupResult::Found(answer) => closing.adopt(question.attempt(), answer).await,
+            LookupResult::Failed(_) => closing.put_back(question.attempt()).await,
+            LookupResult::NotFound => match self.single_flight.raise(question, request).await {
+                Raised::Held(reservation) => return AfterLookup::Send(reservation),
+                Raised::Not(question) => closing.put_back(question.attempt()).await,
+                Raised::Doubt(record) => Finish::StillUnknown { record },
+            },
+        }))
+    }
+
+    async fn look_up(&self, route: &Route, question: &Question) -> LookupResult {
+        let lookup = question.lookup();
+        let upstream = self.upstreams.get(&lookup.upstream).unwrap_or(&self.default);
+        let result = ask(route, lookup, upstream, &question.about(), &self.metrics).await;
+        fault::point(Point::QuestionAnswered).await;
+        result
+    }
+
+    /// Asks about records whose outcome is unknown, so that they resolve without a retry, until `stop`. Records whose route
+    /// does not look up, or is no longer there, are left alone.
+    pub(super) async fn resolve_unknown(
+        self: Arc<Self>,
+        asking: Arc<[Asking]>,
+        stop: CancellationToken,
+    ) {
+        let slots = Arc::new(Semaphore::new(ASK_AT_ONCE));
+        let mut full = false;
+        loop {
+            let pause = if full { ASK_EVERY / 20 } else { ASK_EVERY };
+            let pause = tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0));
+            if stop.run_until_cancelled(pause).await.is_none() {
+                return;
+            }
+            let due = self.store.questions(&asking, ASK_BATCH).await;
+            let due = due.inspect(|_| tasks::ran()).unwrap_or_else(|error| {
+                tasks::failed(&error);
+                tracing::debug!(%error, "it is not known what to request about");
+                Vec::new()
+            });
+            full = due.len() >= usize::try_from(ASK_BATCH).unwrap_or(usize::MAX);
+            for due in due {
+                let slot = Arc::clone(&slots).acquire_owned();
+                let Some(Ok(slot)) = stop.run_until_cancelled(slot).await else { return };
+                let gateway = Arc::clone(&self);
+                self.tasks.spawn(async move {
+                    gateway.look_up_due(due).await;
+                    drop(slot);
+                });
+            }
+        }
+    }
+
+    /// Asks about one record, and writes down what is known then.
+    async fn look_up_due(&self, due: Due) {
+        let Some(route) = self.routes.by_operation(due.scope.operation.as_str()) else { return };
+        let OnUnknown::Lookup(lookup) = &route.policy.on_unknown else { return };
+        let Some(question) = self.single_flight.question(&due, lookup).await else { return };
+        let result = self.look_up(&route, &question).await;
+        let context = question.context();
+        let closing = self.closing(&route, context.as_deref());
+        drop(match result {
+            LookupResult::Found(answer) => closing.adopt(question.attempt(), answer).await,
+            LookupResult::NotFound | LookupResult::Failed(_) => {
+                closing.put_back(question.attempt()).await
+            }
+        });
+    }
+}
+
 /// Asks, once, and says what the answer means.
-pub(super) async fn ask(
+async fn ask(
     route: &Route,
     lookup: &Lookup,
     upstream: &Upstream,

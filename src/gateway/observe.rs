@@ -25,7 +25,7 @@ use tokio::task::JoinHandle;
 
 use super::intake::{self, Intake, Read};
 use super::reply::{Name, Problem};
-use super::reserve::Ask;
+use super::reserve::KeyedRequest;
 use super::room::Room;
 use super::upstream::{Body, BodyError, PassError};
 use crate::record::outcome::Class;
@@ -90,9 +90,9 @@ impl End {
 
 impl Memory {
     /// What would become of a request. The first under its scope is remembered from now on, and how it ends.
-    fn meet(&self, route: &Route, ask: &Ask, ended: &Ended, now: Instant) -> Would {
-        let (digest, fingerprint) = (digest(&ask.scope), ask.fingerprint);
-        let caller = ask.caller.as_ref().map(digest_of_caller);
+    fn meet(&self, route: &Route, request: &KeyedRequest, ended: &Ended, now: Instant) -> Would {
+        let (digest, fingerprint) = (digest(&request.scope), request.fingerprint);
+        let caller = request.caller.as_ref().map(digest_of_caller);
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let seen = seen.get_or_insert_with(|| Cache::new(KEYS_MAX));
         let would = seen.get(&digest).map_or(Would::Execute, |known| {
@@ -106,7 +106,7 @@ impl Memory {
                 return Would::Execute;
             }
             // As where it protects: a stranger is not told whether it is the same request.
-            let stranger = ask.readers.part(caller.as_ref(), known.caller.as_ref());
+            let stranger = request.readers.part(caller.as_ref(), known.caller.as_ref());
             if !stranger && !known.fingerprint.same_request(&fingerprint) {
                 return Would::Mismatch;
             }
@@ -178,8 +178,8 @@ pub(super) async fn judge(
     let body = Full::new(body).map_err(|never| match never {}).boxed_unsync();
     match intake.read(route, params, Request::from_parts(head, body)).await {
         Read::Keyed(keyed) => {
-            let would = memory.meet(route, &keyed.ask, ended, Instant::now());
-            let key = intake.key_digest(&keyed.ask.scope.key);
+            let would = memory.meet(route, &keyed.request, ended, Instant::now());
+            let key = intake.key_digest(&keyed.request.scope.key);
             tell(metrics, route, would, Some(&key), None);
         }
         Read::Unkeyed(_) => tell(metrics, route, Would::Pass, None, None),

@@ -9,7 +9,7 @@
 //!   that an operator has acted on.
 //! - What was executed is completed with its own answer and its own events, or is `unknown`; it is never forgotten without a
 //!   word.
-//! - A record in progress of this process that has no entry at the desk and no remembered answer is `unknown`.
+//! - A record in progress of this process that has no flight and no remembered answer is `unknown`.
 //!
 //! When the process dies in the middle, what it has not looked after yet is lost with its memory, as all of it would have been.
 
@@ -21,7 +21,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::Gateway;
-use super::reserve::{CompletedEnd, End, Numbered, Replay};
+use super::reserve::{CompletedEnd, Confirmed, Numbered, Replay};
 use crate::record::{Attempt, Fence, RecordId, Scope, Status};
 use crate::store::{
     Changed, Completion, Error, LateOutcome, Life, Proposal, Reinstated, Settled, Whence,
@@ -44,7 +44,7 @@ const AT_ONCE: usize = 16;
 /// How long one completion may take.
 const TRY: Duration = Duration::from_secs(10);
 
-/// How often records in progress without an entry are looked for, and through how many records one look goes: the way
+/// How often records in progress without a flight are looked for, and through how many records one look goes: the way
 /// through a million takes an hour and a half.
 const ROUND_EVERY: Duration = Duration::from_secs(5);
 const ROUND_PIECE: u32 = 1_000;
@@ -164,7 +164,7 @@ impl Gateway {
     /// Compares what this process knows with what stands, and mends what differs.
     async fn compare(self: &Arc<Self>, change: &mut Change) -> Result<(), Error> {
         let mut mended = self.compare_running().await?;
-        let (ends, to) = self.desk.ends().since(change.from, change.back_to);
+        let (ends, to) = self.single_flight.ends().since(change.from, change.back_to);
         let missing = self.missing(&ends).await?;
         let oldest = ends.last().filter(|end| change.from == 0 && end.number > 0);
         let beyond = oldest.is_some_and(|end| missing.last() == Some(&end.number));
@@ -196,7 +196,7 @@ impl Gateway {
 
     /// Writes reservations of running attempts back that are gone.
     async fn compare_running(&self) -> Result<Vec<WentBack>, Error> {
-        let running = self.desk.running();
+        let running = self.single_flight.running();
         let mut mended = Vec::new();
         for some in running.chunks(COMPARED) {
             let ids: Vec<RecordId> = some.iter().map(|(fence, _)| fence.id).collect();
@@ -206,10 +206,10 @@ impl Gateway {
             };
             for (fence, open) in some.iter().filter(|(fence, _)| !there(fence)) {
                 // One that was freed meanwhile is rightly gone, and its own end may have brought it back.
-                if !self.desk.executes(&open.scope, *fence) {
+                if !self.single_flight.executes(&open.scope, *fence) {
                     continue;
                 }
-                if self.desk.settler().bring_back(open, *fence).await? {
+                if self.single_flight.retrier().bring_back(open, *fence).await? {
                     mended.push(WentBack::Reservation);
                 }
             }
@@ -270,12 +270,12 @@ impl Gateway {
     }
 
     async fn mend(&self, number: u64) -> Result<Mended, Error> {
-        if self.desk.ends().is_over(number) {
+        if self.single_flight.ends().is_over(number) {
             return Ok(Mended::Stands);
         }
-        match self.desk.ends().get(number) {
-            Some(End::Completed(completed)) => self.complete_again(*completed).await,
-            Some(End::Unknown(fence, open)) => self.lose_again(&open, fence).await,
+        match self.single_flight.ends().get(number) {
+            Some(Confirmed::Completed(completed)) => self.complete_again(*completed).await,
+            Some(Confirmed::Unknown(fence, open)) => self.lose_again(&open, fence).await,
             None => {
                 tracing::error!("an outcome that the database does not know is remembered no more");
                 Ok(Mended::Stands)
@@ -298,7 +298,7 @@ impl Gateway {
                 id: completion.fence.id,
                 scope: completion.scope.clone(),
                 fingerprint,
-                owner: self.desk.owner(),
+                owner: self.single_flight.owner(),
                 caller: caller.as_ref().map(ToString::to_string),
                 context: None,
                 retention: completion.retention,
@@ -318,7 +318,7 @@ impl Gateway {
         tracing::warn!(%record, result = how.as_str(), "an outcome is in the database again");
         let Completion { scope, fence, answer, .. } = Arc::unwrap_or_clone(completion);
         let replay = Replay::new(fence, fingerprint, caller, answer, expires_at, until);
-        self.desk.remember(&scope, &Arc::new(replay));
+        self.single_flight.remember(&scope, &Arc::new(replay));
         self.wake.notify_one();
         Ok(Mended::Done(how))
     }
@@ -335,7 +335,7 @@ impl Gateway {
 
     /// Writes a record back of which nobody knows how it ended.
     async fn lose_again(&self, open: &Proposal, fence: Fence) -> Result<Mended, Error> {
-        let proposal = Proposal { owner: self.desk.owner(), ..open.clone() };
+        let proposal = Proposal { owner: self.single_flight.owner(), ..open.clone() };
         match self.store.reinstate(proposal, fence.attempt).await? {
             Reinstated::ActedOn => Ok(Mended::Stands),
             Reinstated::LeaseEnded => Err(no_lease()),
@@ -379,13 +379,13 @@ impl Gateway {
         from: Whence,
         limit: u32,
     ) -> Result<Option<(SystemTime, RecordId)>, Error> {
-        let piece = self.store.open_of(self.desk.owner(), from, limit).await?;
+        let piece = self.store.open_of(self.single_flight.owner(), from, limit).await?;
         for (scope, fence) in piece.open {
-            // Looked at after the row was: an attempt that begins has its entry before its row, and keeps it longer.
-            if self.desk.works_on(&scope) {
+            // Looked at after the row was: an attempt that begins has its flight before its row, and keeps it longer.
+            if self.single_flight.works_on(&scope) {
                 continue;
             }
-            if let Some(number) = self.desk.ends().last_of(fence)
+            if let Some(number) = self.single_flight.ends().last_of(fence)
                 && let Mended::Done(how) = self.mend(number).await?
             {
                 self.metrics.store_went_back(how);

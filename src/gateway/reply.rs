@@ -55,7 +55,7 @@ const DRAINED_AFTER: Duration = Duration::from_secs(5);
 /// When a caller comes again for an outcome that the gateway itself asks about.
 const ASK_AGAIN: Duration = Duration::from_secs(5);
 
-/// A refusal of the desk as a problem, under the route's policy.
+/// A refusal of a keyed request as a problem, under the route's policy.
 pub(super) fn refusal(refusal: Refusal, policy: &Policy) -> Problem {
     match refusal {
         Refusal::Mismatch { record } => {

@@ -166,7 +166,11 @@ impl Rights {
 }
 
 fn same_caller(keyed: &Keyed, replay: &Replay, otherwise: Name) -> Result<Permit, Problem> {
-    if keyed.ask.caller == replay.caller { Ok(Permit(())) } else { Err(Problem::new(otherwise)) }
+    if keyed.request.caller == replay.caller {
+        Ok(Permit(()))
+    } else {
+        Err(Problem::new(otherwise))
+    }
 }
 
 /// Asks once; `None`: no answer came.

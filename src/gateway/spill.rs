@@ -1,7 +1,7 @@
 //! Outcomes that the database has not taken: in a local file, synced, until it has.
 //!
 //! An outcome that the store does not take goes here before its caller is answered, with all that its completion needs:
-//! answer, rendered events, retention, fence. The settler goes on writing it to the database from memory and notes here
+//! answer, rendered events, retention, fence. The retrier goes on writing it to the database from memory and notes here
 //! what is written. When the process dies first, the next one that is started on the folder writes it ([`drain()`]).
 //! What must stay true:
 //!

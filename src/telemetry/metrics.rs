@@ -134,7 +134,7 @@ impl Metrics {
         GaugeGuard::raise(&self.waiting)
     }
 
-    /// Counts an outcome that the settler holds until the guard is dropped.
+    /// Counts an outcome that the retrier holds until the guard is dropped.
     #[must_use]
     pub fn settling(&self) -> GaugeGuard {
         GaugeGuard::raise(&self.settling)

@@ -194,7 +194,7 @@ const LATER: &[Row] = &[
 
 const TIMED_OUT: Told = Told::Problem("upstream-timeout");
 
-/// Ends that the settler owes. The caller's answer and the settler's try do not wait for each other.
+/// Ends that are pending. The caller's answer and the retrier's try do not wait for each other.
 const OWED: &[Row] = &[
     row(Way::Lost, "before-mark-unknown=error,settling=kill", Told::Whatever, 1, End::Unknown),
     row(Way::Released, "before-release=error,settling=kill", Told::Whatever, 1, End::Free),

@@ -1,67 +1,76 @@
 //! The life of an attempt, as the only values by which it can be acted on: a [`Reservation`] is used up by sending, what is
-//! [`Underway`] must be settled, and one that has [`Parted`] has an answer that may still come.
+//! [`InFlight`] must be settled, and one that has [`Detached`] has an answer that may still come.
 
-use std::sync::Arc;
+use std::collections::hash_map;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::inquiry::Held;
-use super::settler::{Debt, Settler};
-use super::{Ask, Ending, Lead, Sending};
+use super::flight::{Leader, Progress, Sending, SingleFlight};
+use super::retrier::{PendingWrite, Retrier};
+use super::vocabulary::{FlightEnd, KeyedRequest};
 use crate::gateway::room::AnswerRoom;
 use crate::gateway::settle::{End, NotExecuted};
 use crate::record::{Caller, Fence, Fingerprint, LeaseView, OwnerId, Scope};
 use crate::store::Proposal;
 
-/// A committed reservation: the right to send one request. Made by the desk only, used up by sending.
-pub(in crate::gateway) struct Reservation(Box<Underway>);
+/// A row that is this process's own.
+#[derive(Clone, Copy)]
+pub(super) struct HeldRecord {
+    pub(super) fence: Fence,
+    pub(super) fingerprint: Fingerprint,
+    pub(super) owner: OwnerId,
+}
 
-/// An attempt whose record says `unknown`, or will: its entry is gone, and its answer may still come.
-pub(in crate::gateway) struct Parted(Box<Underway>);
+/// A committed reservation: the right to send one request. Made in this folder only, used up by sending.
+pub(in crate::gateway) struct Reservation(Box<InFlight>);
+
+/// An attempt whose record says `unknown`, or will: its flight is over, and its answer may still come.
+pub(in crate::gateway) struct Detached(Box<InFlight>);
 
 impl Reservation {
-    /// Of a record that is held for this request, under the lead of its scope.
+    /// Of a record that is held for this request, under the leader of its scope.
     pub(super) fn new(
-        held: &Held,
-        ask: &Ask,
-        lead: Lead,
+        held: &HeldRecord,
+        request: &KeyedRequest,
+        leader: Leader,
         lease: LeaseView,
-        settler: Arc<Settler>,
+        retrier: Arc<Retrier>,
     ) -> Self {
-        lead.running(held.fence.id, held.fingerprint, ask.caller.clone());
+        leader.running(held.fence.id, held.fingerprint, request.caller.clone());
         let open = Arc::new(Proposal {
             id: held.fence.id,
-            scope: ask.scope.clone(),
+            scope: request.scope.clone(),
             fingerprint: held.fingerprint,
             owner: held.owner,
-            caller: ask.caller.as_ref().map(ToString::to_string),
-            context: ask.context.clone(),
-            retention: ask.retention,
+            caller: request.caller.as_ref().map(ToString::to_string),
+            context: request.context.clone(),
+            retention: request.retention,
         });
-        lead.executes(held.fence, Some(&open));
-        Self(Box::new(Underway {
+        leader.executes(held.fence, Some(&open));
+        Self(Box::new(InFlight {
             open: Some(open),
-            scope: ask.scope.clone(),
+            scope: request.scope.clone(),
             fence: held.fence,
             fingerprint: held.fingerprint,
-            caller: ask.caller.clone(),
+            caller: request.caller.clone(),
             owner: held.owner,
             lease,
-            sending: lead.sending(),
+            sending: leader.sending(),
             known: None,
             raising: None,
             timing: Timing::InTime,
-            lead: Some(lead),
-            settler,
+            leader: Some(leader),
+            retrier,
         }))
     }
 
     /// What holds the record for a question: as good as sent, since an earlier process may have done so under this attempt.
-    pub(super) fn in_doubt(self) -> Box<Underway> {
-        let mut underway = self.0;
-        underway.sending.may_begin();
-        underway.opens(None);
-        underway
+    pub(super) fn in_doubt(self) -> Box<InFlight> {
+        let mut in_flight = self.0;
+        in_flight.sending.may_begin();
+        in_flight.opens(None);
+        in_flight
     }
 
     pub(in crate::gateway) fn fence(&self) -> Fence {
@@ -69,18 +78,18 @@ impl Reservation {
     }
 
     /// Uses the reservation up: the holder of what comes back sends the request, once.
-    pub(in crate::gateway) fn begin(self) -> Box<Underway> {
+    pub(in crate::gateway) fn begin(self) -> Box<InFlight> {
         self.0
     }
 }
 
-impl Parted {
+impl Detached {
     pub(in crate::gateway) fn fence(&self) -> Fence {
         self.0.fence
     }
 
     /// The attempt whose late answer has come.
-    pub(super) fn answered(self) -> Box<Underway> {
+    pub(super) fn answered(self) -> Box<InFlight> {
         self.0
     }
 }
@@ -94,8 +103,8 @@ enum Timing {
     Late,
 }
 
-/// An attempt whose request has been handed to the network. It must be settled; see [`Settler`].
-pub(in crate::gateway) struct Underway {
+/// An attempt whose request has been handed to the network. It must be settled; see [`Retrier`].
+pub(in crate::gateway) struct InFlight {
     pub(in crate::gateway) scope: Scope,
     pub(in crate::gateway) fence: Fence,
     pub(in crate::gateway) fingerprint: Fingerprint,
@@ -103,19 +112,19 @@ pub(in crate::gateway) struct Underway {
     pub(super) owner: OwnerId,
     lease: LeaseView,
     sending: Sending,
-    /// The end that is known, and that the store is being asked to take: owed, should this be dropped meanwhile.
-    known: Option<(End, Ending)>,
+    /// The end that is known, and that the store is being asked to take: a pending write, should this be dropped meanwhile.
+    known: Option<(End, FlightEnd)>,
     /// The next attempt is being written in its place; for how long a lost session may still commit that.
     raising: Option<Duration>,
     timing: Timing,
     /// What its row says, for the case that the database forgets it. None: it is asked about, and others made its row.
     open: Option<Arc<Proposal>>,
-    /// None: it has parted, and somebody else works on its scope.
-    lead: Option<Lead>,
-    settler: Arc<Settler>,
+    /// None: it is detached, and somebody else works on its scope.
+    leader: Option<Leader>,
+    retrier: Arc<Retrier>,
 }
 
-impl Underway {
+impl InFlight {
     /// The check before the first byte: this process's lease is certain. From a "yes" on, the attempt counts as sent.
     pub(in crate::gateway) fn may_write(&self) -> impl Fn() -> bool + Send + Sync + 'static {
         let (lease, owner, sending) = (self.lease.clone(), self.owner, self.sending.clone());
@@ -130,8 +139,8 @@ impl Underway {
 
     /// Keeps the answer's room until the store has taken the end.
     pub(in crate::gateway) fn hold(&mut self, room: Option<AnswerRoom>) {
-        if let Some(lead) = &mut self.lead {
-            lead.room = room;
+        if let Some(leader) = &mut self.leader {
+            leader.room = room;
         }
     }
 
@@ -150,26 +159,26 @@ impl Underway {
     pub(in crate::gateway) fn frees(&mut self) {
         if self.timing == Timing::Late {
             // That nobody knew how it ended is remembered.
-            self.settler.forget(self.fence.id);
+            self.retrier.forget(self.fence.id);
         }
         self.opens(None);
     }
 
     fn opens(&mut self, open: Option<Arc<Proposal>>) {
-        if let Some(lead) = &self.lead {
-            lead.executes(self.fence, open.as_ref());
+        if let Some(leader) = &self.leader {
+            leader.executes(self.fence, open.as_ref());
         }
         self.open = open;
     }
 
     /// It leads its scope again.
-    pub(super) fn leads(&mut self, lead: Lead) {
-        self.lead = Some(lead);
+    pub(super) fn leads(&mut self, leader: Leader) {
+        self.leader = Some(leader);
     }
 
     /// Whether a late answer of this attempt, or of one before it, has come to this process meanwhile.
     pub(super) fn is_answered(&self) -> bool {
-        self.lead.as_ref().is_none_or(|lead| lead.entry.answered.load(Ordering::SeqCst))
+        self.leader.as_ref().is_none_or(|leader| leader.flight.answered.load(Ordering::SeqCst))
     }
 
     /// The next attempt is about to be written in this one's place: dropped from here on, that is taken back.
@@ -197,61 +206,110 @@ impl Underway {
         self.sending.has_begun()
     }
 
-    /// The end is known, with what those who wait get where it is released. Until it is settled or owed, dropping this owes it.
-    pub(in crate::gateway) fn knows(&mut self, end: End, ending: Ending) {
+    /// The end is known, with what those who wait get where it is released. Until it is settled or
+    /// pending, dropping this makes it a pending write.
+    pub(in crate::gateway) fn knows(&mut self, end: End, ending: FlightEnd) {
         self.known = Some((end.again(), ending));
     }
 
-    /// The store has taken the end: the entry goes, its followers learn the ending.
-    pub(in crate::gateway) fn settled(mut self: Box<Self>, ending: Ending) {
-        if let Some(lead) = self.lead.take() {
-            lead.end(ending);
+    /// The store has taken the end: the flight is over, its followers learn the end.
+    pub(in crate::gateway) fn settled(mut self: Box<Self>, ending: FlightEnd) {
+        if let Some(leader) = self.leader.take() {
+            leader.end(ending);
         }
     }
 
-    /// The store did not take the end yet: the settler goes on trying, and keeps the entry until it has.
-    pub(in crate::gateway) fn owe(mut self: Box<Self>, debt: Debt) {
-        let lead = self.lead.take();
-        self.settler.owe(debt, lead);
+    /// The store did not take the end yet: the retrier goes on trying, and the flight lasts until it has.
+    pub(in crate::gateway) fn leave_pending(mut self: Box<Self>, pending: PendingWrite) {
+        self.hand_over(pending);
     }
 
-    /// As [`Underway::settled`]; the attempt lives on without an entry.
-    pub(in crate::gateway) fn part(mut self: Box<Self>, ending: Ending) -> Parted {
-        if let Some(lead) = self.lead.take() {
-            lead.end(ending);
+    fn hand_over(&mut self, pending: PendingWrite) {
+        let leader = self.leader.take();
+        self.retrier.take_on(pending, move |ending| {
+            if let Some(leader) = leader {
+                leader.end(ending);
+            }
+        });
+    }
+
+    /// As [`InFlight::settled`]; the attempt lives on without a flight.
+    pub(in crate::gateway) fn detach(mut self: Box<Self>, ending: FlightEnd) -> Detached {
+        if let Some(leader) = self.leader.take() {
+            leader.end(ending);
         }
         self.timing = Timing::Late;
-        Parted(self)
+        Detached(self)
     }
 
-    /// As [`Underway::owe`]; the attempt lives on without an entry.
-    pub(in crate::gateway) fn part_owing(mut self: Box<Self>, debt: Debt) -> Parted {
-        let lead = self.lead.take();
-        self.settler.owe(debt, lead);
+    /// As [`InFlight::leave_pending`]; the attempt lives on without a flight.
+    pub(in crate::gateway) fn detach_pending(
+        mut self: Box<Self>,
+        pending: PendingWrite,
+    ) -> Detached {
+        self.hand_over(pending);
         self.timing = Timing::Late;
-        Parted(self)
+        Detached(self)
     }
 }
 
-impl Drop for Underway {
+impl SingleFlight {
+    /// A late answer has come. Where nobody here works on the scope by now, the attempt leads again: duplicates on this
+    /// replica wait for what the answer comes to. Whoever works on it is told, lest it sends the next attempt while the answer
+    /// is on its way to the store.
+    pub(in crate::gateway) fn resume(&self, detached: Detached) -> Box<InFlight> {
+        let mut in_flight = detached.answered();
+        let mut flights = self.flights.lock().unwrap_or_else(PoisonError::into_inner);
+        match flights.entry(in_flight.scope.clone()) {
+            hash_map::Entry::Vacant(place) => {
+                let (record, fingerprint) = (in_flight.fence.id, in_flight.fingerprint);
+                let caller = in_flight.caller.clone();
+                let progress = Progress::Running { record, fingerprint, caller };
+                in_flight.leads(self.begin_flight(place, progress));
+            }
+            hash_map::Entry::Occupied(flight) => {
+                flight.get().answered.store(true, Ordering::SeqCst)
+            }
+        }
+        drop(flights);
+        in_flight
+    }
+
+    /// Of a record that is held.
+    pub(super) fn reservation(
+        &self,
+        held: &HeldRecord,
+        request: &KeyedRequest,
+        leader: Leader,
+    ) -> Reservation {
+        Reservation::new(held, request, leader, self.lease.clone(), self.retrier.clone())
+    }
+}
+
+impl Drop for InFlight {
     fn drop(&mut self) {
         if !self.sent() {
             self.frees();
         }
-        if let Some(lead) = self.lead.take() {
+        if self.leader.is_some() {
             let (scope, fence) = (self.scope.clone(), self.fence);
-            let debt = if let Some((end, ending)) = self.known.take() {
+            let pending = if let Some((end, ending)) = self.known.take() {
                 let keeping =
-                    matches!(end, End::Complete(_)).then(|| self.settler.spill().in_memory());
-                Debt::End { end: Box::new(end), ending, keeping }
+                    matches!(end, End::Complete(_)).then(|| self.retrier.spill().in_memory());
+                PendingWrite::End { end: Box::new(end), ending, keeping }
             } else if let Some(window) = self.raising {
-                Debt::Unraise { scope, fence, owner: self.owner, window }
+                PendingWrite::Unraise { scope, fence, owner: self.owner, window }
             } else if self.sent() {
-                Debt::of(End::Unknown { scope, fence, open: self.open().cloned() })
+                PendingWrite::of(End::Unknown { scope, fence, open: self.open().cloned() })
             } else {
-                Debt::of(End::Release(NotExecuted { scope, fence, late: None, tried: false }))
+                PendingWrite::of(End::Release(NotExecuted {
+                    scope,
+                    fence,
+                    late: None,
+                    tried: false,
+                }))
             };
-            self.settler.owe(debt, Some(lead));
+            self.hand_over(pending);
         }
     }
 }

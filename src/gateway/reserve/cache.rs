@@ -20,9 +20,10 @@ use quick_cache::sync::Cache as Lru;
 use quick_cache::{Equivalent, Weighter};
 
 use self::recent::Recent;
+use crate::gateway::settle::Stored;
 use crate::gateway::spelling;
 use crate::record::{
-    Answer, Caller, Fence, Fingerprint, KeptBody, RecordId, Scope, encoded_length,
+    Answer, Caller, Completed, Fence, Fingerprint, KeptBody, RecordId, Scope, encoded_length,
 };
 
 /// How much earlier than the retention an entry ends: more than the clocks' rates differ over a look.
@@ -118,6 +119,14 @@ impl Replay {
             KeptBody::NotRetained => 0,
         };
         (headers + spelled + body + BASE_BYTES) as u64
+    }
+}
+
+/// A completed record as it is replayed, with the end of its life in memory.
+impl From<Stored> for Replay {
+    fn from(Stored { fence, fingerprint, caller, completed }: Stored) -> Self {
+        let Completed { answer, expires_at, time_left } = completed;
+        Self::new(fence, fingerprint, caller, answer, expires_at, Instant::now() + time_left)
     }
 }
 

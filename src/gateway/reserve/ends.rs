@@ -1,8 +1,8 @@
 //! Ends of attempts that the database has confirmed, for the case that it goes back behind them: a standby that lacked the
 //! last commits has taken its place, or a backup was restored.
 //!
-//! What must stay true: an end is noted after it was confirmed and before its scope's entry goes, so each record of this
-//! process is here or at the desk. The newest are kept, packed into a few large blocks of bounded size, each answer with its
+//! What must stay true: an end is noted after it was confirmed and before its scope's flight is over, so each record of this
+//! process is here or in flight. The newest are kept, packed into a few large blocks of bounded size, each answer with its
 //! events, so that what is written again is the same to the byte. An answer that is too large for a block is remembered as
 //! an execution whose answer is not at hand.
 
@@ -21,7 +21,7 @@ const BLOCKS: usize = 16;
 const END_BYTES: usize = size_of::<Noted>();
 
 /// An end as it is written again.
-pub(in crate::gateway) enum End {
+pub(in crate::gateway) enum Confirmed {
     /// With this answer and its events.
     Completed(Box<Completed>),
     /// Nobody knows how, or the answer was too large to be remembered.
@@ -85,14 +85,14 @@ enum Kind {
 }
 
 impl Block {
-    fn read(&self, noted: &Noted) -> Option<End> {
+    fn read(&self, noted: &Noted) -> Option<Confirmed> {
         match &noted.kind {
-            Kind::Unknown(open) => Some(End::Unknown(noted.fence, Arc::clone(open))),
+            Kind::Unknown(open) => Some(Confirmed::Unknown(noted.fence, Arc::clone(open))),
             Kind::Completed { start, end, caller } => {
                 let (completion, fingerprint) = decode(self.bytes.get(*start..*end)?)?;
                 let (caller, until) = (caller.clone(), noted.until);
                 let completed = Completed { completion, fingerprint, caller, until };
-                Some(End::Completed(Box::new(completed)))
+                Some(Confirmed::Completed(Box::new(completed)))
             }
         }
     }
@@ -200,7 +200,7 @@ impl Ends {
         all.filter(|noted| noted.fence.id == record).for_each(|noted| noted.until = now);
     }
 
-    /// Whether this record's row may rightly be gone: another end of its attempt may still be owed to the database.
+    /// Whether this record's row may rightly be gone: another end of its attempt may still be pending.
     pub(super) fn was_freed(&self, record: RecordId) -> bool {
         self.blocks().freed.contains(&record)
     }
@@ -215,7 +215,7 @@ impl Ends {
     }
 
     /// One of them; `None`: it is remembered no more.
-    pub(in crate::gateway) fn get(&self, number: u64) -> Option<End> {
+    pub(in crate::gateway) fn get(&self, number: u64) -> Option<Confirmed> {
         let blocks = self.blocks();
         let block = blocks.blocks.iter().rev().find(|block| block.first <= number)?;
         let noted = block.ends.get(usize::try_from(number - block.first).ok()?)?;
@@ -225,7 +225,7 @@ impl Ends {
     /// Whether the database has confirmed a completion of this attempt that is remembered.
     pub(super) fn completed_it(&self, fence: Fence) -> bool {
         let last = self.last_of(fence).and_then(|number| self.get(number));
-        matches!(last, Some(End::Completed(completed)) if completed.until > Instant::now())
+        matches!(last, Some(Confirmed::Completed(completed)) if completed.until > Instant::now())
     }
 
     /// The number of the last end of this attempt.
@@ -292,7 +292,9 @@ mod tests {
         {
             assert_eq!((*fence, *completed), (completion.fence, true));
             assert_eq!(ends.last_of(*fence), Some(*number));
-            let Some(End::Completed(got)) = ends.get(*number) else { panic!("{number} is gone") };
+            let Some(Confirmed::Completed(got)) = ends.get(*number) else {
+                panic!("{number} is gone")
+            };
             assert_eq!(got.completion.scope, completion.scope);
             assert_eq!(got.completion.answer, completion.answer);
             assert_eq!((got.fingerprint, got.caller), (FINGERPRINT, Some(caller.clone())));
@@ -324,7 +326,7 @@ mod tests {
         let (ends, large) = (Ends::new(160_000), completion("k", 20_000));
         let open = open(&large);
         ends.completed(&large, (FINGERPRINT, None), Instant::now(), Some(&open));
-        assert!(matches!(ends.get(0), Some(End::Unknown(fence, _)) if fence == large.fence));
+        assert!(matches!(ends.get(0), Some(Confirmed::Unknown(fence, _)) if fence == large.fence));
         let none = Ends::new(0);
         none.completed(&large, (FINGERPRINT, None), Instant::now(), Some(&open));
         assert_eq!(none.since(0, begun), (Vec::new(), 0));

@@ -1,7 +1,7 @@
 //! A leader's talk with the store: propose, and decide on the record that stands in the way.
 //!
-//! Every answer of the store leads to one [`Step`]. A record of another owner is judged only by its lease, and only where
-//! this replica may judge; a record of this process's own that the desk knows nothing of is `unknown`. A statement whose
+//! Every answer of the store leads to one [`Next`]. A record of another owner is judged only by its lease, and only where
+//! this replica may judge; a record of this process's own that has no flight here is `unknown`. A statement whose
 //! end is not known is never taken for undone.
 
 use std::sync::Arc;
@@ -9,22 +9,20 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use super::{
-    Ask, Debt, Desk, Lead, News, POLL_FIRST, Refusal, Replay, Undo, Unreserved, replay_of,
-};
+use super::attempt::HeldRecord;
+use super::cache::Replay;
+use super::flight::{Leader, Progress, SingleFlight, Undo};
+use super::retrier::PendingWrite;
+use super::vocabulary::{KeyedRequest, Refusal, Unreserved};
 use crate::gateway::settle::Stored;
 use crate::record::{Attempt, Caller, Fence, Fingerprint, OwnerId, Record, RecordId, State};
 use crate::route::{Lookup, OnUnknown};
 use crate::store::{Asker, Changed, Error, Proposal, Reserved, Takeover};
 use crate::telemetry::{self, causes};
 
-/// A row that is this process's own.
-#[derive(Clone, Copy)]
-pub(super) struct Held {
-    pub(super) fence: Fence,
-    pub(super) fingerprint: Fingerprint,
-    pub(super) owner: OwnerId,
-}
+/// First pause between two looks at a record that another replica works on; it doubles up to [`POLL_MAX`].
+pub(super) const POLL_FIRST: Duration = Duration::from_millis(20);
+pub(super) const POLL_MAX: Duration = Duration::from_millis(500);
 
 /// A record in progress that stands in the way.
 struct Met {
@@ -36,13 +34,13 @@ struct Met {
 }
 
 /// What the leader does next.
-pub(super) enum Step {
+pub(super) enum Next {
     /// It holds the reservation.
-    Held(Held),
+    Held(HeldRecord),
     /// It holds the record, to ask the upstream about it; with what was kept of the request.
-    Asks { held: Held, lookup: Arc<Lookup>, context: Option<Bytes> },
+    LookUp { held: HeldRecord, lookup: Arc<Lookup>, context: Option<Bytes> },
     /// What it asked the store for may or may not have been committed: how that is undone.
-    Doubt(Box<Debt>),
+    Doubt(Box<PendingWrite>),
     /// There is an answer.
     Replay(Arc<Replay>),
     /// Nobody knows how the record ended; when more may be known.
@@ -57,9 +55,9 @@ pub(super) enum Step {
 
 /// A leader's talk with the store.
 pub(super) struct Inquiry<'a> {
-    desk: &'a Desk,
-    ask: &'a Ask,
-    lead: &'a mut Lead,
+    single_flight: &'a SingleFlight,
+    request: &'a KeyedRequest,
+    leader: &'a mut Leader,
     /// Whether this request has seen the record in progress: then it does not start the next attempt itself.
     saw_running: bool,
     /// Whether a record was seen under the scope: then the request is not one that nobody has sent before.
@@ -67,31 +65,37 @@ pub(super) struct Inquiry<'a> {
 }
 
 impl<'a> Inquiry<'a> {
-    pub(super) fn new(desk: &'a Desk, ask: &'a Ask, lead: &'a mut Lead) -> Self {
-        Self { desk, ask, lead, saw_running: false, saw_record: false }
+    pub(super) fn new(
+        single_flight: &'a SingleFlight,
+        request: &'a KeyedRequest,
+        leader: &'a mut Leader,
+    ) -> Self {
+        Self { single_flight, request, leader, saw_running: false, saw_record: false }
     }
 
     /// Proposes a reservation, and decides on what stands in its place.
-    pub(super) async fn propose(&mut self) -> Step {
-        if self.desk.settler.spill().is_full() || self.desk.is_swamped(self.ask) {
+    pub(super) async fn propose(&mut self) -> Next {
+        if self.single_flight.retrier.spill().is_full()
+            || self.single_flight.is_swamped(self.request)
+        {
             return self.only_look().await;
         }
         let started = Instant::now();
         let proposal = self.proposal();
         let fence = Fence { id: proposal.id, attempt: Attempt::FIRST };
         let owner = proposal.owner;
-        let deadline = started + self.desk.settings.reserve_timeout;
-        self.lead.undo = Some(self.withdrawal(fence));
-        let reserved = self.desk.store.reserve(proposal, deadline).await;
-        self.lead.undo = None;
-        self.desk.metrics.took(telemetry::Step::Reserve, started.elapsed());
+        let deadline = started + self.single_flight.settings.reserve_timeout;
+        self.leader.undo = Some(self.withdrawal(fence));
+        let reserved = self.single_flight.store.reserve(proposal, deadline).await;
+        self.leader.undo = None;
+        self.single_flight.metrics.took(telemetry::Step::Reserve, started.elapsed());
         match reserved {
-            Ok(Reserved::Held) => self.held(fence, owner, self.ask.fingerprint),
+            Ok(Reserved::Held) => self.held(fence, owner, self.request.fingerprint),
             Ok(Reserved::Exists(record)) => self.meet(*record).await,
-            Ok(Reserved::Vanished) => Step::Again,
+            Ok(Reserved::Vanished) => Next::Again,
             Ok(Reserved::LeaseEnded) => self.await_lease(owner, deadline).await,
             Err(Error::InDoubt(cause)) => {
-                if let Some(left_out) = self.desk.unreserved.due() {
+                if let Some(left_out) = self.single_flight.unreserved.due() {
                     tracing::warn!(%cause, left_out, "a reservation is in doubt");
                 }
                 self.doubt(self.withdrawal(fence))
@@ -103,96 +107,96 @@ impl<'a> Inquiry<'a> {
 
     /// Decides on a record that stands, and makes none: while the spill is full, what a new one comes to might be lost, and
     /// while too many events are owed it would owe more.
-    async fn only_look(&mut self) -> Step {
-        match self.desk.store.find(&self.ask.scope).await {
+    async fn only_look(&mut self) -> Next {
+        match self.single_flight.store.find(&self.request.scope).await {
             Ok(Some(record)) => self.meet(record).await,
-            Ok(None) => self.no_room().unwrap_or(Step::Again),
+            Ok(None) => self.no_room().unwrap_or(Next::Again),
             Err(error) => self.not_reserved(&error),
         }
     }
 
     /// The refusal of what may not be begun now. The store is there: this is no reason to go past it.
-    fn no_room(&self) -> Option<Step> {
-        if self.desk.settler.spill().is_full() {
+    fn no_room(&self) -> Option<Next> {
+        if self.single_flight.retrier.spill().is_full() {
             tracing::warn!("no reservation is made while the spill is full");
-            self.desk.settler.spill().refused();
-            return Some(Step::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps)));
+            self.single_flight.retrier.spill().refused();
+            return Some(Next::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps)));
         }
-        if self.desk.is_swamped(self.ask) {
-            self.desk.metrics.outbox_refused();
-            return Some(Step::Refuse(Refusal::Swamped));
+        if self.single_flight.is_swamped(self.request) {
+            self.single_flight.metrics.outbox_refused();
+            return Some(Next::Refuse(Refusal::Swamped));
         }
         None
     }
 
     /// The same, for a record that is taken over as it stands. A question begins nothing: what it finds is of an attempt that
     /// was begun long ago.
-    fn no_room_to(&self, from: Takeover) -> Option<Step> {
+    fn no_room_to(&self, from: Takeover) -> Option<Next> {
         match from {
-            Takeover::Question(..) if !self.desk.settler.spill().is_full() => None,
+            Takeover::Question(..) if !self.single_flight.retrier.spill().is_full() => None,
             Takeover::Expired(_) | Takeover::Unknown(_) | Takeover::Question(..) => self.no_room(),
         }
     }
 
     /// The store did not take the proposal, and never will.
-    fn not_reserved(&self, error: &Error) -> Step {
+    fn not_reserved(&self, error: &Error) -> Next {
         let away = matches!(error, Error::Unavailable(_) | Error::Late);
         let unreserved =
             if away && !self.saw_record { Unreserved::Certainly } else { Unreserved::Perhaps };
         self.unavailable(error, unreserved)
     }
 
-    fn unavailable(&self, error: &Error, unreserved: Unreserved) -> Step {
-        if let Some(left_out) = self.desk.unreserved.due() {
+    fn unavailable(&self, error: &Error, unreserved: Unreserved) -> Next {
+        if let Some(left_out) = self.single_flight.unreserved.due() {
             tracing::warn!(error = %causes(error), left_out, "no reservation could be made");
         }
-        Step::Refuse(Refusal::StoreUnavailable(unreserved))
+        Next::Refuse(Refusal::StoreUnavailable(unreserved))
     }
 
     /// The database refuses the data: it never holds them, whoever sends them again.
-    fn not_storable(&self, cause: &(dyn std::error::Error + 'static)) -> Step {
-        if let Some(left_out) = self.desk.unreserved.due() {
-            let (operation, error) = (&self.ask.scope.operation, causes(cause));
+    fn not_storable(&self, cause: &(dyn std::error::Error + 'static)) -> Next {
+        if let Some(left_out) = self.single_flight.unreserved.due() {
+            let (operation, error) = (&self.request.scope.operation, causes(cause));
             tracing::warn!(%operation, error, left_out, "the database refuses to hold a request");
         }
-        Step::Refuse(Refusal::NotStorable)
+        Next::Refuse(Refusal::NotStorable)
     }
 
     /// Looks at the record that another replica works on.
-    pub(super) async fn look(&mut self) -> Step {
-        match self.desk.store.find(&self.ask.scope).await {
+    pub(super) async fn look(&mut self) -> Next {
+        match self.single_flight.store.find(&self.request.scope).await {
             Ok(Some(record)) => self.meet(record).await,
-            Ok(None) => Step::Again,
+            Ok(None) => Next::Again,
             // The wait goes on: a database that is away for a moment ends no attempt.
-            Err(_) => self.lead_record().map_or(Step::Again, Step::Wait),
+            Err(_) => self.lead_record().map_or(Next::Again, Next::Wait),
         }
     }
 
     fn lead_record(&self) -> Option<RecordId> {
-        match *self.lead.entry.news.borrow() {
-            News::Running { record, .. } => Some(record),
-            News::Proposed | News::Ended(_) => None,
+        match *self.leader.flight.progress.borrow() {
+            Progress::Running { record, .. } => Some(record),
+            Progress::Proposed | Progress::Ended(_) => None,
         }
     }
 
     fn proposal(&self) -> Proposal {
         Proposal {
             id: RecordId::fresh(),
-            scope: self.ask.scope.clone(),
-            fingerprint: self.ask.fingerprint,
-            owner: self.desk.lease.current().owner,
-            caller: self.ask.caller.as_ref().map(ToString::to_string),
-            context: self.ask.context.clone(),
-            retention: self.ask.retention,
+            scope: self.request.scope.clone(),
+            fingerprint: self.request.fingerprint,
+            owner: self.single_flight.lease.current().owner,
+            caller: self.request.caller.as_ref().map(ToString::to_string),
+            context: self.request.context.clone(),
+            retention: self.request.retention,
         }
     }
 
-    fn held(&self, fence: Fence, owner: OwnerId, fingerprint: Fingerprint) -> Step {
-        Step::Held(Held { fence, fingerprint, owner })
+    fn held(&self, fence: Fence, owner: OwnerId, fingerprint: Fingerprint) -> Next {
+        Next::Held(HeldRecord { fence, fingerprint, owner })
     }
 
     fn withdrawal(&self, fence: Fence) -> Undo {
-        Undo::Withdraw { fence, window: self.desk.settings.doubt_window }
+        Undo::Withdraw { fence, window: self.single_flight.settings.doubt_window }
     }
 
     /// How a takeover that may have been committed is undone.
@@ -200,46 +204,48 @@ impl<'a> Inquiry<'a> {
         match from {
             Takeover::Expired(_) | Takeover::Unknown(_) => self.withdrawal(taken),
             Takeover::Question(fence, ..) => {
-                Undo::Unask { fence, window: self.desk.settings.doubt_window }
+                Undo::Unask { fence, window: self.single_flight.settings.doubt_window }
             }
         }
     }
 
-    /// What may have been committed is owed.
-    fn doubt(&self, undo: Undo) -> Step {
-        Step::Doubt(Box::new(undo.of(self.ask.scope.clone())))
+    /// What may have been committed is undone by a pending write.
+    fn doubt(&self, undo: Undo) -> Next {
+        Next::Doubt(Box::new(undo.of(self.request.scope.clone())))
     }
 
     /// The database has not seen this process's heartbeat in time: waits for the next lease, under a new owner id.
-    async fn await_lease(&self, ended: OwnerId, deadline: Instant) -> Step {
-        while self.desk.lease.current().owner == ended {
+    async fn await_lease(&self, ended: OwnerId, deadline: Instant) -> Next {
+        while self.single_flight.lease.current().owner == ended {
             if Instant::now() >= deadline {
                 tracing::warn!(
                     "this replica has no lease: the database does not see its heartbeat"
                 );
-                return Step::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps));
+                return Next::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps));
             }
             tokio::time::sleep(POLL_FIRST).await;
         }
-        Step::Again
+        Next::Again
     }
 
     /// Decides on a record that stands under the scope.
-    async fn meet(&mut self, record: Record) -> Step {
+    async fn meet(&mut self, record: Record) -> Next {
         self.saw_record = true;
         let fence = record.fence;
         match &record.state {
-            State::Completed(_) => self.desk.open.forget(&self.ask.scope),
-            State::InProgress { .. } | State::Unknown => self.desk.open.note(&self.ask.scope),
+            State::Completed(_) => self.single_flight.open.forget(&self.request.scope),
+            State::InProgress { .. } | State::Unknown => {
+                self.single_flight.open.note(&self.request.scope)
+            }
         }
         if let State::Completed(completed) = &record.state
             && completed.time_left.is_zero()
         {
-            return self.take_over(Takeover::Expired(fence), self.ask.fingerprint).await;
+            return self.take_over(Takeover::Expired(fence), self.request.fingerprint).await;
         }
-        let stranger = self.ask.is_stranger(record.caller.as_ref());
-        if !stranger && !record.fingerprint.same_request(&self.ask.fingerprint) {
-            return Step::Refuse(Refusal::Mismatch { record: fence.id });
+        let stranger = self.request.is_stranger(record.caller.as_ref());
+        if !stranger && !record.fingerprint.same_request(&self.request.fingerprint) {
+            return Next::Refuse(Refusal::Mismatch { record: fence.id });
         }
         let (fingerprint, caller) = (record.fingerprint, record.caller);
         match record.state {
@@ -249,22 +255,27 @@ impl<'a> Inquiry<'a> {
                 self.meet_running(met, owner, owner_lives).await
             }
             State::Completed(_) | State::Unknown if stranger => {
-                Step::Refuse(Refusal::Forbidden { record: fence.id })
+                Next::Refuse(Refusal::Forbidden { record: fence.id })
             }
             State::Completed(completed) => {
                 let completed = *completed;
-                Step::Replay(Arc::new(replay_of(Stored { fence, fingerprint, caller, completed })))
+                Next::Replay(Arc::new(Replay::from(Stored {
+                    fence,
+                    fingerprint,
+                    caller,
+                    completed,
+                })))
             }
             State::Unknown => self.meet_unknown(fence, fingerprint).await,
         }
     }
 
-    async fn meet_unknown(&mut self, fence: Fence, fingerprint: Fingerprint) -> Step {
+    async fn meet_unknown(&mut self, fence: Fence, fingerprint: Fingerprint) -> Next {
         if self.saw_running {
-            return Step::Unknown(fence.id, None);
+            return Next::Unknown(fence.id, None);
         }
-        match &self.ask.on_unknown {
-            OnUnknown::Hold => Step::Unknown(fence.id, None),
+        match &self.request.on_unknown {
+            OnUnknown::Hold => Next::Unknown(fence.id, None),
             OnUnknown::Retry => self.take_over(Takeover::Unknown(fence), fingerprint).await,
             OnUnknown::Lookup(lookup) => self.ask_about(fence, fingerprint, lookup).await,
         }
@@ -276,64 +287,64 @@ impl<'a> Inquiry<'a> {
         fence: Fence,
         fingerprint: Fingerprint,
         lookup: &Arc<Lookup>,
-    ) -> Step {
+    ) -> Next {
         let delay = lookup.delay;
-        let doubt = match self.desk.store.unresolved(fence.id).await {
+        let doubt = match self.single_flight.store.unresolved(fence.id).await {
             Ok(Some(doubt)) => doubt,
-            Ok(None) => return Step::Unknown(fence.id, Some(delay.after_lease)),
+            Ok(None) => return Next::Unknown(fence.id, Some(delay.after_lease)),
             Err(error) => return self.unavailable(&error, Unreserved::Perhaps),
         };
         let left = if doubt.orphaned { delay.after_lease } else { delay.after_loss };
         let left = left.saturating_sub(doubt.age);
         if !left.is_zero() {
-            return Step::Unknown(fence.id, Some(left));
+            return Next::Unknown(fence.id, Some(left));
         }
         let from = Takeover::Question(fence, delay, Asker::Retry);
         let step = self.take_over(from, fingerprint).await;
-        let Step::Held(held) = step else { return step };
+        let Next::Held(held) = step else { return step };
         // What was kept belongs to this attempt, since the record is held under it.
-        Step::Asks { held, lookup: Arc::clone(lookup), context: doubt.context }
+        Next::LookUp { held, lookup: Arc::clone(lookup), context: doubt.context }
     }
 
-    async fn meet_running(&mut self, met: Met, owner: OwnerId, owner_lives: bool) -> Step {
+    async fn meet_running(&mut self, met: Met, owner: OwnerId, owner_lives: bool) -> Next {
         let Met { fence, fingerprint, caller, stranger } = met;
-        let scope = &self.ask.scope;
-        let own = owner == self.desk.lease.current().owner;
-        if own && self.desk.ends.completed_it(fence) {
+        let scope = &self.request.scope;
+        let own = owner == self.single_flight.lease.current().owner;
+        if own && self.single_flight.ends.completed_it(fence) {
             // The database went back behind it, and it is about to be completed again.
-            return Step::Wait(fence.id);
+            return Next::Wait(fence.id);
         }
         let marked = if own {
-            // A row of this process without an entry: nobody here knows how far it came.
-            self.desk.store.mark_unknown(scope, fence).await
-        } else if !owner_lives && (self.desk.may_judge)() {
-            let marked = self.desk.store.mark_dead(Some((scope, fence)), 1).await;
+            // A row of this process without a flight: nobody here knows how far it came.
+            self.single_flight.store.mark_unknown(scope, fence).await
+        } else if !owner_lives && (self.single_flight.may_judge)() {
+            let marked = self.single_flight.store.mark_dead(Some((scope, fence)), 1).await;
             // It moved on, or somebody's transaction holds it: both are seen after a while.
             marked.map(|marked| if marked > 0 { Changed::Yes } else { Changed::Locked })
         } else {
             self.saw_running = true;
-            self.lead.running(fence.id, fingerprint, caller);
-            return Step::Wait(fence.id);
+            self.leader.running(fence.id, fingerprint, caller);
+            return Next::Wait(fence.id);
         };
         match marked {
-            Ok(Changed::Yes) if stranger => Step::Refuse(Refusal::Forbidden { record: fence.id }),
+            Ok(Changed::Yes) if stranger => Next::Refuse(Refusal::Forbidden { record: fence.id }),
             Ok(Changed::Yes) => self.meet_unknown(fence, fingerprint).await,
-            Ok(Changed::No) => Step::Again,
-            Ok(Changed::Locked) => Step::Wait(fence.id),
+            Ok(Changed::No) => Next::Again,
+            Ok(Changed::Locked) => Next::Wait(fence.id),
             Err(error) => self.unavailable(&error, Unreserved::Perhaps),
         }
     }
 
-    pub(super) async fn take_over(&mut self, from: Takeover, fingerprint: Fingerprint) -> Step {
+    pub(super) async fn take_over(&mut self, from: Takeover, fingerprint: Fingerprint) -> Next {
         if let Some(refused) = self.no_room_to(from) {
             return refused;
         }
         let step = self.take(from, fingerprint).await;
-        self.lead.undo = None;
+        self.leader.undo = None;
         step
     }
 
-    async fn take(&mut self, from: Takeover, fingerprint: Fingerprint) -> Step {
+    async fn take(&mut self, from: Takeover, fingerprint: Fingerprint) -> Next {
         let proposal = self.proposal();
         let owner = proposal.owner;
         let taken = match from {
@@ -341,22 +352,22 @@ impl<'a> Inquiry<'a> {
             Takeover::Unknown(fence) => Fence { id: fence.id, attempt: fence.attempt.next() },
             Takeover::Question(fence, ..) => fence,
         };
-        let deadline = Instant::now() + self.desk.settings.reserve_timeout;
-        self.lead.undo = Some(self.undoing(from, taken));
+        let deadline = Instant::now() + self.single_flight.settings.reserve_timeout;
+        self.leader.undo = Some(self.undoing(from, taken));
         let mut doubt = false;
         loop {
-            let error = match self.desk.store.take_over(proposal.clone(), from).await {
+            let error = match self.single_flight.store.take_over(proposal.clone(), from).await {
                 Ok(Changed::Yes) => return self.held(taken, owner, fingerprint),
                 Ok(Changed::No) if doubt => {
-                    let held = Held { fence: taken, fingerprint, owner };
+                    let held = HeldRecord { fence: taken, fingerprint, owner };
                     return self
                         .read_back(held)
                         .await
                         .unwrap_or_else(|| self.doubt(self.undoing(from, taken)));
                 }
-                Ok(Changed::No) => return Step::Again,
+                Ok(Changed::No) => return Next::Again,
                 // The application may be completing it right now.
-                Ok(Changed::Locked) if !doubt => return Step::Wait(taken.id),
+                Ok(Changed::Locked) if !doubt => return Next::Wait(taken.id),
                 Ok(Changed::Locked) => None,
                 Err(error) => Some(error),
             };
@@ -376,27 +387,27 @@ impl<'a> Inquiry<'a> {
     }
 
     /// A takeover that the store did not make, for certain.
-    fn not_taken(&self, from: Takeover, error: &Error) -> Step {
+    fn not_taken(&self, from: Takeover, error: &Error) -> Next {
         match (error, from) {
             (Error::Refused(cause), Takeover::Expired(_)) => self.not_storable(&**cause),
             (Error::Refused(_), Takeover::Unknown(fence) | Takeover::Question(fence, ..)) => {
                 // No other attempt can be made, and what became of the one before is as open as it was.
                 tracing::warn!(error = %causes(error), "the database refuses to hold another attempt");
-                Step::Unknown(fence.id, None)
+                Next::Unknown(fence.id, None)
             }
             _ => self.unavailable(error, Unreserved::Perhaps),
         }
     }
 
     /// Whether the takeover that changed nothing did so because it had been committed before; `None`: nobody knows.
-    async fn read_back(&self, taken: Held) -> Option<Step> {
-        match self.desk.store.find(&self.ask.scope).await {
+    async fn read_back(&self, taken: HeldRecord) -> Option<Next> {
+        match self.single_flight.store.find(&self.request.scope).await {
             Ok(Some(Record { fence, state: State::InProgress { owner: by, .. }, .. }))
                 if fence == taken.fence && by == taken.owner =>
             {
-                Some(Step::Held(taken))
+                Some(Next::Held(taken))
             }
-            Ok(_) => Some(Step::Again),
+            Ok(_) => Some(Next::Again),
             Err(_) => None,
         }
     }

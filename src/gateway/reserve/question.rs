@@ -5,17 +5,19 @@
 //! question is under way, and the asker finds that out when it acts on its answer. What must stay true:
 //!
 //! - A question is never sent and never released: the attempt may have executed. Dropped, it is unknown again.
-//! - Only "not found" makes a reservation of it ([`Desk::raise`]): the next attempt, written by one statement that needs the
-//!   record to be held as it was before the question was asked. Nothing can have come in between.
-//! - A raise of which nobody knows whether it was committed is taken back, and the scope's entry stays until then.
+//! - Only "not found" makes a reservation of it ([`SingleFlight::raise`]): the next attempt, written by one statement that needs
+//!   the record to be held as it was before the question was asked. Nothing can have come in between.
+//! - A raise of which nobody knows whether it was committed is taken back, and the scope's flight stays until then.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use super::inquiry::{Held, Inquiry, Step};
-use super::{Ask, Desk, Lead, Owes, POLL_FIRST, Readers, Reservation, Seat, Underway};
+use super::attempt::{HeldRecord, InFlight, Reservation};
+use super::flight::{Leader, Role, SingleFlight};
+use super::inquiry::{Inquiry, Next, POLL_FIRST};
+use super::vocabulary::{KeyedRequest, Owes, Readers};
 use crate::record::event::RecordContext;
 use crate::record::{Fence, RecordId};
 use crate::route::{Lookup, OnUnknown};
@@ -24,7 +26,7 @@ use crate::telemetry::causes;
 
 /// The right to ask the upstream about an attempt that is unknown.
 pub(in crate::gateway) struct Question {
-    underway: Box<Underway>,
+    in_flight: Box<InFlight>,
     lookup: Arc<Lookup>,
     /// What was kept of the request of that very attempt: a retry's may name something else.
     context: Option<Bytes>,
@@ -38,7 +40,7 @@ impl Question {
 
     /// What is asked about.
     pub(in crate::gateway) fn about(&self) -> RecordContext<'_> {
-        let Underway { scope, fence, .. } = &*self.underway;
+        let InFlight { scope, fence, .. } = &*self.in_flight;
         RecordContext { record: fence.id, scope, context: self.context.as_deref() }
     }
 
@@ -48,8 +50,8 @@ impl Question {
     }
 
     /// The attempt, to be completed with what was found, or lost again.
-    pub(in crate::gateway) fn asked(self) -> Box<Underway> {
-        self.underway
+    pub(in crate::gateway) fn attempt(self) -> Box<InFlight> {
+        self.in_flight
     }
 }
 
@@ -64,14 +66,14 @@ pub(in crate::gateway) enum Raised {
     Doubt(RecordId),
 }
 
-impl Desk {
+impl SingleFlight {
     /// Takes an unknown record, to ask the upstream about it; `None`: somebody works on it, or may not be asked yet.
     pub(in crate::gateway) async fn question(
         &self,
         due: &Due,
         lookup: &Arc<Lookup>,
     ) -> Option<Question> {
-        let ask = Ask {
+        let request = KeyedRequest {
             scope: due.scope.clone(),
             fingerprint: due.fingerprint,
             caller: due.caller.clone(),
@@ -83,67 +85,73 @@ impl Desk {
             // A question begins nothing.
             owes: Owes::Nothing,
         };
-        let Seat::Lead(mut lead) = self.seat(&ask) else { return None };
+        let Role::Leader(mut leader) = self.join(&request.scope) else { return None };
         let from = Takeover::Question(due.fence, lookup.delay, Asker::Gateway);
-        let step = Inquiry::new(self, &ask, &mut lead).take_over(from, due.fingerprint).await;
+        let step = Inquiry::new(self, &request, &mut leader).take_over(from, due.fingerprint).await;
         match step {
-            Step::Held(held) => Some(self.asks(held, &ask, lead, lookup, due.context.clone())),
-            Step::Doubt(debt) => {
-                self.settler.owe(*debt, Some(lead));
+            Next::Held(held) => {
+                Some(self.question_of(held, &request, leader, lookup, due.context.clone()))
+            }
+            Next::Doubt(pending) => {
+                self.retrier.take_on(*pending, move |ending| leader.end(ending));
                 None
             }
-            Step::Asks { .. }
-            | Step::Replay(_)
-            | Step::Unknown(..)
-            | Step::Refuse(_)
-            | Step::Again
-            | Step::Wait(_) => None,
+            Next::LookUp { .. }
+            | Next::Replay(_)
+            | Next::Unknown(..)
+            | Next::Refuse(_)
+            | Next::Again
+            | Next::Wait(_) => None,
         }
     }
 
     /// A question about a record that is held for it.
-    pub(super) fn asks(
+    pub(super) fn question_of(
         &self,
-        held: Held,
-        ask: &Ask,
-        lead: Lead,
+        held: HeldRecord,
+        request: &KeyedRequest,
+        leader: Leader,
         lookup: &Arc<Lookup>,
         context: Option<Bytes>,
     ) -> Question {
-        let underway = self.reservation(&held, ask, lead).in_doubt();
-        Question { underway, lookup: Arc::clone(lookup), context }
+        let in_flight = self.reservation(&held, request, leader).in_doubt();
+        Question { in_flight, lookup: Arc::clone(lookup), context }
     }
 
     /// The upstream knows nothing of the attempt that was asked about: goes on to the next one for this retry, if the record
     /// is still held as it was when the question was asked.
-    pub(in crate::gateway) async fn raise(&self, mut question: Question, ask: &Ask) -> Raised {
-        if question.underway.is_answered() {
+    pub(in crate::gateway) async fn raise(
+        &self,
+        mut question: Question,
+        request: &KeyedRequest,
+    ) -> Raised {
+        if question.in_flight.is_answered() {
             return Raised::Not(question);
         }
-        if self.settler.spill().is_full() {
-            self.settler.spill().refused();
+        if self.retrier.spill().is_full() {
+            self.retrier.spill().refused();
             return Raised::Not(question);
         }
-        if self.is_swamped(ask) {
+        if self.is_swamped(request) {
             self.metrics.outbox_refused();
             return Raised::Not(question);
         }
-        let underway = &mut question.underway;
-        let fence = underway.fence;
+        let in_flight = &mut question.in_flight;
+        let fence = in_flight.fence;
         let proposal = Proposal {
             id: fence.id,
-            scope: underway.scope.clone(),
-            fingerprint: underway.fingerprint,
-            owner: underway.owner,
-            caller: ask.caller.as_ref().map(ToString::to_string),
-            context: ask.context.clone(),
-            retention: ask.retention,
+            scope: in_flight.scope.clone(),
+            fingerprint: in_flight.fingerprint,
+            owner: in_flight.owner,
+            caller: request.caller.as_ref().map(ToString::to_string),
+            context: request.context.clone(),
+            retention: request.retention,
         };
-        underway.raise(self.settings.doubt_window);
+        in_flight.raise(self.settings.doubt_window);
         match self.write_raise(&proposal, fence).await {
-            Some(true) => Raised::Held(question.underway.raised(Arc::new(proposal))),
+            Some(true) => Raised::Held(question.in_flight.raised(Arc::new(proposal))),
             Some(false) => {
-                underway.not_raised();
+                in_flight.not_raised();
                 Raised::Not(question)
             }
             None => Raised::Doubt(fence.id),

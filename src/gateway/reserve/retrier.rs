@@ -1,12 +1,12 @@
-//! What is owed to the store: ends of attempts that it has not taken yet.
+//! Writes that the store has not taken yet: ends of attempts, and what undoes a reservation in doubt.
 //!
-//! A debt is repeated with backoff until the store answers. Meanwhile the scope's entry stays at the desk, so that
+//! A pending write is repeated with back-off until the store answers. Meanwhile its scope's flight goes on, so that
 //! duplicates on this replica meet it before the database. Outcomes are in the spill as well, for the next process;
-//! the other debts live in memory, and what is left of them when the process ends is found as `unknown` once the owner's
+//! the others live in memory, and what is left of them when the process ends is found as `unknown` once the owner's
 //! lease has run out. Their number is bounded by the requests in flight and the late answers awaited, since nothing new
 //! can be reserved while the database takes nothing.
 //!
-//! An outcome whose record has gone on is a debt as well, until it stands in the audit table.
+//! An outcome whose record has gone on is pending as well, until it stands in the audit table.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -18,9 +18,9 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
 
-use super::cache::Cache;
+use super::cache::{Cache, Replay};
 use super::ends::Ends;
-use super::{Ending, Lead, Replay, replay_of};
+use super::vocabulary::FlightEnd;
 use crate::fault::{self, Point};
 use crate::gateway::settle::{End, Executed, Settlement, Unsettled, look, settle};
 use crate::gateway::spill::{Keeping, Spill};
@@ -28,7 +28,7 @@ use crate::record::{Fence, Fingerprint, LeaseView, OwnerId, Record, RecordId, Sc
 use crate::store::{Changed, Completion, Error, LateOutcome, Proposal, Reinstated, Store};
 use crate::telemetry::{Drained, Metrics, WentBack, causes};
 
-/// First pause between two tries of a debt; it doubles. The first debt that is paid wakes all others.
+/// First pause between two tries of a pending write; it doubles. The first that the store takes wakes all others.
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_millis(500);
 
@@ -45,10 +45,10 @@ const TRY: Duration = Duration::from_secs(10);
 const NOBODYS: Fingerprint = Fingerprint { canonical: [0; 32], raw: [0; 32], recipe: [0; 8] };
 
 /// What has to be written.
-pub(crate) enum Debt {
-    /// The end of an attempt. Those who waited get this ending where it is released. Where it is kept until then, if it is
-    /// one that the next process can write.
-    End { end: Box<End>, ending: Ending, keeping: Option<Keeping> },
+pub(crate) enum PendingWrite {
+    /// The end of an attempt. `ending`: for those who waited, where it is released. `keeping`: where it is until then, besides
+    /// in memory; none of an end that says nothing to the next process.
+    End { end: Box<End>, ending: FlightEnd, keeping: Option<Keeping> },
     /// A reservation that may still be committed by a backend that was lost: deleted, again and again, until
     /// that backend cannot commit any more.
     Withdraw { scope: Scope, fence: Fence, window: Duration },
@@ -62,24 +62,24 @@ pub(crate) enum Debt {
 
 /// What an end came to, for this process.
 pub(crate) struct Told {
-    /// How the entry of its scope ends.
-    pub(crate) ending: Ending,
+    /// How the flight of its scope ends.
+    pub(crate) ending: FlightEnd,
     /// What the store made of it.
     pub(crate) how: Drained,
     /// What is still to be noted.
     pub(crate) late: Option<LateOutcome>,
 }
 
-impl Debt {
+impl PendingWrite {
     /// An end that nothing but memory keeps.
     pub(crate) fn of(end: End) -> Self {
-        Self::End { end: Box::new(end), ending: Ending::LookAgain, keeping: None }
+        Self::End { end: Box::new(end), ending: FlightEnd::LookAgain, keeping: None }
     }
 }
 
-/// Pays debts. Clones are one settler.
+/// Repeats pending writes. Clones are one retrier.
 #[derive(Clone)]
-pub(crate) struct Settler {
+pub(crate) struct Retrier {
     store: Arc<dyn Store>,
     lease: LeaseView,
     cache: Cache,
@@ -89,13 +89,13 @@ pub(crate) struct Settler {
     tasks: TaskTracker,
     /// Outcomes that are known and neither stored nor in the spill yet.
     known: TaskTracker,
-    /// The store took a debt after others had failed: it is back.
+    /// The store took one after others had failed: it is back.
     back: Arc<Notify>,
     /// The process ends: nothing waits for the database any more.
     ending: CancellationToken,
 }
 
-impl Settler {
+impl Retrier {
     pub(super) fn new(
         store: Arc<dyn Store>,
         lease: LeaseView,
@@ -135,23 +135,25 @@ impl Settler {
         self.idle().await;
     }
 
-    /// Takes a debt over, with the entry of its scope where the debt has one.
-    pub(super) fn owe(&self, debt: Debt, lead: Option<Lead>) {
+    /// Takes a pending write over, and tells its end.
+    pub(super) fn take_on(
+        &self,
+        pending: PendingWrite,
+        tell: impl FnOnce(FlightEnd) + Send + 'static,
+    ) {
         // Outside a runtime there is nobody to pay: the process is ending, and the lease will tell.
         if tokio::runtime::Handle::try_current().is_err() {
             return;
         }
-        let (settler, guard) = (self.clone(), self.metrics.settling());
+        let (retrier, guard) = (self.clone(), self.metrics.settling());
         self.tasks.spawn(async move {
-            let ending = settler.pay(debt).await;
-            if let Some(lead) = lead {
-                lead.end(ending);
-            }
+            let ending = retrier.repeat(pending).await;
+            tell(ending);
             drop(guard);
         });
     }
 
-    /// Waits until nothing is owed any more.
+    /// Waits until nothing is pending any more.
     pub(crate) async fn idle(&self) {
         self.tasks.close();
         self.tasks.wait().await;
@@ -164,7 +166,7 @@ impl Settler {
     pub(crate) async fn settle(
         &self,
         end: &End,
-        ending: &Ending,
+        ending: &FlightEnd,
         deadline: Instant,
         held: impl Fn() -> bool,
     ) -> Result<Told, Unsettled> {
@@ -182,7 +184,7 @@ impl Settler {
     }
 
     /// What this process makes of a settlement. `begun`: a moment before it.
-    fn told(&self, end: &End, settlement: Settlement, ending: &Ending, begun: Instant) -> Told {
+    fn told(&self, end: &End, settlement: Settlement, ending: &FlightEnd, begun: Instant) -> Told {
         let (how, late) = (settlement.result(), settlement.late().cloned());
         let ending = match (settlement, end) {
             (Settlement::Completed { written, expires_at }, End::Complete(executed)) => {
@@ -192,16 +194,16 @@ impl Settler {
                 Settlement::Already(Some(stored))
                 | Settlement::FencedOff { stands: Some(stored), .. },
                 _,
-            ) => self.kept(end.scope(), Arc::new(replay_of(*stored))),
+            ) => self.kept(end.scope(), Arc::new((*stored).into())),
             (Settlement::Unknown { record, marked, .. }, _) => {
                 if let Some(open) = end.open().filter(|_| marked && !self.ends.was_freed(record)) {
                     self.ends.unknown(end.fence(), open);
                 }
-                Ending::Unknown(record)
+                FlightEnd::Unknown(record)
             }
             (Settlement::Released | Settlement::Already(None), _) => ending.clone(),
             (Settlement::FencedOff { stands: None, .. } | Settlement::Completed { .. }, _) => {
-                Ending::LookAgain
+                FlightEnd::LookAgain
             }
         };
         Told { ending, how, late }
@@ -213,7 +215,7 @@ impl Settler {
         written: &Completion,
         expires_at: SystemTime,
         begun: Instant,
-    ) -> Ending {
+    ) -> FlightEnd {
         let Executed { fingerprint, caller, open, .. } = executed;
         let ends = begun + written.retention;
         self.ends.completed(written, (*fingerprint, caller.as_ref()), ends, open.as_ref());
@@ -223,12 +225,12 @@ impl Settler {
         self.kept(scope, Arc::new(replay))
     }
 
-    /// Writes an outcome down that found its record gone on; what the database does not take at once stays owed.
+    /// Writes an outcome down that found its record gone on; what the database does not take at once is pending.
     pub(crate) async fn note(&self, late: LateOutcome) {
         self.noted(&late);
         if let Err(error) = self.before_the_end(self.store.note_late_outcome(&late)).await {
-            tracing::warn!(error = %causes(&error), "the database did not take a late outcome; the settler goes on");
-            self.owe(Debt::of(End::Late(Box::new(late))), None);
+            tracing::warn!(error = %causes(&error), "the database did not take a late outcome; the retrier goes on");
+            self.take_on(PendingWrite::of(End::Late(Box::new(late))), drop);
         }
     }
 
@@ -238,21 +240,21 @@ impl Settler {
         self.metrics.late_outcome();
     }
 
-    async fn pay(&self, mut debt: Debt) -> Ending {
+    async fn repeat(&self, mut pending: PendingWrite) -> FlightEnd {
         let mut pause = PAUSE_FIRST;
         loop {
-            // Registered before the try: a success of another debt in the middle of it counts.
+            // Registered before the try: a success of another one in the middle of it counts.
             let back = self.back.notified();
             let tried = async {
                 fault::point(Point::Settling).await;
-                self.before_the_end(self.try_pay(&debt)).await
+                self.before_the_end(self.try_once(&pending)).await
             };
-            // A panic costs a try, never the debt.
+            // A panic costs a try, never the write.
             let tried = AssertUnwindSafe(tried).catch_unwind().await;
             let tried = tried.unwrap_or_else(|_| Err(Error::InDoubt("it panicked".into()).into()));
             let error = match tried {
                 Ok(Told { ending, how, .. }) => {
-                    if let Debt::End { keeping: Some(keeping), .. } = debt {
+                    if let PendingWrite::End { keeping: Some(keeping), .. } = pending {
                         keeping.paid(how);
                     }
                     self.back.notify_waiters();
@@ -263,24 +265,26 @@ impl Settler {
             if !error.may_pass() {
                 tracing::error!(error = %causes(&error), "the database refuses an outcome");
                 // One that is in the spill stays there: the next process tries again, and sets it aside.
-                let Debt::End { end, ending, keeping } = debt else { return Ending::LookAgain };
-                let Some(end) = end.refused().map(Box::new) else { return Ending::LookAgain };
-                debt = Debt::End { end, ending, keeping };
+                let PendingWrite::End { end, ending, keeping } = pending else {
+                    return FlightEnd::LookAgain;
+                };
+                let Some(end) = end.refused().map(Box::new) else { return FlightEnd::LookAgain };
+                pending = PendingWrite::End { end, ending, keeping };
                 continue;
             }
-            tracing::debug!(error = %causes(&error), "an outcome is still owed to the database");
+            tracing::debug!(error = %causes(&error), "an outcome is still pending");
             let pausing = tokio::time::timeout(pause.mul_f64(0.5 + fastrand::f64() / 2.0), back);
             if self.ending.run_until_cancelled(pausing).await.is_none() {
-                return self.hand_over(debt).await;
+                return self.hand_over(pending).await;
             }
             pause = (pause * 2).min(PAUSE_MAX);
         }
     }
 
-    /// Leaves a debt to the next process: an end in the spill, where it was not there yet. Where there is still no room, the
-    /// record becomes unknown.
-    async fn hand_over(&self, debt: Debt) -> Ending {
-        let Debt::End { end, keeping, .. } = debt else { return Ending::LookAgain };
+    /// Leaves a pending write to the next process: an end in the spill, where it was not there yet. Where there is still no
+    /// room, the record becomes unknown.
+    async fn hand_over(&self, pending: PendingWrite) -> FlightEnd {
+        let PendingWrite::End { end, keeping, .. } = pending else { return FlightEnd::LookAgain };
         if !matches!(keeping, Some(Keeping::Spilled(_))) {
             let kept = self.keep(&end).await;
             if let (End::Late(late), Some(Keeping::Memory(_))) = (&*end, &kept) {
@@ -288,7 +292,7 @@ impl Settler {
                 tracing::error!(%record, outcome, "the process ends, and the audit table has not got a late outcome");
             }
         }
-        Ending::LookAgain
+        FlightEnd::LookAgain
     }
 
     /// Keeps an end in the spill until the store has taken it; none: it is one that says nothing to the next process.
@@ -308,12 +312,12 @@ impl Settler {
         }
     }
 
-    async fn try_pay(&self, debt: &Debt) -> Result<Told, Unsettled> {
-        let ending = match debt {
-            Debt::End { end, ending, .. } => {
+    async fn try_once(&self, pending: &PendingWrite) -> Result<Told, Unsettled> {
+        let ending = match pending {
+            PendingWrite::End { end, ending, .. } => {
                 let told = self.settle(end, ending, Instant::now() + TRY, || false).await?;
                 if let Some(late) = &told.late {
-                    // It is owed until this is written: what is in the spill stays there until then.
+                    // It is pending until this is written: what is in the spill stays there until then.
                     self.store.note_late_outcome(late).await?;
                     // Of one that is nothing else the log has told already.
                     if !matches!(**end, End::Late(_)) {
@@ -322,13 +326,13 @@ impl Settler {
                 }
                 return Ok(told);
             }
-            Debt::Withdraw { scope, fence, window } => {
+            PendingWrite::Withdraw { scope, fence, window } => {
                 self.undo(*window, || self.store.release(scope, *fence)).await?
             }
-            Debt::Unask { scope, fence, window } => {
+            PendingWrite::Unask { scope, fence, window } => {
                 self.undo(*window, || self.store.mark_unknown(scope, *fence)).await?
             }
-            Debt::Unraise { scope, fence, owner, window } => {
+            PendingWrite::Unraise { scope, fence, owner, window } => {
                 self.unraise(scope, *fence, *owner, *window).await?
             }
         };
@@ -336,7 +340,7 @@ impl Settler {
     }
 
     /// Undoes what may still be committed, again and again.
-    async fn undo<F>(&self, window: Duration, undo: impl Fn() -> F) -> Result<Ending, Error>
+    async fn undo<F>(&self, window: Duration, undo: impl Fn() -> F) -> Result<FlightEnd, Error>
     where
         F: Future<Output = Result<Changed, Error>>,
     {
@@ -345,7 +349,7 @@ impl Settler {
             // Found and undone: it had been committed, and cannot be once more.
             let found = undo().await? == Changed::Yes;
             if found || Instant::now() >= until {
-                return Ok(Ending::LookAgain);
+                return Ok(FlightEnd::LookAgain);
             }
             tokio::time::sleep(WITHDRAW_EVERY.min(window)).await;
         }
@@ -359,7 +363,7 @@ impl Settler {
         fence: Fence,
         owner: OwnerId,
         window: Duration,
-    ) -> Result<Ending, Unsettled> {
+    ) -> Result<FlightEnd, Unsettled> {
         let until = Instant::now() + window;
         let raised = Fence { attempt: fence.attempt.next(), ..fence };
         loop {
@@ -379,12 +383,12 @@ impl Settler {
                 Some(_) | None => Changed::No,
             };
             return match undone {
-                Changed::Yes => Ok(Ending::Unknown(fence.id)),
+                Changed::Yes => Ok(FlightEnd::Unknown(fence.id)),
                 // Whoever ended the doubt: what stands is told.
                 Changed::No => {
                     let unknown = End::Unknown { scope: scope.clone(), fence, open: None };
                     let settlement = look(&*self.store, &unknown).await?;
-                    Ok(self.told(&unknown, settlement, &Ending::LookAgain, until).ending)
+                    Ok(self.told(&unknown, settlement, &FlightEnd::LookAgain, until).ending)
                 }
                 Changed::Locked => Err(Unsettled::Locked),
             };
@@ -421,9 +425,9 @@ impl Settler {
         self.metrics.cached_bytes(self.cache.bytes());
     }
 
-    fn kept(&self, scope: &Scope, replay: Arc<Replay>) -> Ending {
+    fn kept(&self, scope: &Scope, replay: Arc<Replay>) -> FlightEnd {
         self.remember(scope, &replay);
-        Ending::Kept(replay)
+        FlightEnd::Kept(replay)
     }
 }
 

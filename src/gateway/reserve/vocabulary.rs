@@ -1,0 +1,131 @@
+//! The words of reservations: what a keyed request asks for, why it is refused, and how a flight ends for its followers.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use super::cache::Replay;
+use crate::record::{Answer, Caller, Fingerprint, RecordId, Scope};
+use crate::route::OnUnknown;
+
+/// A keyed request that wants to be executed once.
+#[derive(Clone, Debug)]
+pub(in crate::gateway) struct KeyedRequest {
+    pub(in crate::gateway) scope: Scope,
+    pub(in crate::gateway) fingerprint: Fingerprint,
+    pub(in crate::gateway) caller: Option<Caller>,
+    pub(in crate::gateway) readers: Readers,
+    pub(in crate::gateway) context: Option<Bytes>,
+    pub(in crate::gateway) on_unknown: OnUnknown,
+    pub(in crate::gateway) retention: Duration,
+    pub(in crate::gateway) owes: Owes,
+}
+
+/// What a stored outcome of a request owes to sinks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::gateway) enum Owes {
+    /// No sink gets an event of it.
+    Nothing,
+    /// It may.
+    Events,
+}
+
+/// Who gets what another request under the scope came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::gateway) enum Readers {
+    /// Everybody within the scope.
+    Scope,
+    /// Whoever is let before an answer is given (see `rights`). What is not kept goes to the same caller only.
+    Subrequest,
+    /// The same caller only.
+    Caller,
+}
+
+impl Readers {
+    /// Whether two callers, or their digests, are strangers to each other, where that counts.
+    pub(in crate::gateway) fn part<C: PartialEq>(self, one: Option<&C>, other: Option<&C>) -> bool {
+        match self {
+            Self::Scope | Self::Subrequest => false,
+            Self::Caller => one != other,
+        }
+    }
+}
+
+impl KeyedRequest {
+    /// Whether this is another caller than the one who made the record, where that counts.
+    pub(super) fn is_stranger(&self, caller: Option<&Caller>) -> bool {
+        self.readers.part(self.caller.as_ref(), caller)
+    }
+
+    /// Whether an answer that is not kept, and that this caller got, is this one's too.
+    pub(super) fn shares(&self, caller: Option<&Caller>) -> bool {
+        match self.readers {
+            Readers::Scope => true,
+            Readers::Subrequest | Readers::Caller => self.caller.as_ref() == caller,
+        }
+    }
+}
+
+/// The answer of an attempt that is not kept, for those that waited for it.
+#[derive(Debug)]
+pub(in crate::gateway) struct Shared {
+    pub(in crate::gateway) record: RecordId,
+    /// Whose attempt it was.
+    pub(in crate::gateway) caller: Option<Caller>,
+    pub(in crate::gateway) answer: SharedAnswer,
+}
+
+/// What the attempt came to.
+#[derive(Debug)]
+pub(in crate::gateway) enum SharedAnswer {
+    /// The upstream's answer, known not to have executed.
+    Released(Answer),
+    /// Not one byte reached the upstream.
+    Unreachable,
+}
+
+/// Why a keyed request is neither executed nor answered from a record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::gateway) enum Refusal {
+    /// Another request stands under the scope.
+    Mismatch { record: RecordId },
+    /// Another caller's request stands under the scope.
+    Forbidden { record: RecordId },
+    /// It is still running after the wait.
+    InProgress { record: Option<RecordId> },
+    /// Nobody knows whether it executed. `again`: when more may be known.
+    OutcomeUnknown { record: RecordId, again: Option<Duration> },
+    /// No reservation could be made; nothing was forwarded.
+    StoreUnavailable(Unreserved),
+    /// Too many events are owed already; nothing was reserved.
+    Swamped,
+    /// The database refuses to hold what has to be kept of the request; nothing was reserved.
+    NotStorable,
+}
+
+/// Whether a request for which no reservation could be made has none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::gateway) enum Unreserved {
+    /// The store was away: this request has none, and no record was seen under its scope.
+    Certainly,
+    /// There may be one, or another attempt's record stands there.
+    Perhaps,
+}
+
+/// How a flight ended, for its followers.
+#[derive(Clone, Debug)]
+pub(in crate::gateway) enum FlightEnd {
+    /// With a stored answer.
+    Kept(Arc<Replay>),
+    /// With an answer that is not kept.
+    Shared(Arc<Shared>),
+    /// Nobody knows how.
+    Unknown(RecordId),
+    /// No reservation could be made.
+    Unavailable(Unreserved),
+    /// None was made, since too many events are owed.
+    Swamped,
+    /// Its leader left without an end: look again.
+    LookAgain,
+}
