@@ -320,7 +320,7 @@ impl Config {
                 diagnostics: diagnostics.into_parts().0,
             });
         }
-        lay_variables(&mut tree, &variables, &diagnostics);
+        overlay_variables(&mut tree, &variables, &diagnostics);
         if let Some(url) = upstream_override {
             tree.overlay("upstream", "url", "--upstream", url, &diagnostics);
         }
@@ -353,7 +353,11 @@ impl From<Diagnostic> for Warning {
 const OTHER_VARIABLES: [&str; 2] = ["ONCEGATE_CONFIG", "ONCEGATE_UPSTREAM"];
 
 /// `ONCEGATE_STORE_URL` is `store.url`: the section is the first word, the rest is the field.
-fn lay_variables(tree: &mut Node, variables: &BTreeMap<String, String>, diagnostics: &Diagnostics) {
+fn overlay_variables(
+    tree: &mut Node,
+    variables: &BTreeMap<String, String>,
+    diagnostics: &Diagnostics,
+) {
     for (name, value) in variables {
         let Some(rest) = name.strip_prefix("ONCEGATE_") else { continue };
         if OTHER_VARIABLES.contains(&name.as_str()) || fault::is_variable(name) {

@@ -191,7 +191,7 @@ pub async fn list(
     };
     let rows = store.list_events(&filter).await?;
     if rows.is_empty() {
-        refuse_stranger(store, configured, None, args.sink.as_deref()).await?;
+        refuse_unknown_sink(store, configured, None, args.sink.as_deref()).await?;
     }
     let more = rows.len() > args.limit as usize;
     let events: Vec<_> = rows.iter().take(args.limit as usize).map(EventView::brief).collect();
@@ -284,7 +284,7 @@ pub async fn act(
     json: bool,
 ) -> Result<Exit, Failure> {
     let ActionRequest { args, .. } = request;
-    refuse_stranger(store, configured, args.id, args.sink.as_deref()).await?;
+    refuse_unknown_sink(store, configured, args.id, args.sink.as_deref()).await?;
     match (args.id, args.status) {
         (Some(id), None) => act_on_one(store, request, id, out, json).await,
         (None, Some(_)) => act_on_dead(store, request, out, json).await,
@@ -295,7 +295,7 @@ pub async fn act(
 }
 
 /// A sink that is known nowhere is a slip, and nothing is found by it.
-async fn refuse_stranger(
+async fn refuse_unknown_sink(
     store: &dyn Store,
     configured: &[String],
     event: Option<Uuid>,

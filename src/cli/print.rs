@@ -50,7 +50,7 @@ pub enum Failure {
     #[error(
         "nobody knows whether that was done: look with `oncegate {look}` before you give the command again"
     )]
-    Doubt {
+    InDoubt {
         /// The command that shows it.
         look: String,
         /// Why.
@@ -71,7 +71,7 @@ impl Failure {
     pub fn code(&self) -> u8 {
         match self {
             Self::Usage(_) => 2,
-            Self::Store(_) | Self::Doubt { .. } | Self::Output(_) | Self::Json(_) => 1,
+            Self::Store(_) | Self::InDoubt { .. } | Self::Output(_) | Self::Json(_) => 1,
         }
     }
 }
@@ -79,7 +79,7 @@ impl Failure {
 /// What the store made of a change by hand. Where its end is not known, the failure names the command that shows it.
 pub(super) fn changed<T>(result: Result<T, store::Error>, look: &str) -> Result<T, Failure> {
     result.map_err(|cause| match cause {
-        store::Error::InDoubt(_) => Failure::Doubt { look: look.to_owned(), cause },
+        store::Error::InDoubt(_) => Failure::InDoubt { look: look.to_owned(), cause },
         store::Error::Unavailable(_)
         | store::Error::Refused(_)
         | store::Error::Unreadable(_)

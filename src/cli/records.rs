@@ -208,7 +208,7 @@ pub async fn show(
     if json {
         print::json(out, &detail)?;
     } else {
-        print_life(out, args.id, &detail)?;
+        print_detail(out, args.id, &detail)?;
     }
     Ok(Exit::Done)
 }
@@ -413,12 +413,12 @@ pub(super) fn body_of(flag: &str, text: &str) -> Result<Bytes, Failure> {
     Ok(bytes.into())
 }
 
-fn print_life(out: &mut dyn Write, id: RecordId, detail: &RecordDetail) -> std::io::Result<()> {
+fn print_detail(out: &mut dyn Write, id: RecordId, detail: &RecordDetail) -> std::io::Result<()> {
     match &detail.record {
         Some(record) => {
             writeln!(out, "Record {id}")?;
             print_record(out, record)?;
-            print_doubt(out, detail)?;
+            print_unknown(out, detail)?;
         }
         None => writeln!(out, "Record {id} is gone: released by an operator, or expired.")?,
     }
@@ -426,7 +426,7 @@ fn print_life(out: &mut dyn Write, id: RecordId, detail: &RecordDetail) -> std::
     print_audit(out, &detail.audit)
 }
 
-fn print_doubt(out: &mut dyn Write, detail: &RecordDetail) -> std::io::Result<()> {
+fn print_unknown(out: &mut dyn Write, detail: &RecordDetail) -> std::io::Result<()> {
     let Some(doubt) = &detail.doubt else { return Ok(()) };
     let often = match (doubt.asked, &doubt.next_ask_at) {
         (asked @ 1.., Some(next)) => {

@@ -68,12 +68,12 @@ pub(super) struct Builder<'a> {
     pub(super) variables: &'a BTreeMap<String, String>,
 }
 
-fn or<T: Clone>(field: &Setting<T>, default: T) -> T {
+fn value_or<T: Clone>(field: &Setting<T>, default: T) -> T {
     field.as_ref().map_or(default, |spanned| spanned.value.clone())
 }
 
 fn count(field: &Setting<u32>, default: u32) -> usize {
-    usize::try_from(or(field, default)).unwrap_or(usize::MAX)
+    usize::try_from(value_or(field, default)).unwrap_or(usize::MAX)
 }
 
 impl Builder<'_> {
@@ -99,13 +99,13 @@ impl Builder<'_> {
             relay: relay::Settings { sinks, poll: self.poll(&file.outbox) },
             relay_mode,
             sweep: sweep::Settings {
-                outbox_retention: or(&file.outbox.retention, 7 * DAY),
+                outbox_retention: value_or(&file.outbox.retention, 7 * DAY),
                 sinks: names,
-                unknown_events: or(&file.outbox.unknown_events, false).then_some(subscribers),
-                every: or(&file.store.sweep_every, 10 * SECOND),
-                batch: or(&file.store.sweep_batch, 500),
+                unknown_events: value_or(&file.outbox.unknown_events, false).then_some(subscribers),
+                every: value_or(&file.store.sweep_every, 10 * SECOND),
+                batch: value_or(&file.store.sweep_batch, 500),
                 duty: sweep::Duty::All,
-                backlog: Backlog::new(NonZeroU32::new(or(&file.outbox.backlog_max, 0))),
+                backlog: Backlog::new(NonZeroU32::new(value_or(&file.outbox.backlog_max, 0))),
             },
             log: self.log(&file.log),
         };
@@ -166,14 +166,14 @@ impl Builder<'_> {
             self.above_zero(time);
         }
         let accept = accept::Settings {
-            header_timeout: or(&raw.header_timeout, 30 * SECOND),
-            idle_timeout: or(&raw.idle_timeout, 75 * SECOND),
-            body_timeout: or(&raw.body_timeout, 30 * SECOND),
-            write_timeout: or(&raw.write_timeout, 60 * SECOND),
+            header_timeout: value_or(&raw.header_timeout, 30 * SECOND),
+            idle_timeout: value_or(&raw.idle_timeout, 75 * SECOND),
+            body_timeout: value_or(&raw.body_timeout, 30 * SECOND),
+            write_timeout: value_or(&raw.write_timeout, 60 * SECOND),
             connections_max: count(&raw.connections_max, CONNECTIONS),
             headers_max: count(&raw.headers_max, 100),
-            head_bytes_max: or(&raw.head_bytes_max, 64 * KIB),
-            half_close: or(&raw.half_close, false),
+            head_bytes_max: value_or(&raw.head_bytes_max, 64 * KIB),
+            half_close: value_or(&raw.half_close, false),
         };
         if let Some(spanned) = raw.head_bytes_max.as_ref().filter(|spanned| spanned.value < 8 * KIB)
         {
@@ -182,37 +182,37 @@ impl Builder<'_> {
         Server {
             listen: self.listen(&raw.listen, "127.0.0.1:8080"),
             accept,
-            shutdown_grace: or(&raw.shutdown_grace, 30 * SECOND),
+            shutdown_grace: value_or(&raw.shutdown_grace, 30 * SECOND),
         }
     }
 
     fn gateway(&self, file: &File, store: &file::Store) -> gateway::Settings {
         let raw = &file.server;
         let host = self.host(&file.upstream.host);
-        let statement = or(&store.timeout, STATEMENT_TIMEOUT);
+        let statement = value_or(&store.timeout, STATEMENT_TIMEOUT);
         let postgres = store.url.as_ref().is_some_and(|url| url.value.starts_with("postgres"));
         // A statement that was sent ends with its own time-out; the rest is for a commit on its way. SQLite has no
         // backend that could commit later: one look tells.
         let doubt_window = if postgres { (2 * statement).max(30 * SECOND) } else { Duration::ZERO };
         gateway::Settings {
             forwarding: Forwarding { trusted: self.networks(&raw.trusted_proxies), host },
-            reserve_timeout: or(&store.reserve_timeout, 5 * SECOND),
-            completion_timeout: or(&store.completion_timeout, 2 * SECOND),
+            reserve_timeout: value_or(&store.reserve_timeout, 5 * SECOND),
+            completion_timeout: value_or(&store.completion_timeout, 2 * SECOND),
             doubt_window,
-            cache_bytes: u64::try_from(or(&store.cache_bytes, 64 * MIB)).unwrap_or(u64::MAX),
+            cache_bytes: u64::try_from(value_or(&store.cache_bytes, 64 * MIB)).unwrap_or(u64::MAX),
             in_flight_max: count(&raw.in_flight_max, 1000),
             waiting_max: count(&raw.waiting_max, 1000),
             late_answers_max: count(&raw.late_answers_max, 100),
             tunnels_max: self.tunnels(raw),
             on_unavailable: self.on_unavailable(&store.on_unavailable),
-            buffered_bytes_max: or(&raw.buffered_bytes_max, 1024 * MIB),
-            expose_headers: or(&raw.expose_headers, false),
+            buffered_bytes_max: value_or(&raw.buffered_bytes_max, 1024 * MIB),
+            expose_headers: value_or(&raw.expose_headers, false),
             default_upstream: DEFAULT_UPSTREAM.to_owned(),
         }
     }
 
     fn tunnels(&self, raw: &file::Server) -> usize {
-        let connections = or(&raw.connections_max, CONNECTIONS);
+        let connections = value_or(&raw.connections_max, CONNECTIONS);
         if let Some(spanned) = raw.tunnels_max.as_ref().filter(|max| max.value > connections) {
             let wrong = format!("is more than connections_max ({connections}): each tunnel is one");
             self.diagnostics.mistake(&spanned.location, wrong);
@@ -334,14 +334,14 @@ impl Builder<'_> {
         };
         Some(upstream::Settings {
             url: self.checked(url, read_upstream_url)?,
-            connect_timeout: or(&raw.connect_timeout, 2 * SECOND),
-            idle_timeout: or(&raw.idle_timeout, 4 * SECOND),
-            answer_timeout: or(&raw.answer_timeout, 60 * SECOND),
-            answer_idle_timeout: Some(or(&raw.answer_idle_timeout, 600 * SECOND))
+            connect_timeout: value_or(&raw.connect_timeout, 2 * SECOND),
+            idle_timeout: value_or(&raw.idle_timeout, 4 * SECOND),
+            answer_timeout: value_or(&raw.answer_timeout, 60 * SECOND),
+            answer_idle_timeout: Some(value_or(&raw.answer_idle_timeout, 600 * SECOND))
                 .filter(|limit| !limit.is_zero()),
-            tunnel_idle_timeout: Some(or(&raw.tunnel_idle_timeout, HOUR))
+            tunnel_idle_timeout: Some(value_or(&raw.tunnel_idle_timeout, HOUR))
                 .filter(|limit| !limit.is_zero()),
-            reuse_for_keyed: or(&raw.reuse_for_keyed, None),
+            reuse_for_keyed: value_or(&raw.reuse_for_keyed, None),
             ca_file: raw.ca_file.as_ref().map(|spanned| self.readable(spanned)),
         })
     }
@@ -372,8 +372,8 @@ impl Builder<'_> {
         Store {
             spill: self.spill(&raw.spill, &kind),
             keys: Arc::new(self.keys(raw)),
-            lease: or(&raw.lease, 15 * SECOND),
-            migrate: or(&raw.migrate, true),
+            lease: value_or(&raw.lease, 15 * SECOND),
+            migrate: value_or(&raw.migrate, true),
             wait_at_start: self.wait_at_start(&raw.wait_at_start, &kind),
             kind,
         }
@@ -433,7 +433,7 @@ impl Builder<'_> {
         };
         spill::Settings {
             dir: raw.dir.as_ref().map_or_else(default, |spanned| PathBuf::from(&spanned.value)),
-            bytes_max: u64::try_from(or(&raw.max_size, 256 * MIB)).unwrap_or(u64::MAX),
+            bytes_max: u64::try_from(value_or(&raw.max_size, 256 * MIB)).unwrap_or(u64::MAX),
         }
     }
 
@@ -503,7 +503,7 @@ impl Builder<'_> {
         if let Some(spanned) = raw.max_payload.as_ref().filter(|spanned| spanned.value < KIB) {
             self.diagnostics.mistake(&spanned.location, "must be at least \"1KiB\"");
         }
-        or(&raw.poll, Duration::from_millis(100))
+        value_or(&raw.poll, Duration::from_millis(100))
     }
 
     fn log(&self, raw: &file::Log) -> Log {
@@ -513,7 +513,7 @@ impl Builder<'_> {
             _ => Err("must be \"text\" or \"json\"".to_owned()),
         };
         let format = raw.format.as_ref().and_then(|spanned| self.checked(spanned, read));
-        let level = or(&raw.level, "info".to_owned());
+        let level = value_or(&raw.level, "info".to_owned());
         if let (Some(spanned), Err(_)) =
             (&raw.level, level.parse::<tracing_subscriber::filter::Targets>())
         {
@@ -531,7 +531,7 @@ fn keeps_digests(route: &Arc<Route>) -> bool {
 }
 
 fn payload_max(raw: &file::Outbox) -> usize {
-    or(&raw.max_payload, 256 * KIB)
+    value_or(&raw.max_payload, 256 * KIB)
 }
 
 fn location_of<T>(field: &Setting<T>, path: &str) -> Location {

@@ -78,6 +78,14 @@ fn by_id(sink: &Sink) -> BTreeMap<String, usize> {
     counts
 }
 
+/// Stops relays: what they have in flight is finished, and nothing more can come to the sink from them.
+fn stopped<'r>(relays: impl IntoIterator<Item = &'r mut Gateway>) {
+    for relay in relays {
+        relay.terminate();
+        tokio::task::block_in_place(|| assert!(relay.exited().success(), "{}", relay.log()));
+    }
+}
+
 fn repeated(sink: &Sink) -> BTreeSet<String> {
     let twice = deliveries(sink).into_iter().filter(|(_, count)| *count > 1);
     twice.map(|(id, _)| id).collect()
@@ -109,7 +117,7 @@ async fn a_relay_alone_delivers_what_serve_leaves_to_it_and_stops_cleanly() {
     for path in ["/healthz", "/readyz", "/metrics"] {
         assert_eq!(get(path).to(first.admin).await.status, StatusCode::OK, "{path}");
     }
-    let second = Gateway::relay(&gateway.config);
+    let mut second = Gateway::relay(&gateway.config);
     eventually("both hold as many as they may", async || sink.seen().len() == 4).await;
     let live = "select count(*) from oncegate_owners where lease_until > clock_timestamp()";
     let renewed = format!("{live} and lease_until > started_at + interval '6 seconds'");
@@ -129,10 +137,11 @@ async fn a_relay_alone_delivers_what_serve_leaves_to_it_and_stops_cleanly() {
         place.count("select count(*) from outbox_messages").await == 0
     })
     .await;
-    assert_eq!((sink.seen().len(), deliveries(&sink).len()), (6, 6), "each once");
     assert_eq!(place.count(live).await, 2, "its lease is given back");
     assert_eq!(delivered(&gateway, "sent").await, 0, "serve delivers nothing");
     assert!(delivered(&second, "sent").await >= 2);
+    stopped([&mut second]);
+    assert_eq!((sink.seen().len(), deliveries(&sink).len()), (6, 6), "each once");
     gateway.says("events wait for `oncegate relay`");
 }
 
@@ -183,8 +192,9 @@ async fn f04_f09_what_killed_relays_were_delivering_comes_again_and_nothing_else
     second.kill9();
     assert_eq!(count(&place, "pending").await, 6);
     open.send_replace(true);
-    let _third = Gateway::relay(&config);
+    let mut third = Gateway::relay(&config);
     eventually("nothing is owed", async || count(&place, "sent").await == 18).await;
+    stopped([&mut third]);
     assert_eq!(repeated(&sink), in_flight);
     assert_eq!((sink.seen().len(), deliveries(&sink).len()), (26, 18));
     assert_eq!(place.events().await, 18, "nothing is lost, and nothing came of nowhere");
@@ -215,11 +225,11 @@ async fn f11_a_relay_that_slept_beyond_its_lease_changes_nothing_of_its_successo
     let config = config(&place, &sink, "max_attempts = 1\nmax_age = \"0s\"");
     migrated(&config);
     owe(&place, 1..=3).await;
-    let first = Gateway::relay(&config);
+    let mut first = Gateway::relay(&config);
     eventually("it delivers", async || sink.seen().len() == 3).await;
     first.signal("STOP");
     eventually("it sleeps", async || crate::replicas::asleep(first.pid())).await;
-    let second = Gateway::relay(&config);
+    let mut second = Gateway::relay(&config);
     eventually("the other one has delivered", async || {
         (count(&place, "sent").await, count(&place, "dead").await) == (1, 2)
     })
@@ -249,6 +259,7 @@ async fn f11_a_relay_that_slept_beyond_its_lease_changes_nothing_of_its_successo
     assert_eq!(rows, [row("dead", "1", true), row("sent", "1", false), row("pending", "0", true)]);
     open.send_replace(true);
     eventually("the third one is delivered", async || count(&place, "sent").await == 2).await;
+    stopped([&mut first, &mut second]);
     assert_eq!(sink.seen().len(), 7);
     deliveries(&sink);
     let kept = "select count(*) from outbox_attempts where status = 500";
@@ -278,11 +289,7 @@ async fn f12_a_database_that_is_away_for_longer_than_a_lease_costs_no_second_del
     eventually("all are noted", async || count(&place, "sent").await == 6).await;
     owe(&place, 7..=7).await;
     eventually("they go on", async || count(&place, "sent").await == 7).await;
-    // What is in flight is finished at a stop: nothing more can come after it.
-    for relay in &mut relays {
-        relay.terminate();
-        tokio::task::block_in_place(|| assert!(relay.exited().success()));
-    }
+    stopped(&mut relays);
     let counts = deliveries(&sink);
     assert!(counts.len() == 7 && counts.values().all(|count| *count == 1), "each once: {counts:?}");
 }

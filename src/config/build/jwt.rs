@@ -12,7 +12,7 @@ use rustls::pki_types::pem::PemObject as _;
 
 use super::replay_auth::read_server;
 use super::sinks::is_private;
-use super::{Builder, Duration, Route, Routes, SECOND, Setting, Spanned, file, or};
+use super::{Builder, Duration, Route, Routes, SECOND, Setting, Spanned, file, value_or};
 use crate::gateway::tokens::{KeySource, Remote, Settings};
 use crate::gateway::upstream;
 use crate::scope::Source;
@@ -62,7 +62,7 @@ impl Builder<'_> {
                 self.diagnostics.mistake(&list.location, "names nothing, so that no token is good");
             }
         }
-        let leeway = or(&raw.leeway, 30 * SECOND);
+        let leeway = value_or(&raw.leeway, 30 * SECOND);
         if let Some(spanned) = raw.leeway.as_ref().filter(|spanned| spanned.value > LEEWAY_MAX) {
             self.diagnostics.mistake(
                 &spanned.location,
@@ -111,7 +111,7 @@ impl Builder<'_> {
     }
 
     fn remote(&self, raw: &file::Jwt, url: &Spanned<String>) -> Option<Remote> {
-        let allow_http = or(&raw.allow_http, false);
+        let allow_http = value_or(&raw.allow_http, false);
         let read = |text: &str| {
             let (base, target) = read_server(text, "/.well-known/jwks.json")?;
             let url: http::Uri = base.parse().map_err(|_| format!("{base:?} is not a URL"))?;
@@ -131,15 +131,15 @@ impl Builder<'_> {
                 self.diagnostics.mistake(&spanned.location, wrong);
             }
         }
-        let timeout = or(&raw.timeout, 5 * SECOND);
+        let timeout = value_or(&raw.timeout, 5 * SECOND);
         let server = upstream::Settings {
             connect_timeout: timeout,
             answer_idle_timeout: Some(timeout),
             ca_file: raw.ca_file.as_ref().map(|spanned| self.readable(spanned)),
             ..upstream::Settings::at(url)
         };
-        let refresh = or(&raw.refresh, 600 * SECOND);
-        let cooldown = or(&raw.cooldown, 10 * SECOND);
+        let refresh = value_or(&raw.refresh, 600 * SECOND);
+        let cooldown = value_or(&raw.cooldown, 10 * SECOND);
         Some(Remote { server, target, timeout, refresh, cooldown })
     }
 }

@@ -124,14 +124,14 @@ impl Builder<'_> {
                 self.diagnostics.mistake(field.unwrap_or(&raw.location), error.text);
             }
         });
-        let after_loss = super::or(&raw.settle, route.timeout);
+        let after_loss = super::value_or(&raw.settle, route.timeout);
         Some(Lookup {
             template: template.ok()?,
             delay: LookupDelay {
                 after_loss,
                 after_lease: after_loss.saturating_add(route.timeout),
             },
-            timeout: super::or(&raw.timeout, 5 * SECOND),
+            timeout: super::value_or(&raw.timeout, 5 * SECOND),
             upstream: upstream.unwrap_or_else(|| route.upstream.to_owned()),
         })
     }

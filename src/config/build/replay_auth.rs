@@ -8,7 +8,7 @@ use http::uri::PathAndQuery;
 
 use super::file::TextOr;
 use super::texts::read_base;
-use super::{Builder, SECOND, Spanned, file, or};
+use super::{Builder, SECOND, Spanned, file, value_or};
 use crate::route::{ReplayAuth, Server, Subrequest};
 
 impl Builder<'_> {
@@ -40,7 +40,7 @@ impl Builder<'_> {
             let (base, target) = self.checked(url, |text| read_server(text, "/auth"))?;
             (Server::Url { base, ca_file }, target)
         };
-        let timeout = or(&raw.timeout, 2 * SECOND);
+        let timeout = value_or(&raw.timeout, 2 * SECOND);
         Some(ReplayAuth::Subrequest(Arc::new(Subrequest { server, target, timeout })))
     }
 

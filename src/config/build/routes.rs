@@ -27,7 +27,7 @@ fn pick<'f, T>(route: &'f Setting<T>, policy: &'f Setting<T>) -> &'f Setting<T> 
 }
 
 fn pick_or<T: Clone>(route: &Setting<T>, policy: &Setting<T>, default: T) -> T {
-    super::or(pick(route, policy), default)
+    super::value_or(pick(route, policy), default)
 }
 
 /// What all routes share.
@@ -72,7 +72,7 @@ impl Builder<'_> {
             })
             .collect();
         self.refuse_repeated_operations(raws);
-        let routes = Routes::build(entries, super::or(&file.server.ignore_path_case, false));
+        let routes = Routes::build(entries, super::value_or(&file.server.ignore_path_case, false));
         let routes = routes.unwrap_or_else(|wrong| {
             wrong.iter().for_each(|text| self.wrong_route(&locations, text));
             Routes::default()
@@ -261,7 +261,7 @@ impl Builder<'_> {
             self.above_zero(&times.timeout);
             self.above_zero(&times.retention);
         }
-        let mismatch = super::or(pick(&route.mismatch_status, &policy.mismatch_status), 409);
+        let mismatch = super::value_or(pick(&route.mismatch_status, &policy.mismatch_status), 409);
         let mismatch =
             u16::try_from(mismatch).ok().and_then(|code| StatusCode::from_u16(code).ok());
         let dropped = pick(&route.replay_drop, &policy.replay_drop);

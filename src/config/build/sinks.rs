@@ -9,7 +9,7 @@ use ::http::{HeaderMap, HeaderValue, Uri};
 
 use super::file::{HeaderSource, TextOr};
 use super::texts::read_header;
-use super::{BTreeSet, Builder, DAY, HOUR, SECOND, Setting, Spanned, count, file, or};
+use super::{BTreeSet, Builder, DAY, HOUR, SECOND, Setting, Spanned, count, file, value_or};
 use crate::record::event::subscription::{TypeFilter, TypePattern};
 use crate::relay::address::port_problem;
 use crate::relay::sink::http::Format;
@@ -33,7 +33,7 @@ impl Builder<'_> {
 
     fn sink(&self, raw: &file::Sink, source: &str) -> Option<sink::Settings> {
         self.above_zero(&raw.timeout);
-        let (base, max) = (or(&raw.backoff.base, SECOND), or(&raw.backoff.max, HOUR));
+        let (base, max) = (value_or(&raw.backoff.base, SECOND), value_or(&raw.backoff.max, HOUR));
         if base > max || base.is_zero() {
             let location = raw.location.field("backoff");
             self.diagnostics
@@ -44,15 +44,15 @@ impl Builder<'_> {
         let name = name.and_then(|name| self.checked(name, read_name));
         let settings = sink::Settings {
             name: name?,
-            timeout: or(&raw.timeout, 15 * SECOND),
+            timeout: value_or(&raw.timeout, 15 * SECOND),
             concurrency: count(&raw.concurrency, 16),
             backoff_base: base,
             backoff_max: max,
-            attempts_max: or(&raw.max_attempts, 20),
-            age_max: or(&raw.max_age, 3 * DAY),
+            attempts_max: value_or(&raw.max_attempts, 20),
+            age_max: value_or(&raw.max_age, 3 * DAY),
             events: self.type_filter(raw),
-            refusals_max: or(&raw.max_refusals, 5),
-            pause_after: or(&raw.pause_after, 10),
+            refusals_max: value_or(&raw.max_refusals, 5),
+            pause_after: value_or(&raw.pause_after, 10),
             order: self.order(raw),
             target: target?,
         };
@@ -135,7 +135,7 @@ impl Builder<'_> {
 
     fn webhook(&self, raw: &file::Sink, source: &str) -> Option<http::Settings> {
         let (allow_private, allow_http) =
-            (or(&raw.allow_private, false), or(&raw.allow_http, false));
+            (value_or(&raw.allow_private, false), value_or(&raw.allow_http, false));
         let url = self.required(raw.url.as_ref(), &raw.location, "url");
         let url = url.and_then(|url| {
             self.checked(url, |text| read_sink_url(text, allow_private, allow_http))

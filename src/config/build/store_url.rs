@@ -14,7 +14,7 @@ use crate::relay::address::port_problem;
 use crate::store::postgres;
 use crate::store::sqlite::Location;
 
-use super::{SECOND, STATEMENT_TIMEOUT, or};
+use super::{SECOND, STATEMENT_TIMEOUT, value_or};
 
 /// How the URL of a file is written.
 const HOW: &str = "write \"sqlite:PATH\", \"sqlite://PATH\" or \"sqlite:///absolute/path\"";
@@ -30,9 +30,9 @@ pub(super) fn read_store_url(text: &str, raw: &file::Store) -> Result<StoreKind,
         postgres::check_url(text)?;
         return Ok(StoreKind::Postgres(postgres::Settings {
             url: text.to_owned(),
-            connections: or(&raw.connections, 10),
-            statement_timeout: or(&raw.timeout, STATEMENT_TIMEOUT),
-            connect_timeout: or(&raw.connect_timeout, 3 * SECOND),
+            connections: value_or(&raw.connections, 10),
+            statement_timeout: value_or(&raw.timeout, STATEMENT_TIMEOUT),
+            connect_timeout: value_or(&raw.connect_timeout, 3 * SECOND),
         }));
     }
     // The text may hold a password: it is not repeated.
