@@ -165,13 +165,22 @@ fn threads(asked: Option<&str>, processors: usize) -> Result<usize, String> {
     })
 }
 
-/// What everything runs on.
+/// How long the runtime keeps a thread for what blocks: for ever. A name that must be resolved while the system gives no more
+/// threads would find none, which the runtime answers with a panic.
+const BLOCKING_KEPT: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+
+/// What everything runs on, with its first thread for what blocks.
 fn runtime() -> Result<Runtime, Problem> {
     let asked = std::env::var_os(THREADS);
     let asked = asked.as_deref().map(OsStr::to_string_lossy);
     let processors = std::thread::available_parallelism().map_or(1, NonZero::get);
     let threads = threads(asked.as_deref(), processors).map_err(|wrong| (USAGE, wrong))?;
-    let built = Builder::new_multi_thread().worker_threads(threads).enable_all().build();
+    let mut builder = Builder::new_multi_thread();
+    let builder = builder.worker_threads(threads).thread_keep_alive(BLOCKING_KEPT).enable_all();
+    let built = builder.build().and_then(|runtime| {
+        runtime.block_on(runtime.spawn_blocking(|| ()))?;
+        Ok(runtime)
+    });
     built.map_err(|error| (1, format!("cannot start the runtime: {error}")))
 }
 

@@ -1,14 +1,20 @@
 //! No background task dies in silence: what can be begun anew is, and where one cannot the process ends after its drain, with a
 //! status of its own.
 
+use std::time::Duration;
+
 use http::StatusCode;
+use rustix::process::Resource;
 use serde_json::Value;
+use tempfile::TempDir;
 
 use crate::support::client::get;
 use crate::support::fleet::{TWO_EVENTS, order, sending, sink};
 use crate::support::orders::Orders;
+use crate::support::postgres::{as_somebody, server_user};
 use crate::support::process::{self, Gateway, eventually};
 use crate::support::rig::{self, Place, Which, on_both_stores};
+use crate::support::signals;
 use crate::support::sink::{OK, Sink};
 
 on_both_stores! {
@@ -120,4 +126,35 @@ async fn a_process_whose_store_worker_is_lost_ends_with_a_status_of_its_own_and_
     assert_eq!((retry.body, orders.runs()), (first.body, 1));
     eventually("its events go out", async || sink.ids().len() == 2).await;
     assert_eq!(place.records().await, 1);
+}
+
+/// A cgroup's limit of processes, say. A name is resolved on a thread, and the runtime panics where it has none for that.
+#[tokio::test(flavor = "multi_thread")]
+async fn where_the_system_gives_no_more_threads_names_are_resolved_all_the_same() {
+    let orders = Orders::start().await;
+    let folder = TempDir::new().unwrap();
+    if let Some((uid, gid)) = server_user() {
+        std::os::unix::fs::chown(folder.path(), Some(uid), Some(gid)).unwrap();
+    }
+    let place = Place::new(Which::Sqlite).await;
+    let file = folder.path().join("oncegate.db");
+    let api = orders.url().replace("127.0.0.1", "localhost");
+    let toml = rig::config(&place, &api, "");
+    let toml = toml.replace(&place.url, &format!("sqlite:{}", file.display()));
+    let path = process::config(folder.path(), &toml);
+    // Where the user may read it: what was built may be under the home of root. Root itself is under no such limit.
+    let program = folder.path().join("oncegate");
+    std::fs::copy(env!("CARGO_BIN_EXE_oncegate"), &program).unwrap();
+    let mut command = as_somebody(&program);
+    command.args(["serve", "--config"]).arg(&path).current_dir(folder.path());
+    let gateway = Gateway::launch(command, &path).unwrap_or_else(|why| panic!("{why}"));
+    assert_eq!(order("before").to(gateway.addr).await.status, 201);
+    // What is tested: nothing was resolved for longer than an idle thread is usually kept.
+    tokio::time::sleep(Duration::from_secs(11)).await;
+    signals::limit(gateway.pid(), Resource::Nproc, Some(1));
+    for n in 0..4 {
+        assert_eq!(order(&format!("k-{n}")).to(gateway.addr).await.status, 201);
+    }
+    assert_eq!(orders.runs(), 5);
+    assert!(!gateway.log().contains("panicked"), "{}", gateway.log());
 }

@@ -25,14 +25,15 @@ const REAL_IP: HeaderName = HeaderName::from_static("x-real-ip");
 const SCHEME: HeaderName = HeaderName::from_static("x-forwarded-scheme");
 const PROTOCOL: HeaderName = HeaderName::from_static("x-forwarded-protocol");
 const URL_SCHEME: HeaderName = HeaderName::from_static("x-url-scheme");
+const X_SCHEME: HeaderName = HeaderName::from_static("x-scheme");
 const SSL: HeaderName = HeaderName::from_static("x-forwarded-ssl");
 const FRONT_END: HeaderName = HeaderName::from_static("front-end-https");
 
 /// Other names under which proxies say the scheme, and frameworks read it. The last two hold `on` or `off`.
-const SCHEMES: [HeaderName; 5] = [SCHEME, PROTOCOL, URL_SCHEME, SSL, FRONT_END];
+const SCHEMES: [HeaderName; 6] = [SCHEME, PROTOCOL, URL_SCHEME, X_SCHEME, SSL, FRONT_END];
 
 /// All but `Forwarded`.
-const LEGACY: [HeaderName; 10] = [
+const LEGACY: [HeaderName; 11] = [
     FORWARDED_FOR,
     FORWARDED_HOST,
     FORWARDED_PORT,
@@ -41,13 +42,22 @@ const LEGACY: [HeaderName; 10] = [
     SCHEME,
     PROTOCOL,
     URL_SCHEME,
+    X_SCHEME,
     SSL,
     FRONT_END,
 ];
 
+/// What a proxy says of itself, and frameworks build links of. It tells nothing of the caller, so it goes on as a trusted
+/// peer wrote it.
+const OF_THE_PROXY: [HeaderName; 3] = [
+    HeaderName::from_static("x-forwarded-prefix"),
+    HeaderName::from_static("x-forwarded-server"),
+    HeaderName::from_static("x-forwarded-by"),
+];
+
 /// The forwarding headers: ours to say, whatever an untrusted caller claims.
 pub(super) fn is_forwarding(name: &HeaderName) -> bool {
-    name == header::FORWARDED || LEGACY.contains(name)
+    name == header::FORWARDED || LEGACY.contains(name) || OF_THE_PROXY.contains(name)
 }
 
 /// Addresses whose word about the caller counts: `10.0.0.0/8`, `::1`.
@@ -155,8 +165,8 @@ pub fn forward(forwarding: &Forwarding, hop: &Hop, headers: &mut HeaderMap) {
         Some(peer) => forwarding.trusted.iter().any(|network| network.contains(peer)),
         None => true,
     };
-    let (legacy, forwarded) = (LEGACY, header::FORWARDED);
-    let names: Vec<_> = legacy.iter().chain([&forwarded]).collect();
+    let (legacy, own, forwarded) = (LEGACY, OF_THE_PROXY, header::FORWARDED);
+    let names: Vec<_> = legacy.iter().chain(&own).chain([&forwarded]).collect();
     drop_twins(headers, &names);
     let told = if trusted {
         believed(headers)

@@ -54,6 +54,11 @@ fn an_untrusted_peer_says_nothing_of_the_caller() {
         ("x-forwarded-scheme", "https"),
         ("x-forwarded-protocol", "https"),
         ("x-url-scheme", "https"),
+        ("x-scheme", "https"),
+        ("x-forwarded-prefix", "/evil"),
+        ("x_forwarded_prefix", "/evil"),
+        ("x-forwarded-server", "evil"),
+        ("x-forwarded-by", "evil"),
         ("forwarded", "for=1.2.3.4"),
         ("x-real-ip", "1.2.3.4"),
     ];
@@ -80,6 +85,13 @@ fn what_a_trusted_peer_says_in_one_family_stands_in_the_other() {
     let lines = [("x-forwarded-proto", "HTTPS"), ("x-forwarded-host", "shop")];
     let made = "for=127.0.0.1;host=\"shop\";proto=https";
     story(&lines, [made, "127.0.0.1", "shop", "HTTPS"], &[]);
+    // Of the scheme under each other name, and what a proxy says of itself.
+    for name in ["x-forwarded-scheme", "x-url-scheme", "x-scheme"] {
+        let made = "for=127.0.0.1;host=\"pub.example\";proto=https";
+        let others = [&format!("{name}: https")[..], "x-forwarded-prefix: /shop"];
+        let lines = [(name, "https"), ("x-forwarded-prefix", "/shop")];
+        story(&lines, [made, "127.0.0.1", "pub.example", "https"], &others);
+    }
     // Forwarded alone.
     let lines = [("forwarded", "for=1.2.3.4;proto=https;host=shop;by=_x")];
     let wanted = "for=1.2.3.4;proto=https;host=shop;by=_x, for=127.0.0.1";
