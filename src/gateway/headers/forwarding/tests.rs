@@ -88,7 +88,8 @@ fn what_a_trusted_peer_says_in_one_family_stands_in_the_other() {
     // Of the scheme under each other name, and what a proxy says of itself.
     for name in ["x-forwarded-scheme", "x-url-scheme", "x-scheme"] {
         let made = "for=127.0.0.1;host=\"pub.example\";proto=https";
-        let others = [&format!("{name}: https")[..], "x-forwarded-prefix: /shop"];
+        let kept = format!("{name}: https");
+        let others = [kept.as_str(), "x-forwarded-prefix: /shop"];
         let lines = [(name, "https"), ("x-forwarded-prefix", "/shop")];
         story(&lines, [made, "127.0.0.1", "pub.example", "https"], &others);
     }
