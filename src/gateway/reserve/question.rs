@@ -5,8 +5,8 @@
 //! question is under way, and the asker finds that out when it acts on its answer. What must stay true:
 //!
 //! - A question is never sent and never released: the attempt may have executed. Dropped, it is unknown again.
-//! - Only "not found" makes a reservation of it ([`SingleFlight::raise`]): the next attempt, written by one statement that needs
-//!   the record to be held as it was before the question was asked. Nothing can have come in between.
+//! - Only "not found" makes a reservation of it ([`SingleFlight::raise`]): the next attempt, written by one statement that
+//!   needs the record to be held as it was before the question was asked. Nothing can have come in between.
 //! - A raise of which nobody knows whether it was committed is taken back, and the scope's flight stays until then.
 
 use std::sync::Arc;
