@@ -531,14 +531,20 @@ impl Gateway {
         .await;
     }
 
-    /// Waits until all reserved work has ended and the store has taken it. For what is left when the caller stops waiting
-    /// there is [`Gateway::leave`].
+    /// Waits until all reserved work has ended, and is in the store or left to the next process. For what is left when the
+    /// caller stops waiting there is [`Gateway::leave`].
     pub async fn drained(&self) {
         self.tasks.close();
         self.tasks.wait().await;
         // Their records are unknown already: nobody waits for them.
         self.late.cut().await;
-        self.single_flight.retrier().idle().await;
+        self.single_flight.retrier().settled_or_left().await;
+    }
+
+    /// How many attempts run whose outcome is not known yet, once [`Gateway::leave`] has returned.
+    #[must_use]
+    pub fn running(&self) -> usize {
+        self.single_flight.running().len()
     }
 
     /// The process ends: outcomes that are known and that the store has not taken go to the spill. What has no outcome yet

@@ -29,7 +29,7 @@ const MARGIN_MIN: Duration = Duration::from_millis(100);
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 
 /// How long a clean exit waits for its last word.
-const RETIRE_MAX: Duration = Duration::from_secs(2);
+const RETIRE_MAX: Duration = Duration::from_secs(1);
 
 /// New owner ids that are tried in a row before the database's answer counts as nonsense.
 const FRESH_MAX: usize = 3;
@@ -95,9 +95,11 @@ pub async fn keep(
         }
         let sent = now();
         // A heartbeat that hangs must not use up the lease: it is dropped and sent again, which is safe.
-        let renewed = match tokio::time::timeout(pace, renew(store.as_ref(), &view, ttl)).await {
-            Ok(renewed) => renewed,
-            Err(_) => Err(Error::Late),
+        let renewing = tokio::time::timeout(pace, renew(store.as_ref(), &view, ttl));
+        let renewed = match stop.run_until_cancelled(renewing).await {
+            Some(Ok(renewed)) => renewed,
+            Some(Err(_)) => Err(Error::Late),
+            None => break,
         };
         match renewed {
             Ok(()) => {

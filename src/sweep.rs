@@ -97,16 +97,20 @@ pub async fn run(
         sinks: BTreeSet::new(),
         strangers: BTreeSet::new(),
     };
-    let mut behind = None;
-    while !sweeper.stop.is_cancelled() {
-        let begun = Instant::now();
-        let more = sweeper.round().await;
-        behind = more.then(|| behind.unwrap_or(begun));
-        sweeper.metrics.sweep_behind(behind.map_or(Duration::ZERO, |since| since.elapsed()));
-        if !more {
-            sweeper.rest().await;
+    let (mut behind, stop) = (None, sweeper.stop.clone());
+    let sweeping = async {
+        loop {
+            let begun = Instant::now();
+            let more = sweeper.round().await;
+            behind = more.then(|| behind.unwrap_or(begun));
+            sweeper.metrics.sweep_behind(behind.map_or(Duration::ZERO, |since| since.elapsed()));
+            if !more {
+                sweeper.rest().await;
+            }
         }
-    }
+    };
+    // A database that does not answer does not keep the process: what was begun may be done again.
+    stop.run_until_cancelled(sweeping).await;
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -298,10 +302,7 @@ impl Sweeper {
         let pace = self.contact.pace().map(|pace| pace.max(PAUSE_MIN));
         while Instant::now() < end {
             let next = pace.map_or(end, |pace| end.min(Instant::now() + pace));
-            tokio::select! {
-                () = self.stop.cancelled() => return,
-                () = tokio::time::sleep_until(next) => {}
-            }
+            tokio::time::sleep_until(next).await;
             if pace.is_some() && next < end {
                 match self.store.ping().await {
                     Ok(()) => self.contact.reached(now()),

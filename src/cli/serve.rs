@@ -3,8 +3,9 @@
 //! Order of the start, on both stores: lock, migrate, drain the spill, mark what the last process left, listen, ready. A
 //! Postgres that is away is not waited for with listening: see `opening`. Until it comes the store is closed to everybody, and
 //! what needs it has not begun.
-//! Order of the end: not ready, stop accepting, let what is reserved finish within the grace, spill what the database has
-//! not taken, stop the relay, give the lease back.
+//! Order of the end: not ready, stop accepting and claiming events, let what is reserved and what is being delivered finish
+//! within the grace, spill what the database has not taken, give the lease back. It takes the grace and three seconds at
+//! most, whatever the database does.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -36,8 +37,11 @@ use crate::tasks::{self, Loop, Vital};
 use crate::telemetry::Metrics;
 use crate::{relay, sweep};
 
-/// How long the end of the process waits for outcomes on their way into the spill, and for the spill itself.
-const LEAVE_MAX: Duration = Duration::from_secs(5);
+/// How long after the grace the end of the process waits for outcomes on their way into the spill, and for its tasks.
+const LEAVE_MAX: Duration = Duration::from_secs(1);
+
+/// How long it waits for the spill's file to be closed.
+const CLOSE_MAX: Duration = Duration::from_millis(500);
 
 /// Why `serve` did not start.
 #[derive(Debug, thiserror::Error)]
@@ -146,7 +150,9 @@ struct Stop {
     ready: Readiness,
     /// No new connections and requests.
     accept: CancellationToken,
-    /// Everything else: relay, sweeper, admin.
+    /// No new deliveries: what is in flight has the whole grace.
+    relay: CancellationToken,
+    /// Everything else: sweeper, admin.
     rest: CancellationToken,
     /// The lease: once it has ended, others take over whatever this process still had.
     lease: CancellationToken,
@@ -157,6 +163,7 @@ impl Stop {
         Self {
             ready: ready.clone(),
             accept: CancellationToken::new(),
+            relay: CancellationToken::new(),
             rest: CancellationToken::new(),
             lease: CancellationToken::new(),
         }
@@ -466,7 +473,7 @@ impl Running {
         keep_lease(&self.lease, &store, &lease, ttl, &stop.lease);
         if relay_mode == RelayMode::InProcess {
             let parts = RelayParts { settings: relay, claimant, wake };
-            keep_relay(tasks, &store, parts, &metrics, &stop.rest);
+            keep_relay(tasks, &store, parts, &metrics, &stop.relay);
         }
         let sweep = sweep::Settings { duty: duty(relay_mode), ..sweep };
         keep_sweeper(tasks, &store, sweep, &contact, &metrics, &stop.rest);
@@ -481,22 +488,36 @@ impl Running {
         drop(self.waiting.take());
         self.stop.ready.draining();
         self.stop.accept.cancel();
-        let drained = tokio::time::timeout(self.grace, self.gateway.drained()).await.is_ok();
-        if !drained {
-            tracing::warn!("the grace is over; what is still running will be found as unknown");
-            if tokio::time::timeout(LEAVE_MAX, self.gateway.leave()).await.is_err() {
+        self.stop.relay.cancel();
+        let over = tokio::time::Instant::now() + self.grace;
+        let last = over + LEAVE_MAX;
+        if tokio::time::timeout_at(over, self.gateway.drained()).await.is_err() {
+            let left = tokio::time::timeout_at(last, self.gateway.leave()).await;
+            if left.is_err() {
                 tracing::error!(
                     "some outcomes did not reach the spill; they will be found as unknown"
                 );
             }
+            match self.gateway.running() {
+                0 => tracing::warn!("the grace is over: no attempt runs any more"),
+                running => tracing::warn!(
+                    running,
+                    "the grace is over: these attempts still run, and will be found as unknown"
+                ),
+            }
         }
         self.stop.rest.cancel();
         self.tasks.close();
-        if tokio::time::timeout(self.grace, self.tasks.wait()).await.is_err() {
+        if tokio::time::timeout_at(last, self.tasks.wait()).await.is_err() {
             tracing::warn!("some connections or deliveries did not end within the grace");
         }
-        if tokio::time::timeout(LEAVE_MAX, self.spill.close()).await.is_err() {
-            tracing::warn!("the spill was not closed in time");
+        match tokio::time::timeout(CLOSE_MAX, self.spill.close()).await {
+            Ok(0) => {}
+            Ok(outcomes) => tracing::warn!(
+                outcomes,
+                "the database has not taken these outcomes: they wait in the spill for the next process"
+            ),
+            Err(_) => tracing::warn!("the spill was not closed in time"),
         }
         // Last: others judge this process by it. It bounds itself.
         self.stop.lease.cancel();

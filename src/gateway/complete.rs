@@ -234,9 +234,11 @@ impl Closing<'_> {
     ) -> (Drained, Option<Arc<Replay>>) {
         in_flight.frees();
         let (scope, fence) = (in_flight.scope.clone(), in_flight.fence);
+        let retrier = self.single_flight.retrier();
+        let _known = retrier.known();
         let end = End::Release(NotExecuted { scope, fence, late: Some(late), tried: false });
         in_flight.knows(end.clone(), ending.clone());
-        match self.settle(&in_flight, &end, &ending).await {
+        match retrier.before_the_end(self.settle(&in_flight, &end, &ending)).await {
             Ok(told) => self.over(in_flight, told).await,
             Err(error) => {
                 // Before the caller is told: what is known not to have executed is known after a crash, too.

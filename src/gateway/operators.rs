@@ -45,7 +45,9 @@ pub(super) async fn watch<F>(
     while stop.run_until_cancelled(tokio::time::sleep(EVERY)).await.is_some() {
         let begun = Instant::now();
         let since = begun.saturating_duration_since(*read.at());
-        match acted_on(since.saturating_add(BEYOND)).await {
+        let asked = stop.run_until_cancelled(acted_on(since.saturating_add(BEYOND))).await;
+        let Some(read_now) = asked else { return };
+        match read_now {
             Ok(records) => {
                 tasks::ran();
                 *read.at() = begun;

@@ -151,12 +151,13 @@ impl Spill {
     }
 
     /// Ends the spill: waits for what is under way. The file goes where nothing in it is pending, else it stays for the next
-    /// process.
-    pub async fn close(&self) {
+    /// process. How many outcomes it holds then.
+    pub async fn close(&self) -> usize {
         let (reply, closed) = oneshot::channel();
-        if self.orders.try_send(Order::Close { reply }).is_ok() {
-            // Ends when the thread drops its side: with the file, or, where it had ended before, at once.
-            drop(closed.await);
+        match self.orders.try_send(Order::Close { reply }) {
+            // Where the thread had ended before, its side is dropped at once.
+            Ok(()) => closed.await.unwrap_or(0),
+            Err(_) => 0,
         }
     }
 }

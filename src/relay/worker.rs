@@ -53,6 +53,9 @@ const ACKNOWLEDGE_TIME: Duration = Duration::from_secs(2);
 /// events are judged: a redelivered one counts its attempts anew while its claim numbers go on.
 const UNFINISHED_MAX: u32 = 5;
 
+/// How long after `stop` an answer of the database to the last look is waited for.
+const LAST_LOOK: Duration = Duration::from_secs(1);
+
 /// An idle loop looks this many times less often than a busy one.
 const IDLE_FACTOR: u32 = 8;
 
@@ -136,14 +139,30 @@ impl SinkWorker {
             done,
             stood,
         };
+        let late = async {
+            self.stop.cancelled().await;
+            tokio::time::sleep(LAST_LOOK).await;
+        };
+        tokio::select! {
+            () = self.look_on(&mut state) => {}
+            // What it may have claimed is free once the lease has ended.
+            () = late => {}
+        }
+        while let Some(ended) = state.deliveries.join_next().await {
+            self.report(ended);
+        }
+    }
+
+    /// Looks again and again until `stop`.
+    async fn look_on(self: &Arc<Self>, state: &mut LoopState) {
         let mut idle = self.poll;
         let mut outage = OUTAGE_FIRST;
-        while let Some(no) = self.may_claim(&mut state).await {
+        while let Some(no) = self.may_claim(state).await {
             while let Some(ended) = state.deliveries.try_join_next() {
                 self.report(ended);
             }
             let free = self.slots.free();
-            let pause = match self.look(free, no, &mut state).await {
+            let pause = match self.look(free, no, state).await {
                 Ok(found) => {
                     tasks::ran();
                     self.note_answer();
@@ -165,9 +184,6 @@ impl SinkWorker {
             if !pause.is_zero() {
                 self.pause(pause, true).await;
             }
-        }
-        while let Some(ended) = state.deliveries.join_next().await {
-            self.report(ended);
         }
     }
 

@@ -1,11 +1,12 @@
 //! The end of a process, wanted or not: what is reserved is finished, and what is not is unknown, never lost.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use http::StatusCode;
 
 use crate::support::client::get;
-use crate::support::fleet::{TWO_EVENTS, listed, order, sending};
+use crate::support::fault::Fault;
+use crate::support::fleet::{TWO_EVENTS, listed, metric, order, sending};
 use crate::support::orders::Orders;
 use crate::support::process::{self, Gateway, eventually};
 use crate::support::rig::{self, Place, Rig, Which, on_both_stores};
@@ -16,6 +17,131 @@ on_both_stores! {
     a24_a_graceful_stop_finishes_what_is_in_flight,
     what_the_grace_does_not_finish_is_unknown,
     a_second_key_of_a_killed_process_waits_for_an_operator,
+}
+
+/// What the end of a process may take beyond its grace, on a machine that others use as well.
+const BEYOND: Duration = Duration::from_secs(4);
+
+/// How a database is away.
+#[derive(Clone, Copy, Debug)]
+enum Away {
+    Refuses,
+    Hangs,
+}
+
+impl Away {
+    fn begin(self, fault: &Fault) {
+        match self {
+            Self::Refuses => fault.refuse(),
+            Self::Hangs => fault.hang(),
+        }
+        fault.cut();
+    }
+}
+
+/// A gateway with this grace whose Postgres is behind a proxy.
+async fn behind_a_fault(grace: &str, store: &str) -> (Fault, Rig) {
+    let (fault, mut rig) = rig::behind_a_fault(store, "").await;
+    let toml = std::fs::read_to_string(&rig.gateway.config).unwrap();
+    let toml = toml.replace("shutdown_grace = \"10s\"", &format!("shutdown_grace = \"{grace}\""));
+    std::fs::write(&rig.gateway.config, toml).unwrap();
+    rig.gateway.kill9();
+    rig.gateway = tokio::task::block_in_place(|| rig.gateway.restart());
+    (fault, rig)
+}
+
+/// Has it end by SIGTERM: how long that took.
+fn ends(gateway: &mut Gateway) -> Duration {
+    let begun = Instant::now();
+    gateway.terminate();
+    let status = tokio::task::block_in_place(|| gateway.exited());
+    assert!(status.success(), "{status}:\n{}", gateway.log());
+    begun.elapsed()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_safe_in_the_spill_does_not_keep_a_process_whose_database_is_away() {
+    for away in [Away::Refuses, Away::Hangs] {
+        let (fault, mut rig) = behind_a_fault("25s", "").await;
+        rig.orders.hold();
+        let to = rig.gateway.addr;
+        let all: Vec<_> = (0..3).map(|n| sending(order(&format!("k-{n}")), to)).collect();
+        rig.orders.asked(3).await;
+        away.begin(&fault);
+        rig.orders.go();
+        for one in all {
+            assert_eq!(one.await.unwrap().status, StatusCode::CREATED);
+        }
+        assert_eq!(metric(rig.gateway.admin, "oncegate_spill_entries").await, 3);
+        let took = ends(&mut rig.gateway);
+        assert!(took < BEYOND + Duration::from_secs(1), "{away:?}: {took:?}");
+        let log = rig.gateway.log();
+        let told = "they wait in the spill for the next process outcomes=3";
+        assert!(log.contains(told) && !log.contains("the grace is over"), "{away:?}: {log}");
+
+        fault.pass();
+        rig.gateway = tokio::task::block_in_place(|| rig.gateway.restart());
+        for n in 0..3 {
+            assert!(order(&format!("k-{n}")).to(rig.gateway.addr).await.replayed());
+        }
+        assert_eq!(rig.orders.runs(), 3);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_still_runs_at_the_end_of_the_grace_is_counted_and_a_database_that_is_away_adds_little()
+ {
+    for away in [Away::Refuses, Away::Hangs] {
+        let (fault, mut rig) = behind_a_fault("1s", "").await;
+        let to = rig.gateway.addr;
+        rig.orders.hold();
+        let safe = sending(order("safe"), to);
+        rig.orders.asked(1).await;
+        away.begin(&fault);
+        rig.orders.go();
+        assert_eq!(safe.await.unwrap().status, StatusCode::CREATED);
+        fault.pass();
+        eventually("it is written", async || {
+            rig.place.status_of("safe").await.as_deref() == Some("completed")
+        })
+        .await;
+        rig.orders.hold();
+        let all: Vec<_> = (0..2)
+            .map(|n| tokio::spawn(async move { order(&format!("k-{n}")).send(to).await }))
+            .collect();
+        rig.orders.asked(3).await;
+        away.begin(&fault);
+        let took = ends(&mut rig.gateway);
+        assert!(took < Duration::from_secs(1) + BEYOND, "{away:?}: {took:?}");
+        let log = rig.gateway.log();
+        let told = "these attempts still run, and will be found as unknown running=2";
+        assert!(log.contains(told) && !log.contains("wait in the spill"), "{away:?}: {log}");
+        for one in all {
+            drop(one.await.unwrap());
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reservation_that_may_have_been_committed_is_freed_by_the_next_process() {
+    let (fault, mut rig) = behind_a_fault("25s", "reserve_timeout = \"1s\"").await;
+    fault.swallow_the_answer_to("oncegate_reserve_batch");
+    let first = sending(order("k"), rig.gateway.addr);
+    eventually("it is committed, and nobody was told", async || {
+        fault.has_swallowed() && rig.place.records().await == 1
+    })
+    .await;
+    Away::Refuses.begin(&fault);
+    assert_eq!(first.await.unwrap().problem(), "store-unavailable");
+    let took = ends(&mut rig.gateway);
+    assert!(took < BEYOND + Duration::from_secs(1), "{took:?}");
+
+    fault.pass();
+    rig.gateway = tokio::task::block_in_place(|| rig.gateway.restart());
+    assert_eq!(rig.place.records().await, 0, "its key is free, not unknown");
+    let retry = order("k").to(rig.gateway.addr).await;
+    assert_eq!((retry.status, rig.orders.runs()), (StatusCode::CREATED, 1));
+    assert_eq!(rig.place.count("select count(*) from audit_log").await, 0);
 }
 
 async fn ready(gateway: &Gateway) -> StatusCode {

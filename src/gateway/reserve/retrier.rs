@@ -2,9 +2,12 @@
 //!
 //! A pending write is repeated with back-off until the store answers. Meanwhile its scope's flight goes on, so that
 //! duplicates on this replica meet it before the database. Outcomes are in the spill as well, for the next process;
-//! the others live in memory, and what is left of them when the process ends is found as `unknown` once the owner's
-//! lease has run out. Their number is bounded by the requests in flight and the late answers awaited, since nothing new
-//! can be reserved while the database takes nothing.
+//! the others live in memory. Their number is bounded by the requests in flight and the late answers awaited, since nothing
+//! new can be reserved while the database takes nothing.
+//!
+//! The end of the process waits for a last try, and then leaves what is pending to the next one: in the spill, or, where it
+//! says nothing but that nobody knows, by the end of the owner's lease, after which the record is found as `unknown`. Only an
+//! outcome for which the spill has no room is tried on, for as long as the grace lasts.
 //!
 //! An outcome whose record has gone on is pending as well, until it stands in the audit table.
 
@@ -24,8 +27,10 @@ use super::vocabulary::FlightEnd;
 use crate::fault::{self, Point};
 use crate::gateway::settle::{End, Executed, Settlement, Unsettled, look, settle};
 use crate::gateway::spill::{Keeping, Spill};
-use crate::record::{Fence, Fingerprint, LeaseView, OwnerId, Record, RecordId, Scope, State};
-use crate::store::{Changed, Completion, Error, LateOutcome, Proposal, Reinstated, Store};
+use crate::record::{
+    Attempt, Fence, Fingerprint, LeaseView, OwnerId, Record, RecordId, Scope, State,
+};
+use crate::store::{Changed, Completion, Error, LateEnd, LateOutcome, Proposal, Reinstated, Store};
 use crate::telemetry::{Drained, Metrics, WentBack, causes};
 
 /// First pause between two tries of a pending write; it doubles. The first that the store takes wakes all others.
@@ -40,6 +45,9 @@ const BROUGHT_BACK: Duration = Duration::from_secs(3600);
 
 /// How long one try of a completion may take.
 const TRY: Duration = Duration::from_secs(10);
+
+/// How long the end of the process waits for the store to take what is pending, where that can be left to the next one.
+const LAST_TRY: Duration = Duration::from_secs(1);
 
 /// Of an outcome whose record has gone on: nothing is compared with it any more.
 const NOBODYS: Fingerprint = Fingerprint { canonical: [0; 32], raw: [0; 32], recipe: [0; 8] };
@@ -91,6 +99,8 @@ pub(crate) struct Retrier {
     known: TaskTracker,
     /// The store took one after others had failed: it is back.
     back: Arc<Notify>,
+    /// The process is about to end: what can be left to the next one waits for the database no more.
+    leaving: CancellationToken,
     /// The process ends: nothing waits for the database any more.
     ending: CancellationToken,
 }
@@ -104,8 +114,9 @@ impl Retrier {
         metrics: Arc<Metrics>,
     ) -> Self {
         let (tasks, known) = (TaskTracker::new(), TaskTracker::new());
-        let (back, ending) = (Arc::default(), CancellationToken::new());
-        Self { store, lease, cache, ends, spill, metrics, tasks, known, back, ending }
+        let (back, leaving) = (Arc::default(), CancellationToken::new());
+        let ending = CancellationToken::new();
+        Self { store, lease, cache, ends, spill, metrics, tasks, known, back, leaving, ending }
     }
 
     /// Where outcomes are kept that the store does not take.
@@ -127,8 +138,18 @@ impl Retrier {
         asked.unwrap_or_else(|| Err(Error::InDoubt("the process ends".into()).into()))
     }
 
+    /// Waits until nothing is pending any more that needs this process: what the store does not take in a last try, and the
+    /// next process can do, is left to it.
+    pub(crate) async fn settled_or_left(&self) {
+        if tokio::time::timeout(LAST_TRY, self.idle()).await.is_err() {
+            self.leaving.cancel();
+            self.idle().await;
+        }
+    }
+
     /// The process ends: what is known and neither stored nor in the spill goes there. Returns when that is done.
     pub(crate) async fn leave(&self) {
+        self.leaving.cancel();
         self.ending.cancel();
         self.known.close();
         self.known.wait().await;
@@ -242,12 +263,15 @@ impl Retrier {
 
     async fn repeat(&self, mut pending: PendingWrite) -> FlightEnd {
         let mut pause = PAUSE_FIRST;
+        // What cannot be left to the next process is tried until the end.
+        let mut until = &self.leaving;
         loop {
             // Registered before the try: a success of another one in the middle of it counts.
             let back = self.back.notified();
             let tried = async {
                 fault::point(Point::Settling).await;
-                self.before_the_end(self.try_once(&pending)).await
+                let tried = until.run_until_cancelled(self.try_once(&pending)).await;
+                tried.unwrap_or_else(|| Err(Error::InDoubt("the process ends".into()).into()))
             };
             // A panic costs a try, never the write.
             let tried = AssertUnwindSafe(tried).catch_unwind().await;
@@ -274,25 +298,41 @@ impl Retrier {
             }
             tracing::debug!(error = %causes(&error), "an outcome is still pending");
             let pausing = tokio::time::timeout(pause.mul_f64(0.5 + fastrand::f64() / 2.0), back);
-            if self.ending.run_until_cancelled(pausing).await.is_none() {
-                return self.hand_over(pending).await;
+            if until.run_until_cancelled(pausing).await.is_none() {
+                let Some(left) = self.hand_over(pending).await else { return FlightEnd::LookAgain };
+                if self.ending.is_cancelled() {
+                    tell_lost(&left);
+                    return FlightEnd::LookAgain;
+                }
+                (pending, until) = (left, &self.ending);
             }
             pause = (pause * 2).min(PAUSE_MAX);
         }
     }
 
-    /// Leaves a pending write to the next process: an end in the spill, where it was not there yet. Where there is still no
-    /// room, the record becomes unknown.
-    async fn hand_over(&self, pending: PendingWrite) -> FlightEnd {
-        let PendingWrite::End { end, keeping, .. } = pending else { return FlightEnd::LookAgain };
-        if !matches!(keeping, Some(Keeping::Spilled(_))) {
-            let kept = self.keep(&end).await;
-            if let (End::Late(late), Some(Keeping::Memory(_))) = (&*end, &kept) {
-                let (record, outcome) = (late.fence.id, late.summary());
-                tracing::error!(%record, outcome, "the process ends, and the audit table has not got a late outcome");
+    /// Leaves a pending write to the next process: an end in the spill, where it was not there yet. What is given back has no
+    /// room there, and cannot be left.
+    async fn hand_over(&self, pending: PendingWrite) -> Option<PendingWrite> {
+        let (end, ending) = match pending {
+            PendingWrite::End { keeping: Some(Keeping::Spilled(_)), .. } => return None,
+            PendingWrite::End { end, ending, .. } => (end, ending),
+            // Where it was never committed, the next process finds nothing to free.
+            PendingWrite::Withdraw { scope, fence, .. } if fence.attempt == Attempt::FIRST => {
+                let unsent = LateOutcome { scope, fence, end: LateEnd::NotSent };
+                drop(self.spill.keep_freed(&unsent, false).await);
+                return None;
             }
+            // Unknown with the end of the lease, as it is to be.
+            PendingWrite::Withdraw { .. }
+            | PendingWrite::Unask { .. }
+            | PendingWrite::Unraise { .. } => return None,
+        };
+        match self.keep(&end).await {
+            Some(keeping @ Keeping::Memory(_)) => {
+                Some(PendingWrite::End { end, ending, keeping: Some(keeping) })
+            }
+            Some(Keeping::Spilled(_)) | None => None,
         }
-        FlightEnd::LookAgain
     }
 
     /// Keeps an end in the spill until the store has taken it; none: it is one that says nothing to the next process.
@@ -428,6 +468,18 @@ impl Retrier {
     fn kept(&self, scope: &Scope, replay: Arc<Replay>) -> FlightEnd {
         self.remember(scope, &replay);
         FlightEnd::Kept(replay)
+    }
+}
+
+/// The process ends with an outcome that is nowhere else.
+fn tell_lost(pending: &PendingWrite) {
+    let PendingWrite::End { end, .. } = pending else { return };
+    let record = end.fence().id;
+    if let End::Late(late) = &**end {
+        let outcome = late.summary();
+        tracing::error!(%record, outcome, "the process ends, and the audit table has not got a late outcome");
+    } else {
+        tracing::error!(%record, "the process ends with an outcome that is neither in the database nor in the spill: its record becomes unknown");
     }
 }
 

@@ -7,7 +7,6 @@
 //! - A failed write or sync promises nothing, and what was kept before it stays kept.
 
 use std::collections::HashMap;
-use std::convert::Infallible;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -34,8 +33,8 @@ pub(super) enum Order {
     Keep { kind: Kind, body: Vec<u8>, reply: Reply },
     /// This entry is no longer pending.
     Remove(Entry),
-    /// The process ends. `reply` is dropped when that is done.
-    Close { reply: oneshot::Sender<Infallible> },
+    /// The process ends. `reply` is told how many entries are left when that is done.
+    Close { reply: oneshot::Sender<usize> },
 }
 
 /// Why an outcome was not kept.
@@ -108,17 +107,20 @@ impl Writer {
             let more = orders.try_iter().take(BATCH_MAX - 1);
             closed = self.batch(std::iter::once(order).chain(more));
         }
-        if self.pending.is_empty() {
+        let left = self.pending.len();
+        // Either way the file is let go before that is told.
+        if left == 0 {
             self.disk.remove();
+        } else {
+            drop(self.disk);
         }
-        // Its end is the answer.
-        drop(closed);
+        if let Some(closed) = closed {
+            // Nobody waits any more.
+            closed.send(left).ok();
+        }
     }
 
-    fn batch(
-        &mut self,
-        orders: impl Iterator<Item = Order>,
-    ) -> Option<oneshot::Sender<Infallible>> {
+    fn batch(&mut self, orders: impl Iterator<Item = Order>) -> Option<oneshot::Sender<usize>> {
         let (mut bodies, mut removed, mut close) = (Vec::new(), Vec::new(), None);
         for order in orders {
             match order {
