@@ -7,6 +7,8 @@
 //! - An item that was withdrawn before its batch began is never written, and its caller is told so ([`Error::Late`]).
 //! - A batch whose end is not known is run again with the same ids until it is known, or until its callers'
 //!   deadlines have passed; once in doubt, an item never becomes "not done" by a later failure to connect.
+//! - A batch that was rolled back for the sake of others (a deadlock, a serialization failure) is run again while there is time
+//!   for it before its callers' deadlines, and between two runs it is not done: who stops waiting then is not in doubt.
 //! - A batch that the database refuses is halved until the bad item stands alone; it alone fails. Where an earlier run of it
 //!   may have committed, it is in doubt all the same.
 
@@ -114,6 +116,14 @@ struct Job<W: Work> {
     reply: oneshot::Sender<Result<W::Reply, Error>>,
 }
 
+impl<W: Work> Job<W> {
+    /// It is run now, unless its caller has stopped waiting.
+    fn begins(&self) -> bool {
+        let begun = self.stage.compare_exchange(QUEUED, BEGUN, Ordering::AcqRel, Ordering::Acquire);
+        begun.is_ok()
+    }
+}
+
 /// The queue of one kind of work, in front of its one worker.
 pub struct Batcher<W: Work> {
     queue: mpsc::Sender<Job<W>>,
@@ -140,8 +150,8 @@ impl<W: Work> Batcher<W> {
     /// Queues an item and waits for its batch, until `deadline`.
     ///
     /// # Errors
-    /// [`Error::Late`] where the deadline passed before the item's batch began, [`Error::InDoubt`] where it passed
-    /// after; whatever the batch itself failed with.
+    /// [`Error::Late`] where the deadline passed before the item's batch began, or between two runs of it of which the first
+    /// did nothing; [`Error::InDoubt`] where it passed while it ran; whatever the batch itself failed with.
     pub async fn submit(&self, item: W::Item, deadline: Instant) -> Result<W::Reply, Error> {
         self.submit_shared(Arc::new(item), deadline).await
     }
@@ -245,8 +255,7 @@ fn next_batch<W: Work>(waiting: &mut VecDeque<Job<W>>) -> Vec<Job<W>> {
             later.push_back(job);
             continue;
         }
-        let begun = job.stage.compare_exchange(QUEUED, BEGUN, Ordering::AcqRel, Ordering::Acquire);
-        if begun.is_ok() {
+        if job.begins() {
             scopes.insert(scope);
             batch.push(job);
         }
@@ -289,6 +298,7 @@ async fn run_until_known<W: Work>(
     let mut pause = RETRY_FIRST;
     loop {
         let items: Vec<_> = piece.iter().map(|job| Arc::clone(&job.item)).collect();
+        let begun = Instant::now();
         let error = match run_once(work, &items).await {
             Ok(replies) => return Some(Ok(replies)),
             Err(RunError::Again(error)) => error,
@@ -306,17 +316,39 @@ async fn run_until_known<W: Work>(
             Err(RunError::Failed(error)) if *doubt && !is_one_items(&error) => error,
             Err(RunError::Failed(error)) => return Some(Err(error)),
         };
-        tokio::time::sleep(jitter(pause)).await;
+        let pausing = jitter(pause);
         pause = (pause * 2).min(RETRY_MAX);
-        let now = Instant::now();
-        for job in piece.extract_if(.., |job| job.deadline <= now) {
-            let result = if *doubt { in_doubt(&error) } else { unavailable(&error) };
-            answer(job, Err(result));
+        if *doubt {
+            tokio::time::sleep(pausing).await;
+            let now = Instant::now();
+            for job in piece.extract_if(.., |job| job.deadline <= now) {
+                answer(job, Err(in_doubt(&error)));
+            }
+        } else {
+            let took = begun.elapsed();
+            wait_undone(piece, &error, pausing, took).await;
         }
         if piece.is_empty() {
             return None;
         }
     }
+}
+
+/// Waits between two runs of a piece of which nothing was done: its jobs may be withdrawn meanwhile. Those with no time for
+/// another run as long as the last one are told at once.
+async fn wait_undone<W: Work>(
+    piece: &mut Vec<Job<W>>,
+    error: &Error,
+    pausing: Duration,
+    took: Duration,
+) {
+    let over = Instant::now() + pausing + took;
+    for job in piece.extract_if(.., |job| job.deadline <= over) {
+        answer(job, Err(unavailable(error)));
+    }
+    piece.iter().for_each(|job| job.stage.store(QUEUED, Ordering::Release));
+    tokio::time::sleep(pausing).await;
+    piece.retain(Job::begins);
 }
 
 /// Whether one of the items makes the whole batch fail, and the others would not.
@@ -645,6 +677,40 @@ mod tests {
         let deadline = Instant::now() + Duration::from_millis(50);
         let result = batcher.submit(item("a"), deadline).await;
         assert!(matches!(result, Err(Error::InDoubt(_))), "{result:?}");
+    }
+
+    fn deadlock() -> RunError {
+        RunError::Again(Error::Unavailable("deadlock".into()))
+    }
+
+    #[tokio::test]
+    async fn what_is_rolled_back_again_and_again_is_not_done_by_the_deadline() {
+        let (fake, batcher) = start();
+        *fake.always.lock().unwrap() = Some(deadlock);
+        let deadline = Instant::now() + Duration::from_millis(300);
+        let result = batcher.submit(item("a"), deadline).await;
+        assert!(matches!(result, Err(Error::Unavailable(_) | Error::Late)), "{result:?}");
+        assert!(fake.runs().len() > 1, "as often as there was time");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_stops_waiting_between_two_runs_is_not_in_doubt_and_is_not_run_again() {
+        let (fake, batcher) = start();
+        let gate = fake.hold();
+        let first = submit(&batcher, item("first"), soon());
+        fake.begun.notified().await;
+        let gone = submit(&batcher, item("gone"), soon());
+        let other = submit(&batcher, item("other"), soon());
+        settle().await;
+        fake.fail_once(deadlock());
+        gate.notify_one();
+        first.await.unwrap().unwrap();
+        settle().await;
+        assert_eq!(fake.runs(), [vec!["first"], vec!["gone", "other"]]);
+        gone.abort();
+        assert!(gone.await.unwrap_err().is_cancelled());
+        other.await.unwrap().unwrap();
+        assert_eq!(fake.runs()[2..], [["other"]]);
     }
 
     #[tokio::test]

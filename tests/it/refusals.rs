@@ -85,6 +85,44 @@ async fn an_error_that_the_server_reports_is_not_done_and_the_key_is_free_at_onc
     }
 }
 
+/// Whoever was in the way has been rolled back, or this was: it is tried again while there is time, and then it was not done.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_transaction_that_is_rolled_back_again_and_again_is_not_done_and_leaves_no_doubt() {
+    let (store, policy) = ("reserve_timeout = \"1s\"", "wait = \"100ms\"");
+    let rig = Rig::with(Which::Postgres, store, policy, ONE_EVENT).await;
+    let Rig { orders, place, gateway } = rig;
+    may_fail(&place).await;
+    for (stage, code) in [("statement", "40001"), ("commit", "40P01"), ("commit", "40000")] {
+        let key = format!("{stage}-{code}");
+        fail(&place, stage, code).await;
+        assert_eq!(order(&key).to(gateway.addr).await.problem(), "store-unavailable", "{key}");
+        succeed(&place).await;
+        // At once: nobody is looking for a row that may still come.
+        assert_eq!(order(&key).to(gateway.addr).await.status, StatusCode::CREATED, "{key}");
+        assert_eq!(orders.runs_of(&key), 1, "{key}");
+    }
+    // Of 40003 the name says that nobody knows.
+    fail(&place, "statement", "40003").await;
+    assert_eq!(order("doubt").to(gateway.addr).await.problem(), "store-unavailable");
+    assert_eq!(order("doubt").to(gateway.addr).await.problem(), "in-progress");
+    succeed(&place).await;
+
+    orders.hold();
+    let asked = orders.runs();
+    let running = sending(order("completed"), gateway.addr);
+    orders.asked(asked + 1).await;
+    fail(&place, "commit", "40001").await;
+    orders.go();
+    let running = running.await.unwrap();
+    assert_eq!((running.status, running.header("oncegate-stored")), (StatusCode::CREATED, None));
+    succeed(&place).await;
+    eventually("what was owed is written", async || {
+        place.status_of("completed").await.as_deref() == Some("completed")
+    })
+    .await;
+    assert!(order("completed").to(gateway.addr).await.replayed());
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn on_a_full_disk_many_requests_fill_no_log_and_what_runs_is_kept() {
     let policy = "wait = \"1s\"";
