@@ -5,6 +5,7 @@ use std::time::Duration;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, RawQuery, Request, State as Extract};
 use axum::response::{IntoResponse as _, Response};
+use futures_util::FutureExt as _;
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, StatusCode, Uri};
 use serde_json::json;
@@ -23,6 +24,8 @@ use crate::telemetry::causes;
 
 /// How long `/readyz` waits for the store.
 const PING_TIMEOUT: Duration = Duration::from_secs(1);
+/// Before the reason why the last try to connect failed.
+const UNREACHED: &str = "the database cannot be reached";
 /// How long a question about a request may be, in bytes.
 const QUESTION_MAX: usize = 8 << 20;
 
@@ -34,7 +37,11 @@ pub(super) async fn readyz(
     let (store, cause) = match tokio::time::timeout(PING_TIMEOUT, state.store.ping()).await {
         Ok(Ok(())) => ("ok", None),
         Ok(Err(error)) => ("unavailable", Some(causes(&error))),
-        Err(_) => ("no answer in time", None),
+        // It tries to connect for longer than a probe waits, and knows why the last try failed.
+        Err(_) => match state.store.unreached().now_or_never() {
+            Some(Ok(Some(why))) => ("unavailable", Some(format!("{UNREACHED}: {why}"))),
+            Some(Ok(None) | Err(_)) | None => ("no answer in time", None),
+        },
     };
     let ailing = crate::tasks::ailing();
     let ready = state.ready.is_serving() && store == "ok" && ailing.is_none();

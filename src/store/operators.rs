@@ -71,6 +71,9 @@ pub trait Operators, layered by OperatorsLayer {
     /// Whether the database answers and takes writes, and whoever writes to it here is alive.
     async fn ping(&self) -> Result<(), Error>;
 
+    /// Why the last try to reach the database failed, where none has succeeded since. Nobody is asked for it.
+    async fn unreached(&self) -> Result<Option<String>, Error>;
+
     /// How much stands in the store.
     async fn gauges(&self) -> Result<Gauges, Error>;
 }

@@ -467,6 +467,10 @@ impl Operators for Postgres {
         self.write_probe.writes_work().await
     }
 
+    async fn unreached(&self) -> Result<Option<String>, Error> {
+        Ok(self.pool.unreached())
+    }
+
     async fn gauges(&self) -> Result<Gauges, Error> {
         show::gauges(&self.pool).await
     }

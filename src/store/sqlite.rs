@@ -591,6 +591,11 @@ impl Operators for Sqlite {
         self.reader.read(show::database_id).await
     }
 
+    /// A file is there, or it is not.
+    async fn unreached(&self) -> Result<Option<String>, Error> {
+        Ok(None)
+    }
+
     async fn ping(&self) -> Result<(), Error> {
         self.reservations.works()?;
         self.completions.works()?;

@@ -166,3 +166,31 @@ async fn who_waits_for_a_lost_outcome_gets_what_an_operator_has_completed_meanwh
     assert_eq!(answer.body, "by hand");
     assert_eq!(rig.orders.runs(), 1);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn readiness_says_why_a_database_cannot_be_reached_that_was_there_before() {
+    let (fault, rig) = rig::behind_a_fault("connect_timeout = \"2s\"", "").await;
+    let cause = async || {
+        let answer = get("/readyz").to(rig.gateway.admin).await;
+        (answer.status, answer.json()["cause"].as_str().unwrap_or_default().to_owned())
+    };
+    assert_eq!(cause().await, (StatusCode::OK, String::new()));
+    let away = StatusCode::SERVICE_UNAVAILABLE;
+    fault.stop_listening().await;
+    fault.cut();
+    eventually("nobody listens", async || {
+        let (status, cause) = cause().await;
+        status == away && cause.contains("Connection refused")
+    })
+    .await;
+    fault.hang();
+    fault.listen();
+    eventually("nobody answers", async || {
+        let (status, cause) = cause().await;
+        status == away && cause.contains("connecting took too long")
+    })
+    .await;
+    fault.pass();
+    fault.cut();
+    eventually("it is back", async || cause().await == (StatusCode::OK, String::new())).await;
+}

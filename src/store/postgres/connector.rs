@@ -17,6 +17,7 @@ use super::connection::{Connection, Shared};
 use super::health::Health;
 use super::refusal::NoHost;
 use crate::store::Cause;
+use crate::telemetry::causes;
 
 /// How to connect. Clones are one connector.
 #[derive(Clone)]
@@ -71,6 +72,12 @@ impl Connector {
     /// # Errors
     /// Whatever kept it from being made, of each host.
     pub(super) async fn connect(&self) -> Result<Connection, Cause> {
+        let connected = self.to_one_of_them().await;
+        self.health().connected(connected.as_ref().err().map(|cause| causes(&**cause)));
+        connected
+    }
+
+    async fn to_one_of_them(&self) -> Result<Connection, Cause> {
         let count = self.hosts.len();
         let first =
             if self.random { fastrand::usize(..) } else { self.last.load(Ordering::Relaxed) };

@@ -21,6 +21,8 @@ const PACES_MAX: usize = 64;
 #[derive(Default)]
 pub(super) struct Health {
     suspicion: Mutex<Suspicion>,
+    /// Why the last connection could not be made, where none has been made since.
+    unreached: Mutex<Option<String>>,
     paces: Mutex<HashMap<String, Pace>>,
 }
 
@@ -82,6 +84,16 @@ impl Health {
         let mut suspicion = self.suspicion.lock().unwrap_or_else(PoisonError::into_inner);
         suspicion.count += 1;
         suspicion.why = Some(why);
+    }
+
+    /// A connection was made, or this is why not.
+    pub(super) fn connected(&self, failed: Option<String>) {
+        *self.unreached.lock().unwrap_or_else(PoisonError::into_inner) = failed;
+    }
+
+    /// Why the last connection could not be made, where none has been made since.
+    pub(super) fn unreached(&self) -> Option<String> {
+        self.unreached.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     pub(super) fn suspicion(&self) -> Suspicion {

@@ -11,6 +11,7 @@ use tokio_postgres::error::SqlState;
 
 use super::connection::{Connection, Effect, Params};
 use super::connector::Connector;
+use super::health::Health;
 use crate::store::batch::RunError;
 use crate::store::{Cause, Error};
 use crate::telemetry::causes;
@@ -80,7 +81,7 @@ fn is_lock(cause: &Cause) -> bool {
     error.and_then(tokio_postgres::Error::code) == Some(&SqlState::LOCK_NOT_AVAILABLE)
 }
 
-/// Logs why the pool could not connect; the callers learn only that it took too long.
+/// Logs why the pool could not connect.
 #[derive(Clone, Debug)]
 struct LogErrors;
 
@@ -98,24 +99,36 @@ impl bb8::ErrorSink<Cause> for LogErrors {
 #[derive(Clone)]
 pub(super) struct Pool {
     pool: bb8::Pool<Connector>,
+    health: Arc<Health>,
 }
 
 impl Pool {
     /// A pool of at most `size` connections, made when they are needed.
     pub(super) fn new(connector: Connector, size: u32) -> Self {
-        let wait = connector.connect_timeout();
+        let (wait, health) = (connector.connect_timeout(), Arc::clone(connector.health()));
         let pool = bb8::Pool::builder()
             .max_size(size.max(1))
             .test_on_check_out(true)
             .connection_timeout(wait)
             .error_sink(Box::new(LogErrors))
             .build_unchecked(connector);
-        Self { pool }
+        Self { pool, health }
     }
 
     async fn get(&self) -> Result<PooledConnection<'_, Connector>, RunError> {
         let got = self.pool.get().await;
-        got.map_err(|_| Error::Unavailable("no connection was free or could be made".into()).into())
+        got.map_err(|_| {
+            let why = self.health.unreached().map_or_else(
+                || "no connection was free or could be made".to_owned(),
+                |why| format!("no connection could be made: {why}"),
+            );
+            Error::Unavailable(why.into()).into()
+        })
+    }
+
+    /// Why the last connection could not be made, where none has been made since.
+    pub(super) fn unreached(&self) -> Option<String> {
+        self.health.unreached()
     }
 
     /// Runs a statement that reads. Where a connection was lost meanwhile, once more on another.
