@@ -17,6 +17,7 @@ use base64::engine::DecodePaddingMode;
 use base64::engine::general_purpose::{GeneralPurpose, GeneralPurposeConfig};
 use http::header::AUTHORIZATION;
 use http::{HeaderMap, HeaderName, Method};
+use ring::hmac;
 use serde_json_path::JsonPath;
 use sha2::{Digest as _, Sha256};
 
@@ -215,10 +216,7 @@ fn names_several(path: &str) -> bool {
 
 /// The key of this installation's digests. Two installations with different keys give different digests.
 #[derive(Clone)]
-pub struct DigestKey {
-    inner: Sha256,
-    outer: Sha256,
-}
+pub struct DigestKey(hmac::Key);
 
 impl fmt::Debug for DigestKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -226,31 +224,17 @@ impl fmt::Debug for DigestKey {
     }
 }
 
-/// The block of SHA-256, in bytes.
-const BLOCK: usize = 64;
-
 impl DigestKey {
     /// From secret bytes.
     #[must_use]
     pub fn from_bytes(secret: &[u8]) -> Self {
-        let mut block = [0; BLOCK];
-        let hashed = Sha256::digest(secret);
-        let key = if secret.len() > BLOCK { hashed.as_slice() } else { secret };
-        for (to, from) in block.iter_mut().zip(key) {
-            *to = *from;
-        }
-        let padded = |pad: u8| Sha256::new_with_prefix(block.map(|byte| byte ^ pad));
-        Self { inner: padded(0x36), outer: padded(0x5c) }
+        Self(hmac::Key::new(hmac::HMAC_SHA256, secret))
     }
 
     /// The digest of a text: the first half of its HMAC-SHA256 (RFC 2104), as 32 hexadecimal digits.
     #[must_use]
     pub fn digest(&self, text: &[u8]) -> String {
-        let mut inner = self.inner.clone();
-        inner.update(text);
-        let mut outer = self.outer.clone();
-        outer.update(inner.finalize());
-        hex(outer.finalize().iter().take(16))
+        hex(hmac::sign(&self.0, text).as_ref().iter().take(16))
     }
 }
 

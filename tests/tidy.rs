@@ -342,7 +342,10 @@ fn meaning_knows_no_runtime_and_each_crate_has_its_home() {
         ("rusqlite::", &["store/sqlite"]),
         ("async_nats::", &["relay/sink/nats"]),
         ("redis::aio::", &["relay/sink/redis"]),
-        ("ring::", &["scope/jwt", "store/postgres/tls", "store/sealed/keys"]),
+        (
+            "ring::",
+            &["scope", "store/postgres/tls", "store/sealed/keys", "relay/sink", "admin", "demo"],
+        ),
         ("clap::", &["cli", "main"]),
         ("toml::", &["config"]),
         ("axum::", &["admin", "cli", "demo"]),

@@ -4,8 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use sha2::{Digest as _, Sha256};
-use subtle::ConstantTimeEq as _;
+use ring::hmac;
 
 use crate::explain::Explain;
 use crate::store::Store;
@@ -67,22 +66,23 @@ impl Readiness {
     }
 }
 
-/// The bearer token, kept as its hash so that it is neither shown nor compared byte by byte.
+/// The bearer token, kept as its keyed hash so that it is neither shown nor compared byte by byte.
 #[derive(Clone)]
-pub struct Token([u8; 32]);
+pub struct Token(hmac::Key, hmac::Tag);
 
 impl Token {
     /// The token that callers must send. `None` where it is empty or could not stand in a header.
     #[must_use]
     pub fn new(secret: &str) -> Option<Self> {
         let fits = !secret.is_empty() && secret.bytes().all(|b| b.is_ascii_graphic());
-        fits.then(|| Self(Sha256::digest(secret.as_bytes()).into()))
+        let key = hmac::Key::new(hmac::HMAC_SHA256, secret.as_bytes());
+        let tag = hmac::sign(&key, secret.as_bytes());
+        fits.then_some(Self(key, tag))
     }
 
     /// Whether this is the token, in a time that does not tell how much of it was right.
     pub(super) fn is(&self, sent: &[u8]) -> bool {
-        let sent: [u8; 32] = Sha256::digest(sent).into();
-        self.0.ct_eq(&sent).into()
+        hmac::verify(&self.0, sent, self.1.as_ref()).is_ok()
     }
 }
 

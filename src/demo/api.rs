@@ -15,7 +15,7 @@ use axum::routing::post;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
-use standardwebhooks::Webhook;
+use ring::hmac;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
@@ -69,7 +69,7 @@ pub(super) struct Consumer {
 }
 
 struct Counts {
-    webhook: Option<Webhook>,
+    key: hmac::Key,
     received: AtomicU64,
     forged: AtomicU64,
     seen: Mutex<HashSet<String>>,
@@ -80,9 +80,9 @@ impl Consumer {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let addr = listener.local_addr()?;
         let random: Vec<u8> = std::iter::repeat_with(|| fastrand::u8(..)).take(32).collect();
-        let secret = format!("whsec_{}", STANDARD.encode(random));
+        let secret = format!("whsec_{}", STANDARD.encode(&random));
         let counts = Arc::new(Counts {
-            webhook: Webhook::new(&secret).ok(),
+            key: hmac::Key::new(hmac::HMAC_SHA256, &random),
             received: AtomicU64::new(0),
             forged: AtomicU64::new(0),
             seen: Mutex::default(),
@@ -107,15 +107,21 @@ impl Consumer {
 
 async fn take(State(counts): State<Arc<Counts>>, headers: HeaderMap, body: Bytes) -> StatusCode {
     counts.received.fetch_add(1, Ordering::Relaxed);
-    let genuine =
-        counts.webhook.as_ref().is_some_and(|webhook| webhook.verify(&body, &headers).is_ok());
-    let id = headers.get("webhook-id").and_then(|id| id.to_str().ok());
-    let Some(id) = id.filter(|_| genuine) else {
+    let Some(id) = genuine(&counts.key, &headers, &body) else {
         counts.forged.fetch_add(1, Ordering::Relaxed);
         return StatusCode::UNAUTHORIZED;
     };
     counts.seen.lock().unwrap_or_else(PoisonError::into_inner).insert(id.to_owned());
     StatusCode::NO_CONTENT
+}
+
+/// The id of an event whose signature is right.
+fn genuine<'h>(key: &hmac::Key, headers: &'h HeaderMap, body: &[u8]) -> Option<&'h str> {
+    let text = |name| headers.get(name).and_then(|value| value.to_str().ok());
+    let (id, at) = (text("webhook-id")?, text("webhook-timestamp")?);
+    let signature = STANDARD.decode(text("webhook-signature")?.strip_prefix("v1,")?).ok()?;
+    let signed = [format!("{id}.{at}.").as_bytes(), body].concat();
+    hmac::verify(key, &signed, &signature).ok().map(|()| id)
 }
 
 /// Serves until the process ends.

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use standardwebhooks::Webhook;
+use ring::hmac;
 use tokio::time::{Instant, timeout_at};
 
 /// Sizes of a secret's key that Standard Webhooks allows, in bytes.
@@ -26,7 +26,7 @@ pub fn lines(text: &str) -> Vec<String> {
 }
 
 /// All secrets sign.
-pub(super) type Signers = Arc<[Webhook]>;
+pub(super) type Signers = Arc<[hmac::Key]>;
 
 pub(super) fn signers(secrets: &[String]) -> Result<Signers, String> {
     if secrets.is_empty() {
@@ -35,7 +35,7 @@ pub(super) fn signers(secrets: &[String]) -> Result<Signers, String> {
     let signer = |(line, secret): (usize, &String)| {
         let key = secret.strip_prefix(PREFIX).and_then(|text| STANDARD.decode(text).ok());
         let key = key.filter(|key| BYTES.contains(&key.len()));
-        key.and_then(|key| Webhook::from_bytes(key).ok()).ok_or_else(|| {
+        key.map(|key| hmac::Key::new(hmac::HMAC_SHA256, &key)).ok_or_else(|| {
             format!(
                 "secret {} is not {PREFIX} followed by the base64 of {} to {} bytes",
                 line + 1,
