@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 
+use crate::backoff::Backoff;
 use crate::record::{Lease, LeaseView, OwnerId};
 use crate::store::{Beat, Error, Records};
 use crate::tasks;
@@ -85,7 +86,8 @@ pub async fn keep(
 ) {
     let pace = ttl / 3;
     let mut failing = false;
-    let mut retry = RETRY_FIRST.min(pace);
+    let begun_anew = Backoff::new(RETRY_FIRST.min(pace), ttl / 6);
+    let mut retries = begun_anew.clone();
     let mut wait = pace;
     loop {
         tokio::select! {
@@ -108,7 +110,7 @@ pub async fn keep(
                     tracing::info!("the lease is renewed again");
                 }
                 failing = false;
-                retry = RETRY_FIRST.min(pace);
+                retries.clone_from(&begun_anew);
                 wait = pace.saturating_sub(now().saturating_duration_since(sent));
             }
             Err(error) => {
@@ -117,8 +119,7 @@ pub async fn keep(
                     tracing::warn!(error = %causes(&error), "the lease was not renewed");
                 }
                 failing = true;
-                wait = retry.mul_f64(0.5 + fastrand::f64() / 2.0);
-                retry = (retry * 2).min(ttl / 6);
+                wait = retries.pause();
             }
         }
     }

@@ -28,11 +28,11 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use crate::backoff::Backoff;
 use crate::telemetry;
 
-/// Pause before a loop is begun anew; it doubles while the loop does not run for [`STEADY`].
-const PAUSE_FIRST: Duration = Duration::from_millis(100);
-const PAUSE_MAX: Duration = Duration::from_secs(30);
+/// Pauses before a loop is begun anew: from the first again once the loop has run for [`STEADY`].
+const PAUSES: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(30));
 const STEADY: Duration = Duration::from_secs(60);
 
 /// Longest error that is shown, in characters.
@@ -226,7 +226,7 @@ pub async fn kept<F: Future<Output = ()>>(
 ) {
     let registered = Registered::new(task.name(), of.into());
     let status = &registered.0;
-    let mut pause = PAUSE_FIRST;
+    let mut pauses = PAUSES;
     loop {
         let begun = Instant::now();
         let running = STATUS.scope(Arc::clone(status), async { begin().await });
@@ -237,13 +237,12 @@ pub async fn kept<F: Future<Output = ()>>(
         };
         status.ended(why, State::Pausing);
         if begun.elapsed() >= STEADY {
-            pause = PAUSE_FIRST;
+            pauses = PAUSES;
         }
-        let jittered = tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0));
-        if stop.run_until_cancelled(jittered).await.is_none() {
+        let pausing = tokio::time::sleep(pauses.pause());
+        if stop.run_until_cancelled(pausing).await.is_none() {
             return;
         }
-        pause = (pause * 2).min(PAUSE_MAX);
         status.seen().state = State::Running;
         tracing::info!(task = task.name(), of = status.of, "a background task is begun anew");
     }
@@ -397,7 +396,7 @@ mod tests {
         let begun = begun.lock().unwrap().clone();
         let slack = Duration::from_millis(10);
         for (n, pair) in (0_u32..).zip(begun.windows(2)) {
-            let (pause, most) = (pair[1] - pair[0], PAUSE_FIRST * 2_u32.pow(n));
+            let (pause, most) = (pair[1] - pair[0], PAUSES.longest() * 2_u32.pow(n));
             assert!(most / 2 <= pause && pause <= most + slack, "{n}: {pause:?}");
         }
         stop.cancel();

@@ -112,6 +112,7 @@ fn imports(code: &str) -> BTreeSet<String> {
 fn allowed(module: &str) -> Option<&'static [&'static str]> {
     let top = module.split('/').next().unwrap();
     match top {
+        "backoff" => Some(&["backoff"]),
         "record" => Some(&["record"]),
         "fingerprint" => Some(&["fingerprint", "record"]),
         // A derived key reads the body as the fingerprint does.
@@ -120,12 +121,13 @@ fn allowed(module: &str) -> Option<&'static [&'static str]> {
         // Puts into words what the gateway finds, for the admin listener and the command.
         "explain" => Some(&["explain", "route", "scope", "fingerprint", "record"]),
         "telemetry" => Some(&["telemetry", "record"]),
-        "tasks" => Some(&["tasks", "telemetry"]),
+        "tasks" => Some(&["tasks", "backoff", "telemetry"]),
         // It says in the log where it ends the process.
         "fault" => Some(&["fault", "telemetry"]),
-        "store" => Some(&["store", "record", "tasks", "telemetry", "fault"]),
+        "store" => Some(&["store", "backoff", "record", "tasks", "telemetry", "fault"]),
         "gateway" => Some(&[
             "gateway",
+            "backoff",
             "explain",
             "route",
             "scope",
@@ -136,8 +138,8 @@ fn allowed(module: &str) -> Option<&'static [&'static str]> {
             "fault",
             "store",
         ]),
-        "relay" => Some(&["relay", "record", "store", "tasks", "telemetry", "fault"]),
-        "lease" => Some(&["lease", "record", "store", "tasks", "telemetry"]),
+        "relay" => Some(&["relay", "backoff", "record", "store", "tasks", "telemetry", "fault"]),
+        "lease" => Some(&["lease", "backoff", "record", "store", "tasks", "telemetry"]),
         // The sweeper asks the lease's `Contact` whether it may judge other owners.
         "sweep" => Some(&["sweep", "lease", "record", "store", "tasks", "telemetry"]),
         "admin" => Some(&[

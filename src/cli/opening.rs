@@ -14,6 +14,7 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::serve::{StartError, sealed};
+use crate::backoff::Backoff;
 use crate::config::{self, StoreKind};
 use crate::gateway::spill::{self, Unopened};
 use crate::lease::{self, Contact};
@@ -28,8 +29,7 @@ use crate::telemetry::{Metrics, causes};
 /// How long a start may take before the process listens without its store.
 const HEAD_START: Duration = Duration::from_secs(1);
 
-/// First pause between two tries; it doubles up to [`PAUSE_MAX`], so that the start goes on soon after the database has come.
-const PAUSE_FIRST: Duration = Duration::from_millis(100);
+/// Longest pause between two tries: the start goes on soon after the database has come.
 const PAUSE_MAX: Duration = Duration::from_secs(3);
 
 /// How often the log says that the store is still not open; and that there is another reason.
@@ -243,7 +243,8 @@ async fn until<T>(
     failed: &Notify,
     mut attempt: impl AsyncFnMut() -> Result<T, StartError>,
 ) -> Result<T, StartError> {
-    let (begun, mut pause, mut log) = (Instant::now(), PAUSE_FIRST, RetryLog::default());
+    let (begun, mut log) = (Instant::now(), RetryLog::default());
+    let mut pauses = Backoff::new(Duration::from_millis(100), PAUSE_MAX);
     loop {
         let error = match attempt().await {
             Err(error) if error.may_pass() => error,
@@ -262,9 +263,8 @@ async fn until<T>(
         log.tell(&why);
         gate.explain(why);
         failed.notify_one();
-        let jittered = pause.mul_f64(0.5 + fastrand::f64() / 2.0);
-        tokio::time::sleep(left.map_or(jittered, |left| jittered.min(left))).await;
-        pause = (pause * 2).min(PAUSE_MAX);
+        let pause = pauses.pause();
+        tokio::time::sleep(left.map_or(pause, |left| pause.min(left))).await;
     }
 }
 

@@ -29,6 +29,7 @@ use super::reserve::{
 use super::settle::{End, Executed, NotExecuted, Unsettled};
 use super::spill::Keeping;
 use super::upstream;
+use crate::backoff::Backoff;
 use crate::record::event::{Event, Origin};
 use crate::record::outcome::{Class, Failure};
 use crate::record::{Answer, Attempt, Caller, Fence, KeptBody, RecordId, Spelling};
@@ -36,10 +37,8 @@ use crate::route::Route;
 use crate::store::{Completion, Error, LateEnd};
 use crate::telemetry::{Drained, LateAnswer, Metrics, Reply, Step, causes};
 
-/// First pause before a record is looked at again that a transaction of the application holds; it doubles up to
-/// [`LOOK_MAX`].
-const LOOK_FIRST: Duration = Duration::from_millis(20);
-const LOOK_MAX: Duration = Duration::from_millis(200);
+/// Pauses before a record is looked at again that a transaction of the application holds.
+const LOOKS: Backoff = Backoff::new(Duration::from_millis(20), Duration::from_millis(200));
 
 /// What became of an attempt whose outcome was not seen.
 enum Lost {
@@ -292,14 +291,13 @@ impl Closing<'_> {
     /// Settles an end once no transaction of the application holds its record any more, for as long as the caller waits.
     async fn once_unlocked(&self, in_flight: &InFlight, end: &End) -> Result<Told, Unsettled> {
         let begun = Instant::now();
-        let mut pause = LOOK_FIRST;
+        let mut looks = LOOKS;
         loop {
             match self.settle(in_flight, end, &FlightEnd::LookAgain).await {
-                Err(Unsettled::Locked) if begun.elapsed() + pause < self.timeout => {}
+                Err(Unsettled::Locked) if begun.elapsed() + looks.longest() < self.timeout => {}
                 settled => return settled,
             }
-            tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
-            pause = (pause * 2).min(LOOK_MAX);
+            tokio::time::sleep(looks.pause()).await;
         }
     }
 

@@ -22,6 +22,7 @@ use super::forward::{self, Evidence};
 use super::headers;
 use super::reserve::{KeyedRequest, Question, Raised, Reservation};
 use super::upstream::Upstream;
+use crate::backoff::jittered;
 use crate::fault::{self, Point};
 use crate::record::event::RecordContext;
 use crate::record::lookup::LookupResult;
@@ -98,8 +99,8 @@ impl Gateway {
         let mut full = false;
         loop {
             let pause = if full { ASK_EVERY / 20 } else { ASK_EVERY };
-            let pause = tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0));
-            if stop.run_until_cancelled(pause).await.is_none() {
+            let pausing = tokio::time::sleep(jittered(pause));
+            if stop.run_until_cancelled(pausing).await.is_none() {
                 return;
             }
             let due = self.store.questions(&asking, ASK_BATCH).await;

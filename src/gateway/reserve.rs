@@ -32,7 +32,7 @@ pub(super) use self::ends::{Completed as CompletedEnd, Confirmed, Numbered};
 use self::flight::{Flight, LOOK_EVERY, Progress};
 pub(super) use self::flight::{Follower, Leader, Role};
 pub use self::flight::{MayJudge, Settings, SingleFlight};
-use self::inquiry::{Inquiry, Next, POLL_FIRST, POLL_MAX};
+use self::inquiry::{Inquiry, Next, POLLS};
 pub(super) use self::question::{Question, Raised};
 pub(super) use self::retrier::{PendingWrite, Told};
 pub(super) use self::vocabulary::{
@@ -160,16 +160,15 @@ impl SingleFlight {
         deadline: Instant,
     ) -> Admission {
         let mut inquiry = Inquiry::new(self, request, &mut leader);
-        let mut pause = POLL_FIRST;
+        let mut polls = POLLS;
         let mut next = inquiry.propose().await;
         for _ in 0..ROUNDS_MAX {
             while let Next::Wait(record) = next {
                 if Instant::now() >= deadline {
                     return Admission::Refuse(Refusal::InProgress { record: Some(record) });
                 }
-                let jittered = pause.mul_f64(0.5 + fastrand::f64() / 2.0);
-                tokio::time::sleep_until((Instant::now() + jittered).min(deadline).into()).await;
-                pause = (pause * 2).min(POLL_MAX);
+                let next_look = Instant::now() + polls.pause();
+                tokio::time::sleep_until(next_look.min(deadline).into()).await;
                 next = inquiry.look().await;
             }
             match next {

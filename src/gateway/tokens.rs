@@ -24,6 +24,7 @@ use tokio_util::task::TaskTracker;
 
 use super::forward::{self, Evidence};
 use super::upstream::{self, Upstream};
+use crate::backoff::jittered;
 use crate::scope::jwt::{self, Claims, Keys, Rules, TokenError};
 use crate::scope::{self, Refusal};
 use crate::tasks;
@@ -165,8 +166,8 @@ impl Tokens {
                 (Some(_), true) => fetched.settings.cooldown.max(FIRST_EVERY),
                 (Some(_), false) => fetched.settings.refresh,
             };
-            let pause = tokio::time::sleep(pause.mul_f64(0.75 + fastrand::f64() / 4.0));
-            if stop.run_until_cancelled(pause).await.is_none() {
+            let pausing = tokio::time::sleep(jittered(pause));
+            if stop.run_until_cancelled(pausing).await.is_none() {
                 return;
             }
         }

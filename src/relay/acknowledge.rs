@@ -7,7 +7,7 @@
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::pauses::{OUTAGE_FIRST, OUTAGE_MAX, jitter};
+use super::pauses::OUTAGE;
 use super::worker::{PendingVerdict, SinkWorker};
 use crate::store::{Acknowledgement, Error, Verdict};
 use crate::telemetry::Delivery;
@@ -20,15 +20,14 @@ impl SinkWorker {
     pub(super) async fn acknowledge_on(&self, mut verdicts: mpsc::Receiver<PendingVerdict>) {
         let mut batch = Vec::new();
         while verdicts.recv_many(&mut batch, BATCH_MAX).await > 0 {
-            let mut pause = OUTAGE_FIRST;
+            let mut outage = OUTAGE;
             while let Err(error) = self.acknowledge(&mut batch).await {
                 if matches!(error, Error::Refused(_)) {
                     self.acknowledge_singly(&mut batch).await;
                     break;
                 }
                 self.note_failure("acknowledge", &error);
-                tokio::time::sleep(jitter(pause)).await;
-                pause = (pause * 2).min(OUTAGE_MAX);
+                tokio::time::sleep(outage.pause()).await;
                 self.drop_ended(&mut batch);
                 top_up(&mut batch, &mut verdicts);
             }

@@ -15,13 +15,14 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::pauses::{OUTAGE_FIRST, OUTAGE_MAX, jitter};
+use super::pauses::{OUTAGE, OUTAGE_FIRST};
 use super::sink::Delivered;
 use super::verdict::{
     Health, Past, SUSPECT_MAX, error, health_of, returned, suspects, until_first_probe,
     until_probe, verdict,
 };
 use super::worker::{LoopState, PendingVerdict, SinkWorker, anywhere};
+use crate::backoff::jittered;
 use crate::store::{
     Acknowledgement, Changed, Claimed, Error, Lane, Look, SinkTurn, Trouble, Verdict,
 };
@@ -112,7 +113,7 @@ impl SinkWorker {
             Ok(Changed::No | Changed::Locked) => {}
             Err(error) => {
                 self.note_failure("probe", &error);
-                self.pause(jitter(OUTAGE_FIRST), false).await;
+                self.pause(jittered(OUTAGE_FIRST), false).await;
             }
         }
         self.status.changed_here();
@@ -196,14 +197,13 @@ impl SinkWorker {
 
     /// Says how the probe ended, until the database takes it or the probe's time is over: then another one may be taken.
     async fn end_probe(&self, no: i64, turn: &SinkTurn, until: Instant) {
-        let mut outage = OUTAGE_FIRST;
+        let mut outage = OUTAGE;
         while let Err(error) = self.store.turn_sink(self.sink.name(), no, turn).await {
             self.note_failure("probe", &error);
             if Instant::now() >= until || self.stop.is_cancelled() {
                 return;
             }
-            self.pause(jitter(outage), false).await;
-            outage = (outage * 2).min(OUTAGE_MAX);
+            self.pause(outage.pause(), false).await;
         }
     }
 }

@@ -16,7 +16,8 @@ use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
 use super::claimant::Claimant;
-use super::pauses::{OUTAGE_FIRST, OUTAGE_MAX, jitter};
+use super::pauses::OUTAGE;
+use crate::backoff::jittered;
 use crate::store::{Deliveries, Pause, PauseReason, SinkState};
 use crate::tasks;
 use crate::telemetry::{Metrics, causes};
@@ -108,7 +109,7 @@ impl StatusReader {
     /// Reads. Never returns.
     pub(super) async fn run(self: Arc<Self>) {
         let mut known: HashMap<String, Option<PauseReason>> = HashMap::new();
-        let mut outage = OUTAGE_FIRST;
+        let mut outage = OUTAGE;
         loop {
             let changes: HashMap<&str, u64> = self
                 .statuses
@@ -120,19 +121,18 @@ impl StatusReader {
             let pause = match states {
                 Ok(states) => {
                     tasks::ran();
-                    outage = OUTAGE_FIRST;
+                    outage = OUTAGE;
                     let all_fresh = self.show(&states, &changes, &mut known);
-                    if all_fresh { self.every } else { Duration::ZERO }
+                    if all_fresh { jittered(self.every) } else { Duration::ZERO }
                 }
                 Err(error) => {
                     tasks::failed(&causes(&error));
                     tracing::debug!(error = causes(&error), "how the sinks stand cannot be read");
-                    outage = (outage * 2).min(OUTAGE_MAX);
-                    outage / 2
+                    outage.pause()
                 }
             };
             tokio::select! {
-                () = tokio::time::sleep(jitter(pause)) => {}
+                () = tokio::time::sleep(pause) => {}
                 () = self.read.notified(), if !failed => {}
             }
         }

@@ -21,11 +21,12 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::claimant::Claimant;
-use super::pauses::{OUTAGE_FIRST, OUTAGE_MAX, jitter};
+use super::pauses::{OUTAGE, OUTAGE_FIRST};
 use super::sink::{Delivered, Sink};
 use super::slots::{Slot, Slots};
 use super::status::{SinkStatus, StatusWatch};
 use super::verdict::Evidence;
+use crate::backoff::jittered;
 use crate::fault::{self, Point};
 use crate::store::{
     Acknowledgement, Claim, Claimed, Deliveries, Error, Lane, LetGo, Look, Order, Verdict,
@@ -156,7 +157,7 @@ impl SinkWorker {
     /// Looks again and again until `stop`.
     async fn look_on(self: &Arc<Self>, state: &mut LoopState) {
         let mut idle = self.poll;
-        let mut outage = OUTAGE_FIRST;
+        let mut outage = OUTAGE;
         while let Some(no) = self.may_claim(state).await {
             while let Some(ended) = state.deliveries.try_join_next() {
                 self.report(ended);
@@ -166,7 +167,7 @@ impl SinkWorker {
                 Ok(found) => {
                     tasks::ran();
                     self.note_answer();
-                    outage = OUTAGE_FIRST;
+                    outage = OUTAGE;
                     idle =
                         if found > 0 { self.poll } else { (idle * 2).min(self.poll * IDLE_FACTOR) };
                     state.backlog = found >= self.full(free);
@@ -175,9 +176,7 @@ impl SinkWorker {
                 Err(error) => {
                     state.backlog = false;
                     self.note_failure("claim", &error);
-                    let pause = jitter(outage);
-                    outage = (outage * 2).min(OUTAGE_MAX);
-                    self.pause(pause, false).await;
+                    self.pause(outage.pause(), false).await;
                     continue;
                 }
             };
@@ -273,7 +272,7 @@ impl SinkWorker {
 
     /// The pause before the next look: until the next retry is due, or for about as long as `idle`.
     async fn until_due(&self, idle: Duration) -> Duration {
-        let idle = jitter(idle);
+        let idle = jittered(idle);
         match self.store.next_due(self.sink.name()).await {
             // Not below a part of the pause: what is due and is not found waits for a sweep.
             Ok(Some(due)) => idle.min(due.max(self.poll / 4)),
@@ -318,7 +317,7 @@ impl SinkWorker {
         }
         // A full look means a backlog: the next one sweeps, too.
         if sweep && found < self.full(free) {
-            state.sweep_at = Instant::now() + jitter(SWEEP_EVERY);
+            state.sweep_at = Instant::now() + jittered(SWEEP_EVERY);
         }
         Ok(found)
     }
@@ -340,7 +339,7 @@ impl SinkWorker {
         if count > 0 {
             tracing::info!(sink, events = count, "events that waited for their turn are due");
         }
-        let pause = if next.is_some() { LET_GO_ON } else { jitter(LET_GO_EVERY) };
+        let pause = if next.is_some() { LET_GO_ON } else { jittered(LET_GO_EVERY) };
         state.let_go_at = Instant::now() + pause;
         state.let_go_from = next;
     }

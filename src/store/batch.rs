@@ -24,6 +24,7 @@ use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{Semaphore, SemaphorePermit, mpsc, oneshot};
 
 use super::Error;
+use crate::backoff::Backoff;
 use crate::fault::{self, Injected, Point};
 use crate::record::Scope;
 use crate::telemetry::causes;
@@ -34,9 +35,8 @@ pub const BATCH_MAX: usize = 64;
 /// Most items that may wait for one worker; beyond it the database counts as unavailable.
 const QUEUE_MAX: usize = 8192;
 
-/// First pause before a batch whose end is in doubt is run again.
-const RETRY_FIRST: Duration = Duration::from_millis(10);
-const RETRY_MAX: Duration = Duration::from_millis(250);
+/// Pauses before a batch whose end is in doubt is run again.
+const RETRIES: Backoff = Backoff::new(Duration::from_millis(10), Duration::from_millis(250));
 
 /// What a batch is made of, and how it is run.
 #[async_trait]
@@ -295,7 +295,7 @@ async fn run_until_known<W: Work>(
     piece: &mut Vec<Job<W>>,
     doubt: &mut bool,
 ) -> Option<Result<Vec<W::Reply>, Error>> {
-    let mut pause = RETRY_FIRST;
+    let mut retries = RETRIES;
     loop {
         let items: Vec<_> = piece.iter().map(|job| Arc::clone(&job.item)).collect();
         let begun = Instant::now();
@@ -316,8 +316,7 @@ async fn run_until_known<W: Work>(
             Err(RunError::Failed(error)) if *doubt && !is_one_items(&error) => error,
             Err(RunError::Failed(error)) => return Some(Err(error)),
         };
-        let pausing = jitter(pause);
-        pause = (pause * 2).min(RETRY_MAX);
+        let pausing = retries.pause();
         if *doubt {
             tokio::time::sleep(pausing).await;
             let now = Instant::now();
@@ -364,10 +363,6 @@ async fn run_once<W: Work>(work: &W, items: &[Arc<W::Item>]) -> Result<Vec<W::Re
     let replies = work.run(items).await?;
     fault::fallible(Point::BatchCommitted).await.map_err(untold)?;
     Ok(replies)
-}
-
-fn jitter(pause: Duration) -> Duration {
-    pause.mul_f64(0.5 + fastrand::f64() / 2.0)
 }
 
 fn answer<W: Work>(job: Job<W>, result: Result<W::Reply, Error>) {

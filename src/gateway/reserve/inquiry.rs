@@ -14,15 +14,16 @@ use super::cache::Replay;
 use super::flight::{Leader, Progress, SingleFlight, Undo};
 use super::retrier::PendingWrite;
 use super::vocabulary::{KeyedRequest, Refusal, Unreserved};
+use crate::backoff::Backoff;
 use crate::gateway::settle::Stored;
 use crate::record::{Attempt, Caller, Fence, Fingerprint, OwnerId, Record, RecordId, State};
 use crate::route::{Lookup, OnUnknown};
 use crate::store::{Asker, Changed, Error, Proposal, Reserved, Takeover};
 use crate::telemetry::{self, causes};
 
-/// First pause between two looks at a record that another replica works on; it doubles up to [`POLL_MAX`].
+/// Pauses between looks at a record that another replica works on.
+pub(super) const POLLS: Backoff = Backoff::new(POLL_FIRST, Duration::from_millis(500));
 pub(super) const POLL_FIRST: Duration = Duration::from_millis(20);
-pub(super) const POLL_MAX: Duration = Duration::from_millis(500);
 
 /// A record in progress that stands in the way.
 struct Met {

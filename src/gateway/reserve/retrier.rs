@@ -24,6 +24,7 @@ use tokio_util::task::task_tracker::TaskTrackerToken;
 use super::cache::{Cache, Replay};
 use super::ends::Ends;
 use super::vocabulary::FlightEnd;
+use crate::backoff::Backoff;
 use crate::fault::{self, Point};
 use crate::gateway::settle::{End, Executed, Settlement, Unsettled, look, settle};
 use crate::gateway::spill::{Keeping, Spill};
@@ -33,9 +34,8 @@ use crate::record::{
 use crate::store::{Changed, Completion, Error, LateEnd, LateOutcome, Proposal, Reinstated, Store};
 use crate::telemetry::{Drained, Metrics, WentBack, causes};
 
-/// First pause between two tries of a pending write; it doubles. The first that the store takes wakes all others.
-const PAUSE_FIRST: Duration = Duration::from_millis(50);
-const PAUSE_MAX: Duration = Duration::from_millis(500);
+/// Pauses between tries of a pending write. The first that the store takes wakes all others.
+const PAUSES: Backoff = Backoff::new(Duration::from_millis(50), Duration::from_millis(500));
 
 /// How often a reservation that may still be committed is looked for.
 const WITHDRAW_EVERY: Duration = Duration::from_secs(2);
@@ -262,7 +262,7 @@ impl Retrier {
     }
 
     async fn repeat(&self, mut pending: PendingWrite) -> FlightEnd {
-        let mut pause = PAUSE_FIRST;
+        let mut pauses = PAUSES;
         // What cannot be left to the next process is tried until the end.
         let mut until = &self.leaving;
         loop {
@@ -297,7 +297,7 @@ impl Retrier {
                 continue;
             }
             tracing::debug!(error = %causes(&error), "an outcome is still pending");
-            let pausing = tokio::time::timeout(pause.mul_f64(0.5 + fastrand::f64() / 2.0), back);
+            let pausing = tokio::time::timeout(pauses.pause(), back);
             if until.run_until_cancelled(pausing).await.is_none() {
                 let Some(left) = self.hand_over(pending).await else { return FlightEnd::LookAgain };
                 if self.ending.is_cancelled() {
@@ -306,7 +306,6 @@ impl Retrier {
                 }
                 (pending, until) = (left, &self.ending);
             }
-            pause = (pause * 2).min(PAUSE_MAX);
         }
     }
 

@@ -19,6 +19,7 @@ use super::connection::{Effect, Param, Params};
 use super::pool::{Dedicated, LockForms, Pool};
 use super::records::committed;
 use super::rows::{attempt, get, seconds};
+use crate::backoff::Backoff;
 use crate::record::{KeptBody, RecordId, Scope, encode_headers};
 use crate::store::batch::{Batcher, RunError, Work};
 use crate::store::{Completion, Error, LateOutcome, Settled};
@@ -270,9 +271,8 @@ fn tried(row: &Row) -> Result<(RecordId, Tried), Error> {
     Ok((get::<Uuid>(row, "id")?.into(), tried))
 }
 
-/// First pause before a completion is tried again whose row somebody holds; it doubles up to [`PAUSE_MAX`].
-const PAUSE_FIRST: Duration = Duration::from_millis(5);
-const PAUSE_MAX: Duration = Duration::from_millis(100);
+/// Pauses before a completion is tried again whose row somebody holds.
+const PAUSES: Backoff = Backoff::new(Duration::from_millis(5), Duration::from_millis(100));
 
 /// Submits a completion until its row is free. Meanwhile it holds nothing: no connection, and no place in a batch.
 pub(super) async fn complete(
@@ -280,11 +280,11 @@ pub(super) async fn complete(
     completion: Arc<Completion>,
     deadline: Instant,
 ) -> Result<Settled, Error> {
-    let (mut pause, mut locked) = (PAUSE_FIRST, false);
+    let (mut pauses, mut locked) = (PAUSES, false);
     loop {
         match batcher.submit_shared(Arc::clone(&completion), deadline).await {
             Ok(Tried::Settled(settled)) => return Ok(settled),
-            Ok(Tried::Skipped) if Instant::now() + pause >= deadline => {
+            Ok(Tried::Skipped) if Instant::now() + pauses.longest() >= deadline => {
                 return Ok(Settled::Locked);
             }
             Ok(Tried::Skipped) => locked = true,
@@ -292,7 +292,6 @@ pub(super) async fn complete(
             Err(Error::Late) if locked => return Ok(Settled::Locked),
             Err(error) => return Err(error),
         }
-        tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
-        pause = (pause * 2).min(PAUSE_MAX);
+        tokio::time::sleep(pauses.pause()).await;
     }
 }
