@@ -16,7 +16,7 @@ use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 use tokio::runtime::{Builder, Runtime};
@@ -24,6 +24,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use self::print::{Exit, Failure};
 use self::serve::StartError;
+use crate::clock;
 use crate::config::{self, Config};
 use crate::demo;
 use crate::fault;
@@ -486,7 +487,7 @@ fn announce(config: &Config) -> impl Fn(&RecordRow, &Answer) -> (Vec<Event>, Dur
             record: row.id,
             scope: &row.scope,
             attempt: row.attempt.next(),
-            at: now(),
+            at: clock::time_of_day(),
             context: row.context.as_deref(),
             answer,
         });
@@ -499,14 +500,6 @@ fn announce(config: &Config) -> impl Fn(&RecordRow, &Answer) -> (Vec<Event>, Dur
         }
         (rendered.events, route.policy.retention)
     }
-}
-
-#[expect(
-    clippy::disallowed_methods,
-    reason = "only shown in the message; nothing is decided by it"
-)]
-fn now() -> SystemTime {
-    SystemTime::now()
 }
 
 #[cfg(test)]

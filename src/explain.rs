@@ -10,8 +10,6 @@
 mod difference;
 mod text;
 
-use std::fmt::Write as _;
-
 use async_trait::async_trait;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -22,7 +20,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::fingerprint::{self, Recipe, show};
-use crate::record::{Fingerprint, Scope, Status};
+use crate::record::{Fingerprint, Scope, Status, hex};
 use crate::route::{Look, Named, Near, Reading};
 use crate::scope::DERIVED;
 
@@ -177,15 +175,6 @@ impl From<&Fingerprint> for HashView {
             recipe: hex(&fingerprint.recipe),
         }
     }
-}
-
-fn hex(bytes: &[u8]) -> String {
-    let mut text = String::with_capacity(bytes.len() * 2);
-    for byte in bytes {
-        // Writing to a string cannot fail.
-        let _ok = write!(text, "{byte:02x}");
-    }
-    text
 }
 
 /// What counts of a request.

@@ -13,9 +13,10 @@
 //!
 //! A process that dies here, or whose clock stands still, leaves a lease that runs out by the database's clock.
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::RwLock;
 use tokio_util::sync::CancellationToken;
 
 use crate::backoff::Backoff;
@@ -193,13 +194,13 @@ impl Contact {
     /// How often the database must be asked at least to keep contact; `None`: never.
     #[must_use]
     pub fn pace(&self) -> Option<Duration> {
-        self.0.read().unwrap_or_else(PoisonError::into_inner).lease.map(|lease| lease / 4)
+        self.0.read().lease.map(|lease| lease / 4)
     }
 
     /// The database answered at `now`. After a gap of more than half a lease contact begins anew: the others renew
     /// every third, so a shorter gap alone ends nobody's lease.
     pub fn reached(&self, now: Instant) {
-        let mut reach = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let mut reach = self.0.write();
         if reach.since.is_none() || reach.gap(now) {
             reach.since = Some(now);
         }
@@ -208,13 +209,13 @@ impl Contact {
 
     /// The database was asked and did not answer.
     pub fn lost(&self) {
-        self.0.write().unwrap_or_else(PoisonError::into_inner).since = None;
+        self.0.write().since = None;
     }
 
     /// Whether other owners may be judged by their leases at `now`.
     #[must_use]
     pub fn may_judge(&self, now: Instant) -> bool {
-        let reach = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let reach = self.0.read();
         let Some(lease) = reach.lease else { return true };
         let long = |since| now.saturating_duration_since(since) >= lease;
         reach.since.is_some_and(long) && !reach.gap(now)

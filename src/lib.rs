@@ -7,6 +7,7 @@
 //! Modules in reading order. Imports point at meaning, never at the next step: see `docs/architecture.md`.
 
 pub mod backoff;
+pub mod clock;
 pub mod record;
 
 pub mod fingerprint;

@@ -218,6 +218,12 @@ pub type Digest = [u8; 32];
 /// Names the way in which a canonical hash was made: format version and the route's settings.
 pub type RecipeId = [u8; 8];
 
+/// Bytes in lower-case hexadecimal digits.
+#[must_use]
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// What makes two requests the same request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fingerprint {

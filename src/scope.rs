@@ -24,7 +24,7 @@ use sha2::{Digest as _, Sha256};
 use self::jwt::{ClaimPath, Claims};
 use crate::fingerprint::form;
 use crate::fingerprint::json::{Scalar, Tree};
-use crate::record::{Caller, KEY_MAX, Key, Tenant};
+use crate::record::{Caller, KEY_MAX, Key, Tenant, hex};
 
 /// How every derived key begins, and no sent one.
 pub const DERIVED: &str = "derived:";
@@ -234,12 +234,9 @@ impl DigestKey {
     /// The digest of a text: the first half of its HMAC-SHA256 (RFC 2104), as 32 hexadecimal digits.
     #[must_use]
     pub fn digest(&self, text: &[u8]) -> String {
-        hex(hmac::sign(&self.0, text).as_ref().iter().take(16))
+        let whole = hex(hmac::sign(&self.0, text).as_ref());
+        whole.chars().take(32).collect()
     }
-}
-
-fn hex<'b>(bytes: impl Iterator<Item = &'b u8>) -> String {
-    bytes.map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Why a request has no scope.
@@ -339,7 +336,7 @@ pub fn derive_key(recipe: &Recipe, asked: &RequestHead<'_>, body: &[u8]) -> Opti
     let list = format!("[{}]", values.collect::<Option<Vec<_>>>()?.join(","));
     let plain = format!("{DERIVED}{list}");
     Key::parse(&plain).or_else(|| {
-        let hash = hex(Sha256::digest(list.as_bytes()).iter());
+        let hash = hex(&Sha256::digest(list.as_bytes()));
         Key::parse(&format!("{DERIVED}sha256:{hash}"))
     })
 }

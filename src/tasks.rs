@@ -19,10 +19,11 @@ use std::fmt;
 use std::io;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -157,10 +158,6 @@ tokio::task_local! {
     static STATUS: Arc<Status>;
 }
 
-fn registry() -> MutexGuard<'static, Vec<Arc<Status>>> {
-    REGISTRY.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Keeps a task in the registry for as long as it is there.
 struct Registered(Arc<Status>);
 
@@ -169,22 +166,18 @@ impl Registered {
         let seen = Seen { state: State::Running, ends: 0, run: None, error: None };
         let (runs, seen) = (AtomicU64::new(0), Mutex::new(seen));
         let status = Arc::new(Status { name, of, runs, seen });
-        registry().push(Arc::clone(&status));
+        REGISTRY.lock().push(Arc::clone(&status));
         Self(status)
     }
 }
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        registry().retain(|status| !Arc::ptr_eq(status, &self.0));
+        REGISTRY.lock().retain(|status| !Arc::ptr_eq(status, &self.0));
     }
 }
 
 impl Status {
-    fn seen(&self) -> MutexGuard<'_, Seen> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// It ended though nobody told it to.
     fn ended(&self, why: &str, state: State) {
         let (task, of) = (self.name, self.of.as_str());
@@ -197,14 +190,14 @@ impl Status {
             }
         }
         telemetry::task_ended(self.name);
-        let mut seen = self.seen();
+        let mut seen = self.seen.lock();
         seen.state = state;
         seen.ends += 1;
         seen.error = Some((why.to_owned(), Instant::now()));
     }
 
     fn shown(&self) -> Shown {
-        let seen = self.seen();
+        let seen = self.seen.lock();
         Shown {
             name: self.name,
             of: self.of.clone(),
@@ -243,7 +236,7 @@ pub async fn kept<F: Future<Output = ()>>(
         if stop.run_until_cancelled(pausing).await.is_none() {
             return;
         }
-        status.seen().state = State::Running;
+        status.seen.lock().state = State::Running;
         tracing::info!(task = task.name(), of = status.of, "a background task is begun anew");
     }
 }
@@ -302,7 +295,7 @@ pub fn short<T: Send + 'static>(task: impl Future<Output = T> + Send + 'static) 
 pub fn ran() {
     let note = |status: &Arc<Status>| {
         status.runs.fetch_add(1, Ordering::Relaxed);
-        status.seen().run = Some(Instant::now());
+        status.seen.lock().run = Some(Instant::now());
     };
     // Err: it runs by itself, in a test.
     STATUS.try_with(note).ok();
@@ -313,7 +306,7 @@ pub fn failed(error: &dyn fmt::Display) {
     let note = |status: &Arc<Status>| {
         status.runs.fetch_add(1, Ordering::Relaxed);
         let why = error.to_string().chars().take(ERROR_MAX).collect();
-        let mut seen = status.seen();
+        let mut seen = status.seen.lock();
         seen.run = Some(Instant::now());
         seen.error = Some((why, Instant::now()));
     };
@@ -323,7 +316,7 @@ pub fn failed(error: &dyn fmt::Display) {
 /// All tasks of this process, in the order of their names.
 #[must_use]
 pub fn all() -> Vec<Shown> {
-    let shown = registry().iter().map(|status| status.shown()).collect::<Vec<_>>();
+    let shown = REGISTRY.lock().iter().map(|status| status.shown()).collect::<Vec<_>>();
     let by_name = shown.into_iter().map(|task| ((task.name, task.of.clone()), task));
     by_name.collect::<BTreeMap<_, _>>().into_values().collect()
 }
@@ -331,8 +324,8 @@ pub fn all() -> Vec<Shown> {
 /// The name of a task that does not run, though it should.
 #[must_use]
 pub fn ailing() -> Option<&'static str> {
-    let registry = registry();
-    let ailing = registry.iter().find(|status| status.seen().state != State::Running);
+    let registry = REGISTRY.lock();
+    let ailing = registry.iter().find(|status| status.seen.lock().state != State::Running);
     ailing.map(|status| status.name)
 }
 
@@ -375,7 +368,7 @@ mod tests {
         let begun = Arc::new(Mutex::new(Vec::new()));
         let (noted, stopped) = (Arc::clone(&begun), stop.clone());
         let running = kept(Loop::Sweeper, of, stop.clone(), move || {
-            let mut begun = noted.lock().unwrap();
+            let mut begun = noted.lock();
             begun.push(Instant::now());
             life(begun.len() - 1, losses, stopped.clone())
         });
@@ -393,7 +386,7 @@ mod tests {
         let task_shown = shown("growing").unwrap();
         assert_eq!((task_shown.ends, task_shown.state), (4, State::Running));
         assert_eq!(task_shown.last_error.unwrap().0, "the database is away");
-        let begun = begun.lock().unwrap().clone();
+        let begun = begun.lock().clone();
         let slack = Duration::from_millis(10);
         for (n, pair) in (0_u32..).zip(begun.windows(2)) {
             let (pause, most) = (pair[1] - pair[0], PAUSES.longest() * 2_u32.pow(n));

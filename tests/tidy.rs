@@ -112,7 +112,7 @@ fn imports(code: &str) -> BTreeSet<String> {
 fn allowed(module: &str) -> Option<&'static [&'static str]> {
     let top = module.split('/').next().unwrap();
     match top {
-        "backoff" => Some(&["backoff"]),
+        "backoff" | "clock" => Some(&[]),
         "record" => Some(&["record"]),
         "fingerprint" => Some(&["fingerprint", "record"]),
         // A derived key reads the body as the fingerprint does.
@@ -128,6 +128,7 @@ fn allowed(module: &str) -> Option<&'static [&'static str]> {
         "gateway" => Some(&[
             "gateway",
             "backoff",
+            "clock",
             "explain",
             "route",
             "scope",
@@ -138,7 +139,9 @@ fn allowed(module: &str) -> Option<&'static [&'static str]> {
             "fault",
             "store",
         ]),
-        "relay" => Some(&["relay", "backoff", "record", "store", "tasks", "telemetry", "fault"]),
+        "relay" => {
+            Some(&["relay", "backoff", "clock", "record", "store", "tasks", "telemetry", "fault"])
+        }
         "lease" => Some(&["lease", "backoff", "record", "store", "tasks", "telemetry"]),
         // The sweeper asks the lease's `Contact` whether it may judge other owners.
         "sweep" => Some(&["sweep", "lease", "record", "store", "tasks", "telemetry"]),

@@ -17,7 +17,7 @@ use base64::engine::general_purpose::STANDARD;
 use http::HeaderMap;
 use serde::Serialize;
 
-use crate::record::{Answer, KeptBody, Status};
+use crate::record::{Answer, KeptBody, Status, hex};
 use crate::store::{AttemptRow, AuditRow, EventRow, RecordRow};
 
 /// A record. The fields that only [`RecordView::whole`] fills are left out of lists.
@@ -297,17 +297,6 @@ pub fn time(at: SystemTime) -> String {
     let last = Duration::new(253_402_300_799, 999_999_000);
     let since = at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().min(last);
     humantime::format_rfc3339_micros(SystemTime::UNIX_EPOCH + since).to_string()
-}
-
-/// Lower-case hex.
-#[must_use]
-pub fn hex(bytes: &[u8]) -> String {
-    let mut text = String::with_capacity(bytes.len() * 2);
-    for byte in bytes {
-        // Writing to a String does not fail.
-        write!(text, "{byte:02x}").unwrap_or_default();
-    }
-    text
 }
 
 /// Headers as pairs in their order. A value that is not UTF-8 is read as Latin-1, as HTTP once did.

@@ -2,8 +2,8 @@
 
 use std::collections::HashSet;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::tasks;
@@ -15,6 +15,7 @@ use axum::routing::post;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
+use parking_lot::Mutex;
 use ring::hmac;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -101,7 +102,7 @@ impl Consumer {
     }
 
     pub(super) fn distinct(&self) -> usize {
-        self.counts.seen.lock().unwrap_or_else(PoisonError::into_inner).len()
+        self.counts.seen.lock().len()
     }
 }
 
@@ -111,7 +112,7 @@ async fn take(State(counts): State<Arc<Counts>>, headers: HeaderMap, body: Bytes
         counts.forged.fetch_add(1, Ordering::Relaxed);
         return StatusCode::UNAUTHORIZED;
     };
-    counts.seen.lock().unwrap_or_else(PoisonError::into_inner).insert(id.to_owned());
+    counts.seen.lock().insert(id.to_owned());
     StatusCode::NO_CONTENT
 }
 

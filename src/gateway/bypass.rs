@@ -4,12 +4,12 @@
 //! reserved, or whose record was seen, never comes here; a request goes out once, on a connection of its own; the answer says
 //! that nothing protects it, and nothing of it is kept.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::{HeaderValue, Request, Response};
 use http_body_util::{BodyExt, Full};
+use parking_lot::Mutex;
 
 use super::pass;
 use super::reply::BYPASSED;
@@ -73,7 +73,7 @@ impl Alarm {
 
     /// How many there were since the last warning, where it is time for one.
     fn due(&self, now: Instant) -> Option<u64> {
-        let mut quiet = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut quiet = self.0.lock();
         quiet.count += 1;
         if quiet.since.is_some_and(|since| now.duration_since(since) < WARN_EVERY) {
             return None;

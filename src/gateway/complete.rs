@@ -30,6 +30,7 @@ use super::settle::{End, Executed, NotExecuted, Unsettled};
 use super::spill::Keeping;
 use super::upstream;
 use crate::backoff::Backoff;
+use crate::clock;
 use crate::record::event::{Event, Origin};
 use crate::record::outcome::{Class, Failure};
 use crate::record::{Answer, Attempt, Caller, Fence, KeptBody, RecordId, Spelling};
@@ -426,7 +427,7 @@ impl Closing<'_> {
             record: in_flight.fence.id,
             scope: &in_flight.scope,
             attempt: in_flight.fence.attempt,
-            at: now(),
+            at: clock::time_of_day(),
             context: self.context,
             answer,
         });
@@ -436,12 +437,6 @@ impl Closing<'_> {
         }
         rendered.events
     }
-}
-
-/// The time that a message tells. It orders nothing and expires nothing: those are the database's.
-#[expect(clippy::disallowed_methods, reason = "only shown in messages; nothing is decided by it")]
-fn now() -> SystemTime {
-    SystemTime::now()
 }
 
 /// The caller of an attempt in whose place this answer stands.

@@ -10,7 +10,7 @@
 
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
@@ -18,6 +18,7 @@ use bytes::{Bytes, BytesMut};
 use http::{Request, Response};
 use http_body::{Body as _, Frame, SizeHint};
 use http_body_util::{BodyExt, Full};
+use parking_lot::Mutex;
 use quick_cache::unsync::Cache;
 use sha2::{Digest as _, Sha256};
 use tokio::sync::oneshot;
@@ -93,7 +94,7 @@ impl Memory {
     fn meet(&self, route: &Route, request: &KeyedRequest, ended: &Ended, now: Instant) -> Would {
         let (digest, fingerprint) = (digest(&request.scope), request.fingerprint);
         let caller = request.caller.as_ref().map(digest_of_caller);
-        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = self.0.lock();
         let seen = seen.get_or_insert_with(|| Cache::new(KEYS_MAX));
         let would = seen.get(&digest).map_or(Would::Execute, |known| {
             let end = known.ended.0.get().copied();

@@ -3,9 +3,9 @@
 //! What must stay true: no act is passed over. A look reaches back to the last one that came through, however long the database
 //! was away or this process was stopped, and beyond it: rows of slow transactions become visible late.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -29,7 +29,7 @@ impl Default for Read {
 
 impl Read {
     fn at(&self) -> MutexGuard<'_, Instant> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 
@@ -76,7 +76,7 @@ mod tests {
         let (reach, forgotten) = (Mutex::new(Vec::new()), Mutex::new(Vec::new()));
         let acted_on = async |window: Duration| {
             let now = start.elapsed();
-            reach.lock().unwrap().push((now, window));
+            reach.lock().push((now, window));
             match outage.contains(&now) {
                 true => Err(Error::Unavailable("away".into())),
                 // Of the act that came just as the database went.
@@ -87,15 +87,15 @@ mod tests {
         };
         let forget = |records: &[RecordId]| {
             assert_eq!(records, [released]);
-            forgotten.lock().unwrap().push(start.elapsed());
+            forgotten.lock().push(start.elapsed());
         };
         let read = Read::default();
         let watching = watch(&read, acted_on, forget, &stop);
         tokio::time::timeout(Duration::from_secs(200), watching).await.unwrap_err();
-        let forgotten = forgotten.into_inner().unwrap();
+        let forgotten = forgotten.into_inner();
         assert!(forgotten.first().is_some_and(|at| *at < outage.end + 2 * EVERY), "{forgotten:?}");
         // Nobody reads the same for ever.
-        let (_, last) = reach.into_inner().unwrap().pop().unwrap();
+        let (_, last) = reach.into_inner().pop().unwrap();
         assert!(last <= BEYOND + 2 * EVERY, "{last:?}");
     }
 }

@@ -14,9 +14,10 @@
 //! When the process dies in the middle, what it has not looked after yet is lost with its memory, as all of it would have been.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
+use parking_lot::{Mutex, MutexGuard};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
@@ -103,7 +104,7 @@ pub(super) struct Compared(Mutex<Option<(Life, Instant)>>);
 
 impl Compared {
     fn last(&self) -> MutexGuard<'_, Option<(Life, Instant)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

@@ -11,20 +11,22 @@
 //!
 //! Nothing is kept here. A process that dies fetches again.
 
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::header::{ACCEPT, ACCEPT_ENCODING, USER_AGENT};
 use http::uri::PathAndQuery;
 use http::{HeaderMap, HeaderValue, Request, StatusCode, Uri};
 use http_body_util::Full;
+use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::forward::{self, Evidence};
 use super::upstream::{self, Upstream};
 use crate::backoff::jittered;
+use crate::clock;
 use crate::scope::jwt::{self, Claims, Keys, Rules, TokenError};
 use crate::scope::{self, Refusal};
 use crate::tasks;
@@ -123,7 +125,7 @@ impl Tokens {
         const UNKNOWN: Refusal = Refusal::TokenInvalid("names a key that is not known");
         let text = scope::bearer(headers).map_err(Refusal::TokenInvalid)?;
         let text = text.ok_or(Refusal::TokenMissing)?;
-        let verify = |keys: &Keys| jwt::verify(text, keys, &self.rules, time_of_day());
+        let verify = |keys: &Keys| jwt::verify(text, keys, &self.rules, clock::since_1970());
         let fetched = match &self.source {
             Source::Fixed(keys) => return verify(keys).map_err(|fault| refusal(fault, UNKNOWN)),
             Source::Url(fetched) => fetched,
@@ -181,17 +183,9 @@ fn refusal(error: TokenError, unknown: Refusal) -> Refusal {
     }
 }
 
-#[expect(
-    clippy::disallowed_methods,
-    reason = "a token says until what time of day it is good, and the caller's issuer is no database"
-)]
-fn time_of_day() -> Duration {
-    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
-}
-
 impl Fetched {
     fn state(&self) -> State {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.state.lock().clone()
     }
 
     /// Fetches, unless it was tried a moment ago; what is known then.
@@ -222,10 +216,10 @@ impl Fetched {
     }
 
     async fn fetch_now(&self, rules: &Rules) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).tried = Some(Instant::now());
+        self.state.lock().tried = Some(Instant::now());
         let fetch = tokio::time::timeout(self.settings.timeout, self.fetch(rules));
         let fetched = fetch.await.unwrap_or_else(|_| Err("no answer in time".to_owned()));
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
         state.tried = Some(Instant::now());
         state.failed = fetched.is_err();
         match fetched {

@@ -13,14 +13,15 @@
 
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use http::Uri;
 use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf, copy_bidirectional};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep_until, timeout};
@@ -74,11 +75,11 @@ impl Switch {
     /// Once the 101 is on its way.
     pub(super) fn leave(&self, tunnel: Tunnel) {
         self.0.switched.store(true, Ordering::Relaxed);
-        *self.0.tunnel.lock().unwrap_or_else(PoisonError::into_inner) = Some(tunnel);
+        *self.0.tunnel.lock() = Some(tunnel);
     }
 
     pub(super) fn take(&self) -> Option<Tunnel> {
-        self.0.tunnel.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.0.tunnel.lock().take()
     }
 
     pub(super) fn is_switched(&self) -> bool {

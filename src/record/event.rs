@@ -31,7 +31,7 @@ use uuid::Uuid;
 pub use self::context::RecordContext;
 use self::subscription::{Subscriber, subscribed_to};
 use self::template::{Expression, Text, Tree};
-use crate::record::{Answer, Attempt, KeptBody, Operation, RecordId, Scope, lookup};
+use crate::record::{Answer, Attempt, KeptBody, Operation, RecordId, Scope, hex, lookup};
 
 /// The namespace of the ids of events.
 const NAMESPACE: Uuid = Uuid::from_u128(0x6f1d_7c52_94a8_4b0e_8a3c_5e2f_d19b_7046);
@@ -431,9 +431,7 @@ fn bounded(text: String, max: usize) -> String {
     if text.len() <= max && !text.chars().any(char::is_control) {
         return text;
     }
-    let hash = Sha256::digest(text.as_bytes());
-    let hex = hash.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-    format!("sha256:{hex}")
+    format!("sha256:{}", hex(&Sha256::digest(text.as_bytes())))
 }
 
 fn raw(data: &impl Serialize) -> Result<Box<RawValue>, String> {

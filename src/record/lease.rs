@@ -1,7 +1,9 @@
 //! The lease of this process, as it may be relied on without asking the database.
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::Instant;
+
+use parking_lot::RwLock;
 
 use super::OwnerId;
 
@@ -29,12 +31,12 @@ impl LeaseView {
     /// The lease as last renewed.
     #[must_use]
     pub fn current(&self) -> Lease {
-        *self.0.read().unwrap_or_else(PoisonError::into_inner)
+        *self.0.read()
     }
 
     /// Takes over a renewed lease, or one of a new owner.
     pub fn renew(&self, lease: Lease) {
-        *self.0.write().unwrap_or_else(PoisonError::into_inner) = lease;
+        *self.0.write() = lease;
     }
 
     /// Whether `owner` is still this process's owner and certainly counted as alive at `now`.

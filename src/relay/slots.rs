@@ -4,9 +4,10 @@
 //! just come back is not knocked over by what has piled up. What must stay true: never more than `full` slots are taken,
 //! and whoever waits for one is woken when one is given back or added.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
@@ -64,7 +65,7 @@ pub(super) struct Slot(Arc<Slots>);
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        let (_, taken) = &mut *self.0.state();
+        let (_, taken) = &mut *self.0.state.lock();
         *taken = taken.saturating_sub(1);
         self.0.freed.notify_one();
     }
@@ -82,30 +83,26 @@ impl Slots {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, (SlowStart, usize)> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// How many slots are free.
     pub(super) fn free(&self) -> usize {
-        let (slow_start, taken) = &*self.state();
+        let (slow_start, taken) = &*self.state.lock();
         slow_start.open.saturating_sub(*taken)
     }
 
     /// Whether the sink has come back and has not got all its slots yet.
     pub(super) fn is_starting(&self) -> bool {
-        let slow_start = &self.state().0;
+        let slow_start = &self.state.lock().0;
         slow_start.open < slow_start.full
     }
 
     /// How many slots there are now, free or taken.
     pub(super) fn open(&self) -> usize {
-        self.state().0.open
+        self.state.lock().0.open
     }
 
     /// Takes a free slot.
     pub(super) fn take(self: &Arc<Self>) -> Option<Slot> {
-        let (slow_start, taken) = &mut *self.state();
+        let (slow_start, taken) = &mut *self.state.lock();
         if *taken >= slow_start.open {
             return None;
         }
@@ -121,40 +118,40 @@ impl Slots {
     /// A delivery went well.
     pub(super) fn succeeded(&self) {
         self.note_success();
-        self.state().0.succeeded();
+        self.state.lock().0.succeeded();
         self.freed.notify_one();
     }
 
     fn note_success(&self) {
-        let mut succeeded_at = self.succeeded_at.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut succeeded_at = self.succeeded_at.lock();
         *succeeded_at = Some(Instant::now());
     }
 
     /// Whether a delivery went well so lately.
     pub(super) fn succeeded_within(&self, within: Duration) -> bool {
-        let succeeded_at = *self.succeeded_at.lock().unwrap_or_else(PoisonError::into_inner);
+        let succeeded_at = *self.succeeded_at.lock();
         succeeded_at.is_some_and(|at| at.elapsed() < within)
     }
 
     /// A delivery failed. Whether that makes an outage.
     pub(super) fn failed(&self) -> bool {
-        self.state().0.failed()
+        self.state.lock().0.failed()
     }
 
     /// How many deliveries have failed in a row.
     pub(super) fn failures(&self) -> u32 {
-        self.state().0.failures
+        self.state.lock().0.failures
     }
 
     /// After how many failed probes the next pause goes on.
     pub(super) fn level(&self) -> u32 {
-        self.state().0.level
+        self.state.lock().0.level
     }
 
     /// The sink is open again, after so many failed probes: begins with one slot.
     pub(super) fn resumed(&self, level: u32) {
         self.note_success();
-        self.state().0.resumed(level);
+        self.state.lock().0.resumed(level);
         self.freed.notify_one();
     }
 }

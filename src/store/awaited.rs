@@ -4,8 +4,10 @@
 //! happens once and for good, every verb is [`Error::Unavailable`] at once, and nothing reaches a database. So nothing is
 //! reserved, and nothing that stands there is judged, before the start has drained the spill and taken a lease.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::layer::Layer;
 use super::{Error, OperatorsLayer, OutboxLayer, RecordsLayer, SinksLayer, Store};
@@ -38,7 +40,7 @@ impl Gate {
 
     /// Why it could not be opened so far, for whoever asks meanwhile.
     pub fn explain(&self, why: String) {
-        *self.0.why.lock().unwrap_or_else(PoisonError::into_inner) = why;
+        *self.0.why.lock() = why;
     }
 }
 
@@ -55,7 +57,7 @@ impl Layer for Awaited {
         let Way { store, begun, why } = &*self.0;
         store.get().map(AsRef::as_ref).ok_or_else(|| {
             let since = Duration::from_secs(begun.elapsed().as_secs());
-            let why = why.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let why = why.lock().clone();
             Error::Unavailable(NotOpen { since, why }.into())
         })
     }

@@ -41,10 +41,11 @@ mod write_probe;
 
 use std::fmt;
 use std::str::FromStr as _;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use parking_lot::Mutex;
 use tokio_postgres::Config;
 use uuid::Uuid;
 
@@ -334,9 +335,9 @@ impl Records for Postgres {
     }
 
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {
-        let from = *self.swept_to.lock().unwrap_or_else(PoisonError::into_inner);
+        let from = *self.swept_to.lock();
         let (gone, to) = records::sweep(&self.pool, limit, from).await?;
-        *self.swept_to.lock().unwrap_or_else(PoisonError::into_inner) = to;
+        *self.swept_to.lock() = to;
         Ok(gone)
     }
 

@@ -10,13 +10,14 @@
 
 mod keys;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue};
+use parking_lot::Mutex;
 use serde_json::Value;
 use uuid::Uuid;
 
@@ -256,7 +257,7 @@ impl Sealed {
 
     /// Once for many: each event has its reason beside it.
     fn tell(&self, sink: &str, event: Uuid, error: &str) {
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut told = self.told.lock();
         if told.is_some_and(|at| at.elapsed() < UNOPENED_PAUSE) {
             return;
         }

@@ -15,9 +15,10 @@ use std::backtrace::{Backtrace, BacktraceStatus};
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, IsTerminal, Write};
 use std::panic::PanicHookInfo;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
+use std::sync::{Arc, OnceLock, mpsc};
 use std::time::Duration;
 
+use parking_lot::{Condvar, Mutex};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::MakeWriter;
 
@@ -58,6 +59,7 @@ struct Log(Arc<Queue>);
 /// Lines on their way to the writer.
 #[derive(Default)]
 struct Queue {
+    /// Locked for a push or a take, never for a write.
     waiting: Mutex<Waiting>,
     /// A line has come.
     come: Condvar,
@@ -74,13 +76,8 @@ struct Waiting {
 }
 
 impl Queue {
-    /// Held for a push or a take, never for a write.
-    fn lock(&self) -> MutexGuard<'_, Waiting> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn push(&self, line: &[u8]) {
-        let mut waiting = self.lock();
+        let mut waiting = self.waiting.lock();
         let bytes = waiting.bytes.saturating_add(line.len());
         if waiting.lines.len() >= LINES_MAX || bytes > BYTES_MAX {
             drop(waiting);
@@ -95,13 +92,12 @@ impl Queue {
 
     /// All that waits; waits for a line itself.
     fn take(&self) -> VecDeque<Vec<u8>> {
-        let mut waiting = self.lock();
+        let mut waiting = self.waiting.lock();
         waiting.writing = false;
         if waiting.lines.is_empty() {
             self.idle.notify_all();
         }
-        let wait = self.come.wait_while(waiting, |waiting| waiting.lines.is_empty());
-        let mut waiting = wait.unwrap_or_else(PoisonError::into_inner);
+        self.come.wait_while(&mut waiting, |waiting| waiting.lines.is_empty());
         waiting.writing = true;
         waiting.bytes = 0;
         std::mem::take(&mut waiting.lines)
@@ -145,7 +141,7 @@ impl Log {
 
     fn flush(&self) {
         let busy = |waiting: &mut Waiting| waiting.writing || !waiting.lines.is_empty();
-        drop(self.0.idle.wait_timeout_while(self.0.lock(), FLUSH_MAX, busy));
+        self.0.idle.wait_while_for(&mut self.0.waiting.lock(), busy, FLUSH_MAX);
     }
 }
 
@@ -310,7 +306,7 @@ mod tests {
                 return Err(ErrorKind::StorageFull.into());
             }
             let taken = if whole { bytes.len() } else { bytes.len() / 2 };
-            self.kept.lock().unwrap().extend_from_slice(&bytes[..taken]);
+            self.kept.lock().extend_from_slice(&bytes[..taken]);
             Ok(taken)
         }
 
@@ -326,7 +322,7 @@ mod tests {
         writer.put(b"first line\n");
         disk.mended.store(true, Ordering::SeqCst);
         writer.put(b"second\n");
-        assert_eq!(String::from_utf8_lossy(&disk.kept.lock().unwrap()), "first\nsecond\n");
+        assert_eq!(String::from_utf8_lossy(&disk.kept.lock()), "first\nsecond\n");
     }
 
     /// Holds every write until it may go on.
@@ -370,6 +366,6 @@ mod tests {
         let queue = Queue::default();
         let line = vec![b'x'; BYTES_MAX / 2];
         (0..3).for_each(|_| queue.push(&line));
-        assert_eq!(queue.lock().lines.len(), 2);
+        assert_eq!(queue.waiting.lock().lines.len(), 2);
     }
 }

@@ -1,7 +1,8 @@
 //! Lines that would say the same again and again: the first at once, then one in a while, with how many were left out.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 /// How long nothing more is said after a line.
 const PAUSE: Duration = Duration::from_secs(10);
@@ -24,7 +25,7 @@ impl Pace {
     }
 
     fn due_at(&self, now: Instant) -> Option<u64> {
-        let mut told = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut told = self.0.lock();
         if let Some(told) = told.as_mut()
             && now.saturating_duration_since(told.at) < PAUSE
         {

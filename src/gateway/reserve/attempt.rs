@@ -2,8 +2,8 @@
 //! [`InFlight`] must be settled, and one that has [`Detached`] has an answer that may still come.
 
 use std::collections::hash_map;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::flight::{Leader, Progress, Sending, SingleFlight};
@@ -259,7 +259,7 @@ impl SingleFlight {
     /// is on its way to the store.
     pub(in crate::gateway) fn resume(&self, detached: Detached) -> Box<InFlight> {
         let mut in_flight = detached.answered();
-        let mut flights = self.flights.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut flights = self.flights.lock();
         match flights.entry(in_flight.scope.clone()) {
             hash_map::Entry::Vacant(place) => {
                 let (record, fingerprint) = (in_flight.fence.id, in_flight.fingerprint);

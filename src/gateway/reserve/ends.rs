@@ -7,8 +7,10 @@
 //! an execution whose answer is not at hand.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
+
+use parking_lot::Mutex;
 
 use crate::gateway::spill::{decode, encode};
 use crate::record::{Caller, Fence, Fingerprint, RecordId};
@@ -133,10 +135,6 @@ impl Ends {
         Self(Arc::new(Mutex::new(blocks)))
     }
 
-    fn blocks(&self) -> MutexGuard<'_, Blocks> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The database has confirmed this completion. `open`: what else is known of its attempt, where that was made here.
     pub(super) fn completed(
         &self,
@@ -146,7 +144,7 @@ impl Ends {
         open: Option<&Arc<Proposal>>,
     ) {
         let encoded = encode(completion, fingerprint);
-        let mut blocks = self.blocks();
+        let mut blocks = self.0.lock();
         let Some(block) = blocks.room(encoded.len() + END_BYTES) else {
             drop(blocks);
             return open.into_iter().for_each(|open| self.unknown(completion.fence, open));
@@ -166,14 +164,14 @@ impl Ends {
         let (at, kind) = (Instant::now(), Kind::Unknown(Arc::clone(open)));
         // Whoever finds out keeps the answer for as long from then on.
         let until = at.checked_add(open.retention).unwrap_or(at);
-        if let Some(block) = self.blocks().room(weight) {
+        if let Some(block) = self.0.lock().room(weight) {
             block.ends.push(Noted { fence, at, until, kind });
         }
     }
 
     /// The ends from this number and this time on whose retention is not over, newest first; and the number after them.
     pub(in crate::gateway) fn since(&self, from: u64, at: Instant) -> (Vec<Numbered>, u64) {
-        let (blocks, now) = (self.blocks(), Instant::now());
+        let (blocks, now) = (self.0.lock(), Instant::now());
         let all = blocks.blocks.iter().flat_map(|block| (block.first..).zip(&block.ends));
         let counts = |(number, noted): &(u64, &Noted)| {
             *number >= from && noted.at >= at && noted.until > now
@@ -191,7 +189,7 @@ impl Ends {
     /// This record's row may rightly be gone from now on: none of its ends is missed.
     pub(super) fn forget(&self, record: RecordId) {
         let now = Instant::now();
-        let mut blocks = self.blocks();
+        let mut blocks = self.0.lock();
         if blocks.freed.len() == FREED_MAX {
             blocks.freed.pop_front();
         }
@@ -202,12 +200,12 @@ impl Ends {
 
     /// Whether this record's row may rightly be gone: another end of its attempt may still be pending.
     pub(super) fn was_freed(&self, record: RecordId) -> bool {
-        self.blocks().freed.contains(&record)
+        self.0.lock().freed.contains(&record)
     }
 
     /// Whether this end is not missed any more: its retention may be over, or its record was freed.
     pub(in crate::gateway) fn is_over(&self, number: u64) -> bool {
-        let blocks = self.blocks();
+        let blocks = self.0.lock();
         let block = blocks.blocks.iter().rev().find(|block| block.first <= number);
         let index = |block: &Block| usize::try_from(number - block.first).ok();
         let noted = block.and_then(|block| block.ends.get(index(block)?));
@@ -216,7 +214,7 @@ impl Ends {
 
     /// One of them; `None`: it is remembered no more.
     pub(in crate::gateway) fn get(&self, number: u64) -> Option<Confirmed> {
-        let blocks = self.blocks();
+        let blocks = self.0.lock();
         let block = blocks.blocks.iter().rev().find(|block| block.first <= number)?;
         let noted = block.ends.get(usize::try_from(number - block.first).ok()?)?;
         block.read(noted)
@@ -230,7 +228,7 @@ impl Ends {
 
     /// The number of the last end of this attempt.
     pub(in crate::gateway) fn last_of(&self, fence: Fence) -> Option<u64> {
-        let blocks = self.blocks();
+        let blocks = self.0.lock();
         let mut all = blocks.blocks.iter().rev().flat_map(|block| {
             let last = block.first + block.ends.len() as u64;
             (block.first..last).rev().zip(block.ends.iter().rev())
@@ -302,7 +300,7 @@ mod tests {
         assert!(ends.get(0).is_none() && ends.last_of(all[0].fence).is_none());
         assert_eq!(ends.since(990, begun).0.len(), 10);
         assert!(ends.since(0, Instant::now()).0.is_empty(), "all of them are older");
-        let weight: usize = ends.blocks().blocks.iter().map(|block| block.bytes.capacity()).sum();
+        let weight: usize = ends.0.lock().blocks.iter().map(|block| block.bytes.capacity()).sum();
         assert!(weight <= 160_000, "{weight}");
     }
 

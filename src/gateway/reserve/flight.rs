@@ -5,10 +5,11 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 
 use super::cache::{Cache, Replay};
@@ -72,12 +73,12 @@ pub(super) struct Flight {
 
 impl Flight {
     pub(super) fn open(&self) -> MutexGuard<'_, Option<(Fence, Arc<Proposal>)>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+        self.open.lock()
     }
 
     /// Whether it is time to ask the store; then it counts as asked.
     pub(super) fn look_is_due(&self) -> bool {
-        let mut asked_at = self.asked_at.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut asked_at = self.asked_at.lock();
         let due = asked_at.elapsed() >= LOOK_EVERY;
         if due {
             *asked_at = Instant::now();
@@ -234,7 +235,7 @@ impl Drop for Leader {
             | FlightEnd::LookAgain => {}
         }
         // First out of the map, then the news: a follower that looks again finds no ended flight.
-        self.flights.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.scope);
+        self.flights.lock().remove(&self.scope);
         self.flight.progress.send_replace(Progress::Ended(self.ending.clone()));
     }
 }
@@ -321,18 +322,18 @@ impl SingleFlight {
 
     /// Whether somebody in this process works on the scope, or has its record's end pending.
     pub(in crate::gateway) fn works_on(&self, scope: &Scope) -> bool {
-        self.flights.lock().unwrap_or_else(PoisonError::into_inner).contains_key(scope)
+        self.flights.lock().contains_key(scope)
     }
 
     /// The attempts that are executed in this process, or whose ends are pending.
     pub(in crate::gateway) fn running(&self) -> Vec<(Fence, Arc<Proposal>)> {
-        let flights = self.flights.lock().unwrap_or_else(PoisonError::into_inner);
+        let flights = self.flights.lock();
         flights.values().filter_map(|flight| flight.open().clone()).collect()
     }
 
     /// Whether this attempt is executed in this process, or its end is pending, and it is not about to be freed.
     pub(in crate::gateway) fn executes(&self, scope: &Scope, fence: Fence) -> bool {
-        let flights = self.flights.lock().unwrap_or_else(PoisonError::into_inner);
+        let flights = self.flights.lock();
         let open = flights.get(scope).and_then(|flight| flight.open().clone());
         open.is_some_and(|(at, _)| at == fence)
     }
@@ -367,7 +368,7 @@ impl SingleFlight {
 
     /// Joins the flight of a scope: as its leader, or behind whoever leads; unless there is a stored answer in memory.
     pub(in crate::gateway) fn join(&self, scope: &Scope) -> Role {
-        let mut flights = self.flights.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut flights = self.flights.lock();
         // Looked up under the lock: a flight that ends is in the cache before it leaves the map. Of one that goes on, the
         // application may have completed the record, while its answer is still awaited here.
         if let Some(replay) = self.cache.get(scope, Instant::now()) {

@@ -205,8 +205,9 @@ impl Writer {
 
 #[cfg(test)]
 mod tests {
+    use parking_lot::Mutex;
     use std::os::unix::fs::FileExt as _;
-    use std::sync::{Mutex, mpsc};
+    use std::sync::mpsc;
 
     use uuid::Uuid;
 
@@ -227,7 +228,7 @@ mod tests {
 
     impl Disk for Paper {
         fn write(&mut self, bytes: &[u8], offset: u64) -> io::Result<()> {
-            let mut sheet = self.0.lock().unwrap();
+            let mut sheet = self.0.lock();
             if sheet.full {
                 return Err(io::ErrorKind::StorageFull.into());
             }
@@ -240,18 +241,18 @@ mod tests {
         }
 
         fn sync(&mut self) -> io::Result<()> {
-            let mut sheet = self.0.lock().unwrap();
+            let mut sheet = self.0.lock();
             sheet.syncs += 1;
             if sheet.unsyncable { Err(io::Error::other("bad sector")) } else { Ok(()) }
         }
 
         fn truncate(&mut self, length: u64) -> io::Result<()> {
-            self.0.lock().unwrap().bytes.truncate(usize::try_from(length).unwrap());
+            self.0.lock().bytes.truncate(usize::try_from(length).unwrap());
             Ok(())
         }
 
         fn remove(self: Box<Self>) {
-            self.0.lock().unwrap().removed = true;
+            self.0.lock().removed = true;
         }
     }
 
@@ -277,7 +278,7 @@ mod tests {
 
     /// What the next process would find.
     fn found(paper: &Paper, header: &FileHeader) -> Vec<Vec<u8>> {
-        let bytes = paper.0.lock().unwrap().bytes.clone();
+        let bytes = paper.0.lock().bytes.clone();
         let file = tempfile::tempfile().unwrap();
         file.write_all_at(&bytes, 0).unwrap();
         let contents = header.read(&file, bytes.len() as u64).unwrap();
@@ -289,11 +290,11 @@ mod tests {
     fn a_file_that_cannot_be_begun_is_not_left_behind() {
         for unsyncable in [false, true] {
             let paper = Paper::default();
-            *paper.0.lock().unwrap() = Sheet { full: !unsyncable, unsyncable, ..Sheet::default() };
+            *paper.0.lock() = Sheet { full: !unsyncable, unsyncable, ..Sheet::default() };
             let level = Arc::new(Level::new(1000, Arc::new(Metrics::default())));
             let header = FileHeader::new(Uuid::from_u128(1));
             assert!(Writer::begin(Box::new(paper.clone()), header, level).is_err());
-            assert!(paper.0.lock().unwrap().removed);
+            assert!(paper.0.lock().removed);
         }
     }
 
@@ -302,7 +303,7 @@ mod tests {
         let (paper, mut writer, header) = writer(1000);
         let told = keep(&mut writer, &[b"one", b"two", b"three"]);
         assert!(told.iter().all(Result::is_ok));
-        assert_eq!(paper.0.lock().unwrap().syncs, 2, "the header's, and theirs");
+        assert_eq!(paper.0.lock().syncs, 2, "the header's, and theirs");
         assert_eq!(found(&paper, &header), [b"one".to_vec(), b"two".to_vec(), b"three".to_vec()]);
     }
 
@@ -315,7 +316,7 @@ mod tests {
         assert_eq!(found(&paper, &header), [b"two".to_vec()]);
         assert_eq!(writer.pending.len(), 1);
         writer.batch(std::iter::once(Order::Remove(told[1])));
-        assert_eq!(paper.0.lock().unwrap().bytes.len() as u64, HEADER);
+        assert_eq!(paper.0.lock().bytes.len() as u64, HEADER);
         assert!(keep(&mut writer, &[&[1; 900]])[0].is_ok(), "all of the room is there again");
     }
 
@@ -335,12 +336,12 @@ mod tests {
     fn a_disk_that_fails_promises_nothing_and_loses_nothing() {
         let (paper, mut writer, header) = writer(1000);
         assert!(keep(&mut writer, &[b"before"])[0].is_ok());
-        paper.0.lock().unwrap().unsyncable = true;
+        paper.0.lock().unsyncable = true;
         assert!(matches!(keep(&mut writer, &[b"lost"])[0], Err(NotKept::Disk(_))));
-        paper.0.lock().unwrap().unsyncable = false;
-        paper.0.lock().unwrap().full = true;
+        paper.0.lock().unsyncable = false;
+        paper.0.lock().full = true;
         assert!(matches!(keep(&mut writer, &[b"full"])[0], Err(NotKept::Disk(_))));
-        paper.0.lock().unwrap().full = false;
+        paper.0.lock().full = false;
         assert!(keep(&mut writer, &[b"after"])[0].is_ok());
         assert_eq!(found(&paper, &header), [b"before".to_vec(), b"after".to_vec()]);
     }
@@ -356,7 +357,7 @@ mod tests {
             let (orders, queue) = mpsc::channel();
             drop(orders);
             writer.run(&queue);
-            assert_eq!(paper.0.lock().unwrap().removed, !pending);
+            assert_eq!(paper.0.lock().removed, !pending);
         }
     }
 }

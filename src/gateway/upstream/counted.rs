@@ -6,10 +6,11 @@
 
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 
+use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::fault::{self, Point};
@@ -38,18 +39,18 @@ impl Meter {
     ///
     /// The connection is idle: nobody else writes on it, and all that was written before is answered.
     pub(super) fn begin(&self, may_write: impl Fn() -> bool + Send + Sync + 'static) {
-        *lock(&self.may_write) = Some(Arc::new(may_write));
-        *lock(&self.heard) = Some(Vec::new());
+        *self.may_write.lock() = Some(Arc::new(may_write));
+        *self.heard.lock() = Some(Vec::new());
         self.written.store(0, Ordering::Release);
     }
 
     /// What came first since [`Meter::begin`].
     pub(super) fn heard(&self) -> Vec<u8> {
-        lock(&self.heard).take().unwrap_or_default()
+        self.heard.lock().take().unwrap_or_default()
     }
 
     fn hear(&self, bytes: &[u8]) {
-        let mut heard = lock(&self.heard);
+        let mut heard = self.heard.lock();
         if let Some(heard) = &mut *heard {
             let room = HEARD_MAX.saturating_sub(heard.len());
             heard.extend(bytes.iter().take(room));
@@ -70,7 +71,7 @@ impl Meter {
         if self.written() > 0 {
             return Ok(());
         }
-        let may_write = lock(&self.may_write).clone();
+        let may_write = self.may_write.lock().clone();
         if may_write.is_none_or(|may_write| may_write()) {
             return Ok(());
         }
@@ -111,10 +112,6 @@ impl Meter {
             SendError::NothingSent(cause)
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 pub(super) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}

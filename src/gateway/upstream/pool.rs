@@ -1,8 +1,9 @@
 //! Connections that wait for their next request.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::connection::Connection;
@@ -30,7 +31,7 @@ impl Pool {
 
     /// The connection that was used last, unless it has been idle for `limit`, or something has come in on it.
     pub(super) fn take(&self, limit: Duration) -> Option<Connection> {
-        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut idle = self.idle.lock();
         loop {
             let is_fresh = |parked: &mut Parked| parked.since.elapsed() < limit;
             let Parked { connection, .. } = idle.pop_if(is_fresh)?;
@@ -60,7 +61,7 @@ impl Pool {
     }
 
     fn take_back(&self, connection: Connection) -> Duration {
-        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut idle = self.idle.lock();
         if idle.len() < IDLE_MAX {
             idle.push(Parked { since: Instant::now(), connection });
         }
@@ -68,7 +69,7 @@ impl Pool {
     }
 
     fn expire(&self) {
-        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut idle = self.idle.lock();
         idle.retain(|parked| parked.since.elapsed() < self.idle_timeout);
     }
 }

@@ -21,7 +21,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -42,6 +42,7 @@ use self::message::{Outgoing, outgoing};
 use self::secrets::Secrets;
 pub use self::secrets::lines as secret_lines;
 use super::Delivered;
+use crate::clock;
 use crate::relay::address::Rule;
 pub use crate::relay::address::{Resolve, System};
 use crate::relay::verdict::{ERROR_MAX, Evidence, clean, retry_after};
@@ -316,7 +317,7 @@ impl Transport {
         }
         Delivered {
             evidence: Evidence::Answered { status: head.status, text },
-            retry_after: retry_after(&head.headers, wall_clock()),
+            retry_after: retry_after(&head.headers, clock::time_of_day()),
         }
     }
 
@@ -326,7 +327,7 @@ impl Transport {
         outgoing: &Outgoing,
         signers: &[hmac::Key],
     ) -> Result<HeaderMap, String> {
-        let seconds = wall_clock().duration_since(UNIX_EPOCH).map_or(0, |age| age.as_secs());
+        let seconds = clock::since_1970().as_secs();
         let mut headers = self.settings.headers.clone();
         if let Some(authority) = self.settings.url.authority() {
             headers.insert(HOST, value(authority.as_str())?);
@@ -347,7 +348,7 @@ impl Transport {
         let date = headers.get(DATE).and_then(|value| value.to_str().ok());
         let Some(date) = date.and_then(|text| httpdate::parse_http_date(text).ok()) else { return };
         let seconds = |age: Duration| i64::try_from(age.as_secs()).unwrap_or(i64::MAX);
-        let now = wall_clock();
+        let now = clock::time_of_day();
         let ahead = match date.duration_since(now) {
             Ok(ahead) => seconds(ahead),
             Err(behind) => -seconds(behind.duration()),
@@ -387,14 +388,6 @@ fn sign(
     headers.insert(WEBHOOK_TIMESTAMP, seconds.into());
     headers.insert(WEBHOOK_SIGNATURE, value(&signatures.join(" "))?);
     Ok(())
-}
-
-#[expect(
-    clippy::disallowed_methods,
-    reason = "receivers compare the signed timestamp, and dates of answers are compared, with the time of day"
-)]
-fn wall_clock() -> SystemTime {
-    SystemTime::now()
 }
 
 /// Reads the body to its end, to [`BODY_MAX`] or to the deadline, and keeps the beginning of its text; also, whether
@@ -526,7 +519,7 @@ mod tests {
     fn during_a_rotation_both_secrets_verify_and_a_stranger_does_not() {
         let signers = secrets::signers(&[OTHER.into(), SECRET.into()]).unwrap();
         let payload = r#"{"b":1.0,"a":12345678901234567890,"u":"é\/<"}"#.as_bytes();
-        let now = wall_clock().duration_since(UNIX_EPOCH).unwrap().as_secs();
+        let now = clock::since_1970().as_secs();
         let mut headers = HeaderMap::new();
         sign(&mut headers, "8e0f7a3c", now, payload, &signers).unwrap();
         for secret in [SECRET, OTHER] {

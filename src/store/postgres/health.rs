@@ -5,8 +5,8 @@
 
 use std::collections::HashMap;
 use std::error::Error as StdError;
-use std::sync::{Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use tokio_postgres::error::DbError;
 
 use super::sqlstate::Meaning;
@@ -81,28 +81,28 @@ impl Health {
 
     /// A write failed, or its answer did not come.
     pub(super) fn suspect(&self, why: String) {
-        let mut suspicion = self.suspicion.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut suspicion = self.suspicion.lock();
         suspicion.count += 1;
         suspicion.why = Some(why);
     }
 
     /// A connection was made, or this is why not.
     pub(super) fn connected(&self, failed: Option<String>) {
-        *self.unreached.lock().unwrap_or_else(PoisonError::into_inner) = failed;
+        *self.unreached.lock() = failed;
     }
 
     /// Why the last connection could not be made, where none has been made since.
     pub(super) fn unreached(&self) -> Option<String> {
-        self.unreached.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.unreached.lock().clone()
     }
 
     pub(super) fn suspicion(&self) -> Suspicion {
-        self.suspicion.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.suspicion.lock().clone()
     }
 
     /// Writes work, unless there was another reason to doubt it since this one.
     pub(super) fn clear(&self, before: &Suspicion) {
-        let mut suspicion = self.suspicion.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut suspicion = self.suspicion.lock();
         if suspicion.count == before.count {
             suspicion.why = None;
         }
@@ -110,7 +110,7 @@ impl Health {
 
     /// Whether a line about this SQLSTATE is due, and how many were left out.
     fn due(&self, sqlstate: &str) -> Option<u64> {
-        let mut paces = self.paces.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut paces = self.paces.lock();
         let key = if paces.len() < PACES_MAX { sqlstate } else { "" };
         match paces.get(sqlstate) {
             Some(pace) => pace.due(),

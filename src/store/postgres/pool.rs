@@ -1,6 +1,6 @@
 //! The pool, the connections outside it, and what is run again on another connection.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -191,7 +191,7 @@ pub(super) struct Dedicated {
     connector: Connector,
     slot: Arc<Mutex<Option<Connection>>>,
     /// Until when rows are skipped that somebody's transaction holds.
-    skipping: Arc<std::sync::Mutex<Option<Instant>>>,
+    skipping: Arc<parking_lot::Mutex<Option<Instant>>>,
 }
 
 /// A write in two forms that do the same. To skip locked rows costs a look and a lock for each row, and there rarely are any.
@@ -221,7 +221,7 @@ impl Dedicated {
             match self.run(Effect::Write, forms.waiting, params).await {
                 Err(RunError::Failed(Error::Unavailable(cause))) if is_lock(&cause) => {
                     let until = Instant::now() + SKIP_FOR;
-                    *self.skipping.lock().unwrap_or_else(PoisonError::into_inner) = Some(until);
+                    *self.skipping.lock() = Some(until);
                 }
                 result => return result,
             }
@@ -230,7 +230,7 @@ impl Dedicated {
     }
 
     fn skips(&self) -> bool {
-        let until = *self.skipping.lock().unwrap_or_else(PoisonError::into_inner);
+        let until = *self.skipping.lock();
         until.is_some_and(|until| Instant::now() < until)
     }
 

@@ -17,11 +17,12 @@
 //! process dies here, SQLite's own recovery replays the log: what was answered was in it and synced.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex};
 use rusqlite::{Connection, ErrorCode, OpenFlags, Params, ffi};
 use tokio::sync::oneshot;
 
@@ -376,7 +377,7 @@ impl Nudge {
     pub(super) fn committed(&self) {
         // Full: a nudge is waiting already.
         self.nudge.try_send(()).unwrap_or(());
-        drop(self.gate.lock().unwrap_or_else(PoisonError::into_inner));
+        drop(self.gate.lock());
     }
 }
 
@@ -452,14 +453,14 @@ struct Open(());
 
 impl Open {
     fn counted() -> Self {
-        *OPEN.0.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        *OPEN.0.lock() += 1;
         Self(())
     }
 }
 
 impl Drop for Open {
     fn drop(&mut self) {
-        *OPEN.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        *OPEN.0.lock() -= 1;
         OPEN.1.notify_all();
     }
 }
@@ -467,9 +468,9 @@ impl Drop for Open {
 /// Waits until every store of this process is closed, for at most `limit`; whether they are. For the end of the process,
 /// when all handles are dropped.
 pub fn all_closed(limit: Duration) -> bool {
-    let open = OPEN.0.lock().unwrap_or_else(PoisonError::into_inner);
-    let waited = OPEN.1.wait_timeout_while(open, limit, |open| *open > 0);
-    *waited.unwrap_or_else(PoisonError::into_inner).0 == 0
+    let mut open = OPEN.0.lock();
+    OPEN.1.wait_while_for(&mut open, |open| *open > 0, limit);
+    *open == 0
 }
 
 /// Waits for the shortest time between two checkpoints; `false` where the other threads ended meanwhile.
@@ -484,7 +485,7 @@ fn checkpoint(conn: &Connection, size: u64, gate: &Mutex<()>) -> rusqlite::Resul
     mode("PRAGMA wal_checkpoint(PASSIVE)")?;
     if size >= WAL_MAX {
         // A busy writer leaves the lock for microseconds: without the gate this would hardly ever get it.
-        let _closed = gate.lock().unwrap_or_else(PoisonError::into_inner);
+        let _closed = gate.lock();
         mode("PRAGMA wal_checkpoint(TRUNCATE)")?;
     }
     Ok(())

@@ -5,11 +5,11 @@
 //! Here an answer is appended to the newest block; the oldest block makes room for a new one, and nothing is freed.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
 
 use bytes::Bytes;
 use http::StatusCode;
+use parking_lot::Mutex;
 
 use super::Replay;
 use crate::record::{
@@ -169,14 +169,10 @@ impl Recent {
         }))
     }
 
-    fn blocks(&self) -> MutexGuard<'_, Blocks> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Keeps an answer whose texts, headers and body are `length` bytes long, in the place of what is there under this
     /// hash. False: it is too large.
     pub(super) fn put(&self, hash: u64, scope: &Scope, replay: &Replay, length: usize) -> bool {
-        let mut blocks = self.blocks();
+        let mut blocks = self.0.lock();
         let weight = length + ENTRY_BYTES;
         if weight > blocks.block_max {
             return false;
@@ -195,7 +191,7 @@ impl Recent {
 
     /// The answer under a scope of this hash, while it may be replayed at `now`.
     pub(super) fn get(&self, hash: u64, scope: &Scope, now: Instant) -> Option<Replay> {
-        let mut blocks = self.blocks();
+        let mut blocks = self.0.lock();
         let (block, entry) = blocks.find(hash)?;
         if now < entry.until {
             return block.read(entry, scope);
@@ -206,11 +202,11 @@ impl Recent {
 
     /// Forgets what stands under a hash.
     pub(super) fn remove(&self, hash: u64) {
-        self.blocks().index.remove(&hash);
+        self.0.lock().index.remove(&hash);
     }
 
     pub(super) fn forget(&self, records: &[RecordId]) {
-        let mut blocks = self.blocks();
+        let mut blocks = self.0.lock();
         let entries = blocks.blocks.iter().flat_map(|block| &block.entries);
         let gone = entries.filter(|entry| records.contains(&entry.fence.id));
         let gone: Vec<(u64, RecordId)> = gone.map(|entry| (entry.hash, entry.fence.id)).collect();
@@ -222,7 +218,7 @@ impl Recent {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        self.blocks().blocks.iter().map(Block::weight).sum()
+        self.0.lock().blocks.iter().map(Block::weight).sum()
     }
 }
 
@@ -242,7 +238,7 @@ mod tests {
             let length = replay.packed_length(&scope).unwrap();
             assert!(recent.put(n as u64, &scope, &replay, length));
         }
-        let blocks = recent.blocks();
+        let blocks = recent.0.lock();
         assert_eq!(blocks.blocks.len(), blocks.blocks_max, "they have turned over");
         for block in &blocks.blocks {
             let fresh = Block::of(blocks.block_max);

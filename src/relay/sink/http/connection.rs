@@ -16,7 +16,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -26,6 +26,7 @@ use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
 use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
@@ -289,7 +290,7 @@ struct Idle {
 impl Pool {
     /// The connection that was used last, unless it has waited for too long.
     fn take(&self) -> Option<Connection> {
-        let mut idle = self.lock();
+        let mut idle = self.idle.lock();
         let fresh = |(since, connection): &mut (Instant, Connection)| {
             since.elapsed() < IDLE_MAX && !connection.sender.is_closed()
         };
@@ -302,7 +303,7 @@ impl Pool {
     }
 
     fn park(self: &Arc<Self>, connection: Connection) {
-        let mut idle = self.lock();
+        let mut idle = self.idle.lock();
         if idle.waiting.len() >= self.idle_max || connection.sender.is_closed() {
             return;
         }
@@ -314,14 +315,10 @@ impl Pool {
 
     /// Whether none is left.
     fn drop_old(&self) -> bool {
-        let mut idle = self.lock();
+        let mut idle = self.idle.lock();
         idle.waiting.retain(|(since, _)| since.elapsed() < IDLE_MAX);
         idle.watched = !idle.waiting.is_empty();
         !idle.watched
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, Idle> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -5,11 +5,12 @@
 //! file that cannot be read, or in which a line is wrong, changes nothing and is told; no secret stands in what is told.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
+use parking_lot::Mutex;
 use ring::hmac;
 use tokio::time::{Instant, timeout_at};
 
@@ -90,12 +91,12 @@ impl Secrets {
             };
             self.take(file, found);
         }
-        Arc::clone(&self.lock().signers)
+        Arc::clone(&self.now.lock().signers)
     }
 
     /// One of those who ask at the same time looks, the others go on with what is there.
     fn look_is_due(&self) -> bool {
-        let mut now = self.lock();
+        let mut now = self.now.lock();
         let due = now.looked.elapsed() >= self.every;
         if due {
             now.looked = Instant::now();
@@ -106,7 +107,7 @@ impl Secrets {
     fn take(&self, file: &Path, found: Result<Vec<String>, String>) {
         let made = found.and_then(|secrets| Ok((signers(&secrets)?, secrets)));
         let (sink, file) = (&self.sink, file.display());
-        let mut now = self.lock();
+        let mut now = self.now.lock();
         match made {
             Ok((_, secrets)) if secrets == now.secrets => now.told = None,
             Ok((signers, secrets)) => {
@@ -122,9 +123,5 @@ impl Secrets {
                 tracing::error!(sink, %file, why, "the new secrets cannot be used: the old ones go on signing");
             }
         }
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, Now> {
-        self.now.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
