@@ -71,7 +71,7 @@ named! {
         /// An outcome that found its record gone on, for the audit table.
         NoteLateOutcome = "note-late-outcome",
         /// The gateway's own event about an unknown record.
-        Tell = "tell",
+        Announce = "announce",
         /// The lease.
         Heartbeat = "heartbeat",
         /// The lease's end.
@@ -81,7 +81,7 @@ named! {
         /// Verdicts of the relay.
         Acknowledge = "acknowledge",
         /// A sink's pause, its probe, or its resumption.
-        TurnSink = "turn-sink",
+        ChangeSink = "change-sink",
         /// A sink that an operator pauses or resumes.
         OperateSink = "operate-sink",
         /// Events once more.

@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::backoff::Backoff;
 use crate::record::{Lease, LeaseView, OwnerId};
-use crate::store::{Beat, Error, Records};
+use crate::store::{Error, Heartbeat, Records};
 use crate::tasks;
 use crate::telemetry::causes;
 
@@ -70,11 +70,11 @@ async fn fresh(store: &dyn Records, ttl: Duration) -> Result<Lease, Error> {
 async fn beat(store: &dyn Records, owner: OwnerId, ttl: Duration) -> Result<Option<Lease>, Error> {
     let sent = now();
     match store.heartbeat(owner, ttl).await? {
-        Beat::Renewed => {
+        Heartbeat::Renewed => {
             let sure_until = sent + ttl.saturating_sub(margin(ttl));
             Ok(Some(Lease { owner, sure_until }))
         }
-        Beat::Ended => Ok(None),
+        Heartbeat::Ended => Ok(None),
     }
 }
 

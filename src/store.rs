@@ -29,7 +29,7 @@ pub mod sqlite;
 
 use std::sync::Arc;
 
-pub use self::backlog::{Backlog, Tide};
+pub use self::backlog::{Backlog, BacklogChange};
 pub use self::completion::{Completion, Settled};
 pub use self::error::{Cause, Error, OpenError};
 pub use self::late::{LateEnd, LateOutcome};
@@ -38,16 +38,16 @@ pub use self::operators::{
     Objection, Operator, Operators, OperatorsLayer, RecordFilter, RecordRow, Touched,
 };
 pub use self::outbox::{
-    ATTEMPTS_KEPT, Acknowledgement, Claim, Claimed, EventStatus, Lane, LetGo, Look, OnDead, Order,
-    Outbox, OutboxLayer, Over, Verdict,
+    ATTEMPTS_KEPT, Acknowledgement, Claim, Claimed, EventStatus, Lane, Look, OnDead, Order, Outbox,
+    OutboxLayer, Reclaim, Verdict, Woken,
 };
 pub use self::records::{
-    Asker, Asking, Beat, Changed, Due, Life, OpenPiece, Proposal, Records, RecordsLayer,
-    Reinstated, Reserved, Takeover, Unresolved, Untold, Whence,
+    Changed, DueLookup, Heartbeat, Incarnation, LookupRule, LookupTrigger, OpenPiece, Proposal,
+    Records, RecordsLayer, Reinstated, Reserved, ScanFrom, Takeover, Unannounced, Unresolved,
 };
 pub use self::reduced::{Written, complete_in_some_form};
 pub use self::sinks::{
-    NextProbe, Pause, PauseReason, SinkOrder, SinkState, SinkTurn, Sinks, SinksLayer, Trouble,
+    NextProbe, Pause, PauseReason, SinkChange, SinkOrder, SinkState, Sinks, SinksLayer, Trouble,
 };
 
 /// All that a database does for us. What does only a part of the work names the part.

@@ -22,7 +22,7 @@ use tokio_util::sync::CancellationToken;
 use crate::lease::Contact;
 use crate::record::event::notice::NoticeKind;
 use crate::record::event::subscription::Subscriber;
-use crate::store::{Backlog, Error, Gauges, Store, Tide, Untold};
+use crate::store::{Backlog, BacklogChange, Error, Gauges, Store, Unannounced};
 use crate::tasks;
 use crate::telemetry::{Metrics, Swept};
 
@@ -35,7 +35,7 @@ const PAUSE_MIN: Duration = Duration::from_millis(100);
 /// Longest pause between two rounds.
 const PAUSE_MAX: Duration = Duration::from_secs(24 * 3600);
 
-/// How long a count of what is owed lasts where it decides what may be begun.
+/// How long a count of pending events lasts where it decides what may be begun.
 const COUNT_EVERY: Duration = Duration::from_secs(5);
 
 /// How the sweeper works.
@@ -45,7 +45,7 @@ pub struct Settings {
     pub outbox_retention: Duration,
     /// To whom it is announced that a record is unknown, and that it no longer is; `None`: that is not announced.
     pub unknown_events: Option<Vec<Subscriber>>,
-    /// The sinks of the configuration: events that are owed to another one are warned of.
+    /// The sinks of the configuration: pending events of another one are warned of.
     pub sinks: Vec<String>,
     /// Pause between two rounds.
     pub every: Duration,
@@ -53,7 +53,7 @@ pub struct Settings {
     pub batch: u32,
     /// What of it is this process's.
     pub duty: Duty,
-    /// Is told of each count of what is owed.
+    /// Is told of each count of pending events.
     pub backlog: Backlog,
 }
 
@@ -131,7 +131,7 @@ struct Sweeper {
     failing: bool,
     /// Whose gauges are set: those of a sink that has nothing left go back to zero.
     sinks: BTreeSet<String>,
-    /// Sinks without a configuration to which events are owed, as far as they were warned of.
+    /// Sinks without a configuration that have pending events, as far as they were warned of.
     strangers: BTreeSet<String>,
 }
 
@@ -215,7 +215,7 @@ impl Sweeper {
                 Ok(rows)
             }
             Job::DeadOwners => self.store.ping().await.map(|()| 0),
-            Job::Doubts => self.tell(limit).await,
+            Job::Doubts => self.announce(limit).await,
             // Not in batches: old leases are few.
             Job::Leases => self.store.sweep_leases().await.map(|_| 0),
         }
@@ -223,16 +223,16 @@ impl Sweeper {
 
     /// Writes the notices of records that became unknown or were resolved. Where nothing is announced, only the notes of
     /// those that once were go.
-    async fn tell(&self, limit: u32) -> Result<u64, Error> {
+    async fn announce(&self, limit: u32) -> Result<u64, Error> {
         let sinks = self.settings.unknown_events.as_deref();
-        let which = if sinks.is_some() { Untold::All } else { Untold::Resolved };
-        let notices = self.store.untold(which, limit).await?;
+        let which = if sinks.is_some() { Unannounced::All } else { Unannounced::Resolved };
+        let notices = self.store.unannounced(which, limit).await?;
         for notice in &notices {
             let event = sinks.and_then(|sinks| notice.event(sinks));
             if let (NoticeKind::Resolved(_), None, Some(_)) = (notice.kind, &event, sinks) {
                 tracing::warn!(record = %notice.record, "a record is resolved, and nothing tells any more whose it was");
             }
-            self.store.tell(notice, event.as_ref()).await?;
+            self.store.announce(notice, event.as_ref()).await?;
         }
         Ok(notices.len() as u64)
     }
@@ -242,12 +242,14 @@ impl Sweeper {
         let tide = self.settings.backlog.counted(gauges);
         let most = self.settings.backlog.most();
         match tide {
-            Tide::Full => tracing::warn!(
+            BacklogChange::Full => tracing::warn!(
                 most,
-                "so many events are owed that no request is reserved that would write more"
+                "so many events are pending that no request is reserved that would write more"
             ),
-            Tide::Room => tracing::info!(most, "requests that write events are reserved again"),
-            Tide::Same => {}
+            BacklogChange::Room => {
+                tracing::info!(most, "requests that write events are reserved again")
+            }
+            BacklogChange::Same => {}
         }
     }
 
@@ -278,16 +280,16 @@ impl Sweeper {
         self.metrics.unknown_records(gauges.unknown_records);
     }
 
-    /// Nobody delivers what is owed to a sink that no replica has in its configuration: said once, and again when it is new.
+    /// Nobody delivers the events of a sink that no replica has in its configuration: said once, and again when it is new.
     fn warn_of_strangers(&mut self, gauges: &Gauges) {
-        let owed = gauges.pending.iter().filter(|(sink, ..)| !self.settings.sinks.contains(sink));
+        let others = gauges.pending.iter().filter(|(sink, ..)| !self.settings.sinks.contains(sink));
         let mut strangers = BTreeSet::new();
-        for (sink, pending, _) in owed {
+        for (sink, count, _) in others {
             if !self.strangers.contains(sink) {
                 tracing::warn!(
                     sink,
-                    pending,
-                    "events are owed to a sink that is not in this configuration: they stay pending"
+                    pending = count,
+                    "a sink that is not in this configuration has pending events: nobody delivers them"
                 );
             }
             strangers.insert(sink.clone());

@@ -40,10 +40,10 @@ pub async fn run(
 /// What became of an event towards a sink.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SinkOutcome {
-    /// It had ended, and is owed again.
+    /// It had ended, and is pending again.
     Queued,
-    /// It was owed, and is due at once.
-    Owed,
+    /// It was pending, and is due at once.
+    Pending,
     /// It is given up.
     Discarded,
     /// It is being delivered: left alone.
@@ -62,7 +62,7 @@ impl SinkOutcome {
     fn touched(action: EventAction, was: EventStatus) -> Self {
         match (action, was) {
             (EventAction::Discard, _) => Self::Discarded,
-            (EventAction::Redeliver, EventStatus::Pending) => Self::Owed,
+            (EventAction::Redeliver, EventStatus::Pending) => Self::Pending,
             (EventAction::Redeliver, _) => Self::Queued,
         }
     }
@@ -78,7 +78,7 @@ impl SinkOutcome {
     }
 
     fn is_done(self) -> bool {
-        matches!(self, Self::Queued | Self::Owed | Self::Discarded)
+        matches!(self, Self::Queued | Self::Pending | Self::Discarded)
     }
 
     /// For programs. These names are promised.
@@ -86,7 +86,7 @@ impl SinkOutcome {
     pub fn name(self) -> &'static str {
         match self {
             Self::Queued => "queued",
-            Self::Owed => "owed",
+            Self::Pending => "owed",
             Self::Discarded => "discarded",
             Self::Delivering => "delivering",
             Self::Sent => "sent",
@@ -100,7 +100,7 @@ impl SinkOutcome {
         let redeliver = action == EventAction::Redeliver;
         match self {
             Self::Queued => "queued again",
-            Self::Owed => "was owed already, due now",
+            Self::Pending => "was pending already, due now",
             Self::Discarded => "discarded",
             Self::Delivering => "being delivered right now",
             Self::Sent if redeliver => "delivered before (name the sink to send it again)",

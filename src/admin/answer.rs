@@ -128,7 +128,7 @@ impl Problem {
             Self::NoSink => (
                 StatusCode::NOT_FOUND,
                 "no-such-sink",
-                "No sink has this name: not in the configuration, and nothing is owed to one.",
+                "No sink has this name: not in the configuration, and none has pending events.",
             ),
             Self::Already => (
                 StatusCode::CONFLICT,

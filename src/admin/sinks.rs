@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::query::nearest;
 use super::view::time;
 use crate::store::{
-    self, Changed, NextProbe, Operator, Over, PauseReason, SinkOrder, SinkState, Store,
+    self, Changed, NextProbe, Operator, PauseReason, Reclaim, SinkOrder, SinkState, Store,
 };
 
 /// A sink as it is shown. Field names are promised.
@@ -16,7 +16,7 @@ use crate::store::{
 pub struct SinkView {
     /// Its name.
     pub name: String,
-    /// Whether the configuration has it: what is owed to one that it has not stays pending.
+    /// Whether the configuration has it: the events for one that it has not stay pending.
     pub configured: bool,
     /// Whether nothing but probes is sent to it.
     pub paused: bool,
@@ -33,7 +33,7 @@ pub struct SinkView {
     pub probing: bool,
     /// Probes in a row that failed.
     pub failed_probes: u32,
-    /// Events owed to it.
+    /// Pending events for it.
     pub pending: u64,
     /// How old the oldest of them is, in seconds.
     pub oldest_age_seconds: u64,
@@ -50,25 +50,25 @@ pub struct SinkPage {
     pub sinks: Vec<SinkView>,
 }
 
-/// To which sinks that are not `configured` events are owed, and how many.
+/// Which sinks that are not `configured` have pending events, and how many.
 ///
 /// # Errors
 /// The store's.
-pub async fn owed_to_unconfigured(
+pub async fn pending_for_unconfigured(
     store: &dyn Store,
     configured: &[String],
 ) -> Result<Vec<(String, u64)>, store::Error> {
-    let mut owed: Vec<_> =
+    let mut pending: Vec<_> =
         store.gauges().await?.pending.into_iter().map(|(name, n, _)| (name, n)).collect();
-    owed.retain(|(name, pending)| *pending > 0 && !configured.contains(name));
-    owed.sort();
-    Ok(owed)
+    pending.retain(|(name, count)| *count > 0 && !configured.contains(name));
+    pending.sort();
+    Ok(pending)
 }
 
 /// Why nothing was done to a sink.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NoChange {
-    /// No sink has this name: not in the configuration, and nothing is owed to one.
+    /// No sink has this name: not in the configuration, and none has pending events.
     NotFound,
     /// It stands so already.
     Already,
@@ -79,7 +79,7 @@ pub enum NoChange {
 /// # Errors
 /// The store's.
 pub async fn list(store: &dyn Store, configured: &[String]) -> Result<SinkPage, store::Error> {
-    let states = store.sinks(Over::Ended).await?;
+    let states = store.sinks(Reclaim::Expired).await?;
     let gauges = store.gauges().await?;
     let mut views: BTreeMap<String, SinkView> = BTreeMap::new();
     for name in configured {
@@ -144,7 +144,7 @@ pub async fn unknown_sink(
     if configured.iter().any(|known| known == name) {
         return Ok(None);
     }
-    let (states, gauges) = (store.sinks(Over::Ended).await?, store.gauges().await?);
+    let (states, gauges) = (store.sinks(Reclaim::Expired).await?, store.gauges().await?);
     let mut known: BTreeSet<String> = configured.iter().cloned().collect();
     known.extend(states.into_iter().map(|state| state.sink));
     known.extend(gauges.pending.into_iter().map(|(sink, ..)| sink));

@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use super::{ConfigArgs, USAGE, fail, load, names_of, say, serve, sinks};
-use crate::admin::sinks::owed_to_unconfigured;
+use crate::admin::sinks::pending_for_unconfigured;
 use crate::config::{Config, StoreKind, Warning};
 use crate::gateway::spill;
 use crate::store::sqlite::Location;
@@ -20,8 +20,8 @@ const LOOK_MAX: Duration = Duration::from_secs(10);
 
 /// What came of asking the store.
 enum StoreCheck {
-    /// To these sinks events are owed, and the file does not name them.
-    Owed(Vec<(String, u64)>),
+    /// These sinks have pending events, and the file does not name them.
+    Pending(Vec<(String, u64)>),
     /// It could not be asked; why.
     NotAsked(String),
 }
@@ -35,8 +35,8 @@ pub(super) async fn check(args: &ConfigArgs) -> ExitCode {
         return fail(USAGE, &format!("store.spill.dir: {}", causes(&unwritable)));
     }
     let checked = look(&config).await;
-    if let StoreCheck::Owed(owed) = &checked {
-        warnings.extend(owed.iter().map(not_named));
+    if let StoreCheck::Pending(pending) = &checked {
+        warnings.extend(pending.iter().map(not_named));
     }
     if args.json {
         say(&as_json(&config, &warnings, &checked).to_string());
@@ -62,12 +62,12 @@ pub(super) async fn check(args: &ConfigArgs) -> ExitCode {
 fn as_json(config: &Config, warnings: &[Warning], checked: &StoreCheck) -> serde_json::Value {
     let warnings: Vec<_> = warnings.iter().map(ToString::to_string).collect();
     let store = match checked {
-        StoreCheck::Owed(owed) => {
-            let owed: Vec<_> = owed
+        StoreCheck::Pending(pending) => {
+            let pending: Vec<_> = pending
                 .iter()
                 .map(|(sink, events)| json!({ "sink": sink, "events": events }))
                 .collect();
-            json!({ "looked": true, "owed_to_others": owed })
+            json!({ "looked": true, "owed_to_others": pending })
         }
         StoreCheck::NotAsked(why) => json!({ "looked": false, "why": why }),
     };
@@ -81,13 +81,13 @@ fn as_json(config: &Config, warnings: &[Warning], checked: &StoreCheck) -> serde
 fn not_named((sink, pending): &(String, u64)) -> Warning {
     let events = sinks::events(*pending);
     let text = format!(
-        "{events} owed to {sink:?}, which no [[sink]] names: nobody delivers them, and nothing deletes them. Name it \
+        "{events} pending for {sink:?}, which no [[sink]] names: nobody delivers them, and nothing deletes them. Name it \
          again, or discard them"
     );
     Warning { location: "sink".to_owned(), text }
 }
 
-/// Asks the store to whom events are owed. Nothing is made for it.
+/// Asks the store which other sinks have pending events. Nothing is made for it.
 async fn look(config: &Config) -> StoreCheck {
     let mut settings = config.store.clone();
     if let StoreKind::Sqlite(location) = &mut settings.kind {
@@ -99,10 +99,10 @@ async fn look(config: &Config) -> StoreCheck {
     let configured = names_of(config);
     let asking = async {
         let store = serve::open(&settings, false).await.map_err(|error| causes(&error))?;
-        owed_to_unconfigured(&*store, &configured).await.map_err(|error| causes(&error))
+        pending_for_unconfigured(&*store, &configured).await.map_err(|error| causes(&error))
     };
     match tokio::time::timeout(LOOK_MAX, asking).await {
-        Ok(Ok(owed)) => StoreCheck::Owed(owed),
+        Ok(Ok(pending)) => StoreCheck::Pending(pending),
         Ok(Err(why)) => StoreCheck::NotAsked(why),
         Err(_) => StoreCheck::NotAsked(format!("no answer within {} s", LOOK_MAX.as_secs())),
     }

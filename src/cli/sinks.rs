@@ -16,7 +16,7 @@ use crate::store::{SinkOrder, Store};
 /// `oncegate sinks …`
 #[derive(Debug, Subcommand)]
 pub enum Sinks {
-    /// List sinks: whether and why they are paused, and what is owed to them
+    /// List sinks: whether and why they are paused, and how many events are pending for them
     List,
     /// Deliver nothing to a sink until it is resumed; its events wait
     Pause(OrderArgs),
@@ -98,7 +98,7 @@ async fn list(
         let (name, events) = (escape(&sink.name), events(sink.pending));
         writeln!(
             out,
-            "{name} is not configured: {events} owed to it until it is, or until they are discarded."
+            "{name} is not configured: {events} pending for it until it is, or until they are discarded."
         )?;
     }
     Ok(Exit::Done)

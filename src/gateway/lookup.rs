@@ -28,7 +28,7 @@ use crate::record::event::RecordContext;
 use crate::record::lookup::LookupResult;
 use crate::record::{Answer, KeptBody, Spelling};
 use crate::route::{Lookup, OnUnknown, Route};
-use crate::store::{Asking, Due};
+use crate::store::{DueLookup, LookupRule};
 use crate::tasks;
 use crate::telemetry::{LookupEnd, Metrics, causes};
 
@@ -48,10 +48,10 @@ pub(super) enum AfterLookup {
 }
 
 /// About which of a route's records the upstream is asked.
-pub(super) fn asking(route: &Route) -> Option<Asking> {
+pub(super) fn asking(route: &Route) -> Option<LookupRule> {
     match &route.policy.on_unknown {
         OnUnknown::Lookup(lookup) => {
-            Some(Asking { operation: route.operation.clone(), delay: lookup.delay })
+            Some(LookupRule { operation: route.operation.clone(), delay: lookup.delay })
         }
         OnUnknown::Hold | OnUnknown::Retry => None,
     }
@@ -92,7 +92,7 @@ impl Gateway {
     /// does not look up, or is no longer there, are left alone.
     pub(super) async fn resolve_unknown(
         self: Arc<Self>,
-        asking: Arc<[Asking]>,
+        asking: Arc<[LookupRule]>,
         stop: CancellationToken,
     ) {
         let slots = Arc::new(Semaphore::new(ASK_AT_ONCE));
@@ -103,7 +103,7 @@ impl Gateway {
             if stop.run_until_cancelled(pausing).await.is_none() {
                 return;
             }
-            let due = self.store.questions(&asking, ASK_BATCH).await;
+            let due = self.store.due_lookups(&asking, ASK_BATCH).await;
             let due = due.inspect(|_| tasks::ran()).unwrap_or_else(|error| {
                 tasks::failed(&error);
                 tracing::debug!(%error, "it is not known what to request about");
@@ -123,7 +123,7 @@ impl Gateway {
     }
 
     /// Asks about one record, and writes down what is known then.
-    async fn look_up_due(&self, due: Due) {
+    async fn look_up_due(&self, due: DueLookup) {
         let Some(route) = self.routes.by_operation(due.scope.operation.as_str()) else { return };
         let OnUnknown::Lookup(lookup) = &route.policy.on_unknown else { return };
         let Some(question) = self.single_flight.question(&due, lookup).await else { return };

@@ -2,8 +2,8 @@
 //! progress though nothing here works on it.
 //!
 //! A standby that takes the primary's place without its last commits, or a backup that is restored, puts the database back.
-//! Whatever runs on another server, or on the same one after a new start, may be such a database ([`Life`]). Then all that
-//! this process remembers is compared with what stands. What must stay true:
+//! Whatever runs on another server, or on the same one after a new start, may be such a database ([`Incarnation`]). Then all
+//! that this process remembers is compared with what stands. What must stay true:
 //!
 //! - Each change names a fence, as ever. What is written back never takes the place of another record, and never that of one
 //!   that an operator has acted on.
@@ -25,7 +25,7 @@ use super::Gateway;
 use super::reserve::{CompletedEnd, Confirmed, Numbered, Replay};
 use crate::record::{Attempt, Fence, RecordId, Scope, Status};
 use crate::store::{
-    Changed, Completion, Error, LateOutcome, Life, Proposal, Reinstated, Settled, Whence,
+    Changed, Completion, Error, Incarnation, LateOutcome, Proposal, Reinstated, ScanFrom, Settled,
     complete_in_some_form,
 };
 use crate::tasks;
@@ -64,9 +64,9 @@ enum Mended {
 /// What is known of the database, and how far a look is.
 struct Watch {
     /// With when it answered last.
-    life: Option<(Life, Instant)>,
+    life: Option<(Incarnation, Instant)>,
     change: Option<Change>,
-    round: Whence,
+    round: ScanFrom,
     next_round: Instant,
 }
 
@@ -100,17 +100,17 @@ impl Change {
 
 /// The last life whose records were compared: a look that is begun anew goes on from it.
 #[derive(Default)]
-pub(super) struct Compared(Mutex<Option<(Life, Instant)>>);
+pub(super) struct Compared(Mutex<Option<(Incarnation, Instant)>>);
 
 impl Compared {
-    fn last(&self) -> MutexGuard<'_, Option<(Life, Instant)>> {
+    fn last(&self) -> MutexGuard<'_, Option<(Incarnation, Instant)>> {
         self.0.lock()
     }
 }
 
 /// Looks after this process's records until `stop`.
 pub(super) async fn watch(gateway: &Arc<Gateway>, stop: &CancellationToken) {
-    let (round, next_round) = (Whence::Oldest, Instant::now() + ROUND_EVERY);
+    let (round, next_round) = (ScanFrom::Oldest, Instant::now() + ROUND_EVERY);
     let life = *gateway.compared.last();
     let mut watch = Watch { life, change: None, round, next_round };
     loop {
@@ -131,7 +131,7 @@ pub(super) async fn watch(gateway: &Arc<Gateway>, stop: &CancellationToken) {
 impl Watch {
     async fn look(&mut self, gateway: &Arc<Gateway>) -> Result<(), Error> {
         let asked = Instant::now();
-        let life = gateway.store.life().await?;
+        let life = gateway.store.incarnation().await?;
         if let Some((before, heard)) = self.life.replace((life, asked))
             && before != life
         {
@@ -155,7 +155,7 @@ impl Watch {
             return Ok(());
         }
         let last = gateway.look_for_strays(self.round, ROUND_PIECE).await?;
-        self.round = last.map_or(Whence::Oldest, |(at, id)| Whence::After(at, id.into()));
+        self.round = last.map_or(ScanFrom::Oldest, |(at, id)| ScanFrom::After(at, id.into()));
         self.next_round = Instant::now() + ROUND_EVERY;
         Ok(())
     }
@@ -186,9 +186,9 @@ impl Gateway {
         change.went_back |= !mended.is_empty() || !change.left.is_empty();
         if change.left.is_empty() && (!change.looked_through || change.since.elapsed() >= SETTLING)
         {
-            let mut from = Whence::Ago(BACK);
+            let mut from = ScanFrom::Ago(BACK);
             while let Some((at, id)) = self.look_for_strays(from, BACK_PIECE).await? {
-                from = Whence::After(at, id.into());
+                from = ScanFrom::After(at, id.into());
             }
             change.looked_through = true;
         }
@@ -201,7 +201,7 @@ impl Gateway {
         let mut mended = Vec::new();
         for some in running.chunks(COMPARED) {
             let ids: Vec<RecordId> = some.iter().map(|(fence, _)| fence.id).collect();
-            let stands = self.store.stands(&ids).await?;
+            let stands = self.store.statuses(&ids).await?;
             let there = |fence: &Fence| {
                 stands.iter().any(|(at, _)| at.id == fence.id && at.attempt >= fence.attempt)
             };
@@ -228,7 +228,7 @@ impl Gateway {
             let ids: Vec<RecordId> = some.iter().map(|end| end.fence.id).collect();
             let stands: HashMap<RecordId, (Attempt, Status)> = self
                 .store
-                .stands(&ids)
+                .statuses(&ids)
                 .await?
                 .into_iter()
                 .map(|(at, status)| (at.id, (at.attempt, status)))
@@ -377,7 +377,7 @@ impl Gateway {
     /// one that was looked at, where there are more.
     async fn look_for_strays(
         self: &Arc<Self>,
-        from: Whence,
+        from: ScanFrom,
         limit: u32,
     ) -> Result<Option<(SystemTime, RecordId)>, Error> {
         let piece = self.store.open_of(self.single_flight.owner(), from, limit).await?;

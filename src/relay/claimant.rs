@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::record::LeaseView;
-use crate::store::Over;
+use crate::store::Reclaim;
 
 /// Whose claims these are.
 #[derive(Clone)]
@@ -16,7 +16,7 @@ pub struct Claimant {
 
 impl Claimant {
     /// Which claims and probes of others are over.
-    pub(super) fn over(&self) -> Over {
-        if (self.may_judge)() { Over::EndedOrDead } else { Over::Ended }
+    pub(super) fn reclaim(&self) -> Reclaim {
+        if (self.may_judge)() { Reclaim::ExpiredOrOrphaned } else { Reclaim::Expired }
     }
 }

@@ -24,7 +24,7 @@ use super::verdict::{
 use super::worker::{LoopState, PendingVerdict, SinkWorker, anywhere};
 use crate::backoff::jittered;
 use crate::store::{
-    Acknowledgement, Changed, Claimed, Error, Lane, Look, SinkTurn, Trouble, Verdict,
+    Acknowledgement, Changed, Claimed, Error, Lane, Look, SinkChange, Trouble, Verdict,
 };
 use crate::telemetry::Probe;
 
@@ -91,8 +91,8 @@ impl SinkWorker {
     /// Pauses what is open under `no`. Where the database does not take it, the next failure tries again.
     async fn pause_sink(&self, no: i64, trouble: Trouble, delivered: &Delivered) {
         let error = error(&delivered.evidence);
-        let turn = SinkTurn::Pause { trouble, error, failed_probes: self.slots.level() };
-        if let Err(error) = self.store.turn_sink(self.sink.name(), no, &turn).await {
+        let change = SinkChange::Pause { trouble, error, failed_probes: self.slots.level() };
+        if let Err(error) = self.store.change_sink(self.sink.name(), no, &change).await {
             self.note_failure("pause", &error);
         }
         self.status.changed_here();
@@ -102,13 +102,13 @@ impl SinkWorker {
     pub(super) async fn probe(self: &Arc<Self>, no: i64, failed: u32, state: &mut LoopState) {
         let lease = self.lease();
         let until = Instant::now() + lease;
-        let (owner, over) = (self.claimant.lease.current().owner, self.claimant.over());
-        let turn = SinkTurn::Probe { owner, lease, over };
-        match self.store.turn_sink(self.sink.name(), no, &turn).await {
+        let (owner, reclaim) = (self.claimant.lease.current().owner, self.claimant.reclaim());
+        let change = SinkChange::Probe { owner, lease, reclaim };
+        match self.store.change_sink(self.sink.name(), no, &change).await {
             Ok(Changed::Yes) => {
-                let turn = self.probe_once(failed, until, state).await;
-                // A turn makes the number grow by one.
-                self.end_probe(no + 1, &turn, until).await;
+                let change = self.probe_once(failed, until, state).await;
+                // A change makes the number grow by one.
+                self.end_probe(no + 1, &change, until).await;
             }
             Ok(Changed::No | Changed::Locked) => {}
             Err(error) => {
@@ -125,9 +125,9 @@ impl SinkWorker {
         failed: u32,
         until: Instant,
         state: &mut LoopState,
-    ) -> SinkTurn {
+    ) -> SinkChange {
         let pace = until_probe(failed, &self.sink.patience(), fastrand::f64(), true);
-        let idle = SinkTurn::ProbeIdle { again: pace.clamp(IDLE_MIN, SUSPECT_MAX) };
+        let idle = SinkChange::ProbeIdle { again: pace.clamp(IDLE_MIN, SUSPECT_MAX) };
         let (lane, event) = match self.claim_for_probe(failed).await {
             Ok(Some(found)) => found,
             Ok(None) => {
@@ -140,7 +140,7 @@ impl SinkWorker {
             }
         };
         let slot = self.slots.take();
-        let (verdict, turn) = match self.attempt(&event, lane, until).await {
+        let (verdict, change) = match self.attempt(&event, lane, until).await {
             Ok(delivered) => self.judge_probe(&event, &delivered, failed),
             Err(unsent) => (unsent, idle),
         };
@@ -149,7 +149,7 @@ impl SinkWorker {
         let done = PendingVerdict { acknowledgement, until, doubt: false, _slot: slot };
         // Nobody listens only where the loop has ended: the claim runs out.
         drop(state.done.send(done).await);
-        turn
+        change
     }
 
     /// An event from somewhere in a lane, or else the one that has been due longest in the other. Nothing is known against
@@ -175,12 +175,12 @@ impl SinkWorker {
         event: &Claimed,
         delivered: &Delivered,
         failed: u32,
-    ) -> (Verdict, SinkTurn) {
+    ) -> (Verdict, SinkChange) {
         let failed = failed.saturating_add(1);
         let (trouble, result) = match self.health(delivered, failed) {
             Health::Healthy => {
                 self.metrics.sink_probed(self.sink.name(), Probe::Well);
-                return (self.verdict(event, delivered), SinkTurn::Resume);
+                return (self.verdict(event, delivered), SinkChange::Resume);
             }
             Health::Failing => {
                 let suspect = suspects(&delivered.evidence);
@@ -192,13 +192,13 @@ impl SinkWorker {
         };
         self.metrics.sink_probed(self.sink.name(), result);
         let evidence = &delivered.evidence;
-        (returned(evidence), SinkTurn::ProbeFailed { trouble, error: error(evidence) })
+        (returned(evidence), SinkChange::ProbeFailed { trouble, error: error(evidence) })
     }
 
     /// Says how the probe ended, until the database takes it or the probe's time is over: then another one may be taken.
-    async fn end_probe(&self, no: i64, turn: &SinkTurn, until: Instant) {
+    async fn end_probe(&self, no: i64, change: &SinkChange, until: Instant) {
         let mut outage = OUTAGE;
-        while let Err(error) = self.store.turn_sink(self.sink.name(), no, turn).await {
+        while let Err(error) = self.store.change_sink(self.sink.name(), no, change).await {
             self.note_failure("probe", &error);
             if Instant::now() >= until || self.stop.is_cancelled() {
                 return;

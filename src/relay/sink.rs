@@ -54,7 +54,7 @@ pub struct Settings {
     pub pause_after: u32,
     /// In which order events are delivered.
     pub order: Order,
-    /// Which events it wants; whoever writes events reads it, the relay delivers what is owed.
+    /// Which events it wants; whoever writes events reads it, the relay delivers what is pending.
     pub events: TypeFilter,
     /// Where events go, and how.
     pub target: Target,

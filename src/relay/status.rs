@@ -116,7 +116,7 @@ impl StatusReader {
                 .iter()
                 .map(|(name, status)| (name.as_str(), status.changes.load(Ordering::SeqCst)))
                 .collect();
-            let states = self.store.sinks(self.claimant.over()).await;
+            let states = self.store.sinks(self.claimant.reclaim()).await;
             let failed = states.is_err();
             let pause = match states {
                 Ok(states) => {

@@ -29,7 +29,7 @@ use super::verdict::Evidence;
 use crate::backoff::jittered;
 use crate::fault::{self, Point};
 use crate::store::{
-    Acknowledgement, Claim, Claimed, Deliveries, Error, Lane, LetGo, Look, Order, Verdict,
+    Acknowledgement, Claim, Claimed, Deliveries, Error, Lane, Look, Order, Verdict, Woken,
 };
 use crate::tasks;
 use crate::telemetry::{Metrics, causes};
@@ -38,8 +38,8 @@ use crate::telemetry::{Metrics, causes};
 const SWEEP_EVERY: Duration = Duration::from_secs(5);
 
 /// How often it is looked for what an order kept back that nothing keeps back any more, and how soon for the rest of it.
-const LET_GO_EVERY: Duration = Duration::from_secs(10);
-const LET_GO_ON: Duration = Duration::from_millis(100);
+const WAKE_EVERY: Duration = Duration::from_secs(10);
+const WAKE_ON: Duration = Duration::from_millis(100);
 
 /// In a backlog: how long a look waits until a quarter of the slots are free, so that it claims several events at once.
 const GATHER: Duration = Duration::from_millis(5);
@@ -93,8 +93,8 @@ pub(super) struct LoopState {
     /// The lane of retries had nothing, and is not looked at before then.
     retry_at: Instant,
     /// When it is looked next for what waits for nobody, and from where on.
-    let_go_at: Instant,
-    let_go_from: Option<String>,
+    wake_at: Instant,
+    wake_from: Option<String>,
     /// Whether the last look found as much as there were slots.
     backlog: bool,
     deliveries: JoinSet<()>,
@@ -133,8 +133,8 @@ impl SinkWorker {
             since_retry: 0,
             sweep_at: now,
             retry_at: now,
-            let_go_at: now,
-            let_go_from: None,
+            wake_at: now,
+            wake_from: None,
             backlog,
             deliveries,
             done,
@@ -291,8 +291,8 @@ impl SinkWorker {
         no: i64,
         state: &mut LoopState,
     ) -> Result<usize, Error> {
-        if Instant::now() >= state.let_go_at {
-            self.let_go(state).await;
+        if Instant::now() >= state.wake_at {
+            self.wake_deferred(state).await;
         }
         let sweep = Instant::now() >= state.sweep_at;
         let look = match (sweep, self.slots.is_starting()) {
@@ -322,26 +322,26 @@ impl SinkWorker {
         Ok(found)
     }
 
-    /// Makes due what was put off for an order that this sink does not ask for any more, or behind what went without a word: a
+    /// Makes due what was deferred for an order that this sink does not ask for any more, or behind what went without a word: a
     /// piece of it. At the start the order may be another one than before; later, a replica with another one may have ended.
     /// Where it fails, later again: what is due meanwhile does not wait for that.
-    async fn let_go(&self, state: &mut LoopState) {
+    async fn wake_deferred(&self, state: &mut LoopState) {
         let (sink, order) = (self.sink.name(), self.sink.order());
-        let found = self.store.let_go(sink, order, state.let_go_from.as_deref()).await;
-        let LetGo { count, next } = found.unwrap_or_else(|error| {
+        let found = self.store.wake_deferred(sink, order, state.wake_from.as_deref()).await;
+        let Woken { count, next } = found.unwrap_or_else(|error| {
             tracing::warn!(
                 sink,
                 error = causes(&error),
                 "what an order kept back is not looked for"
             );
-            LetGo::default()
+            Woken::default()
         });
         if count > 0 {
             tracing::info!(sink, events = count, "events that waited for their turn are due");
         }
-        let pause = if next.is_some() { LET_GO_ON } else { jittered(LET_GO_EVERY) };
-        state.let_go_at = Instant::now() + pause;
-        state.let_go_from = next;
+        let pause = if next.is_some() { WAKE_ON } else { jittered(WAKE_EVERY) };
+        state.wake_at = Instant::now() + pause;
+        state.wake_from = next;
     }
 
     /// How long a claim, or a probe, belongs to this process.
@@ -357,7 +357,7 @@ impl SinkWorker {
             limit: u32::try_from(limit).unwrap_or(u32::MAX),
             owner: self.claimant.lease.current().owner,
             lease: self.lease(),
-            over: self.claimant.over(),
+            reclaim: self.claimant.reclaim(),
             look,
         }
     }

@@ -80,25 +80,25 @@ impl From<Error> for RunError {
     }
 }
 
-/// Batchers that take turns on one database: while one runs its batch the other's queue fills, so that both have larger
-/// batches and the database has less to do. A turn is waited for as long as a batch usually takes and no longer: a
-/// statement that hangs in one never holds the other up. Clones share the turn.
+/// The permit to run a batch, of which two batchers of one database share one: while one runs its batch the other's queue
+/// fills, so that both have larger batches and the database has less to do. It is waited for as long as a batch usually takes
+/// and no longer: a statement that hangs in one never holds the other up. Clones are one permit.
 #[derive(Clone)]
-pub struct Turns(Arc<Semaphore>);
+pub struct BatchPermit(Arc<Semaphore>);
 
-/// How long a turn is waited for.
-const TURN_MAX: Duration = Duration::from_millis(5);
+/// How long the permit is waited for.
+const PERMIT_WAIT_MAX: Duration = Duration::from_millis(5);
 
-impl Default for Turns {
+impl Default for BatchPermit {
     fn default() -> Self {
         Self(Arc::new(Semaphore::new(1)))
     }
 }
 
-impl Turns {
-    /// The turn; `None`: the other did not end in time, or nobody takes turns any more.
-    async fn take(&self) -> Option<SemaphorePermit<'_>> {
-        tokio::time::timeout(TURN_MAX, self.0.acquire()).await.ok()?.ok()
+impl BatchPermit {
+    /// The permit; `None`: the other did not end in time.
+    async fn acquire(&self) -> Option<SemaphorePermit<'_>> {
+        tokio::time::timeout(PERMIT_WAIT_MAX, self.0.acquire()).await.ok()?.ok()
     }
 }
 
@@ -131,9 +131,9 @@ pub struct Batcher<W: Work> {
 
 impl<W: Work> Batcher<W> {
     /// A queue, and its worker as a future for the caller to spawn. The worker ends when the queue is dropped and drained.
-    pub fn new(work: W, turns: Turns) -> (Self, impl Future<Output = ()> + Send) {
+    pub fn new(work: W, permit: BatchPermit) -> (Self, impl Future<Output = ()> + Send) {
         let (queue, jobs) = mpsc::channel(QUEUE_MAX);
-        (Self { queue }, work_off(work, jobs, turns))
+        (Self { queue }, work_off(work, jobs, permit))
     }
 
     /// Whether there is still a worker. One that panicked never comes back: the process must be replaced.
@@ -206,7 +206,7 @@ impl Drop for Withdraw<'_> {
     }
 }
 
-async fn work_off<W: Work>(work: W, mut jobs: mpsc::Receiver<Job<W>>, turns: Turns) {
+async fn work_off<W: Work>(work: W, mut jobs: mpsc::Receiver<Job<W>>, permit: BatchPermit) {
     let mut waiting: VecDeque<Job<W>> = VecDeque::new();
     loop {
         if waiting.is_empty() {
@@ -215,7 +215,7 @@ async fn work_off<W: Work>(work: W, mut jobs: mpsc::Receiver<Job<W>>, turns: Tur
                 None => return,
             }
         }
-        let _turn = turns.take().await;
+        let _permit = permit.acquire().await;
         gather(&mut jobs, &mut waiting).await;
         let batch = next_batch(&mut waiting);
         if !batch.is_empty() {
@@ -486,7 +486,7 @@ mod tests {
 
     fn start() -> (Arc<Fake>, Arc<Batcher<Work>>) {
         let fake = Arc::new(Fake::default());
-        let (batcher, worker) = Batcher::new(Work(Arc::clone(&fake)), Turns::default());
+        let (batcher, worker) = Batcher::new(Work(Arc::clone(&fake)), BatchPermit::default());
         tokio::spawn(worker);
         (fake, Arc::new(batcher))
     }
@@ -556,7 +556,7 @@ mod tests {
                 panic!("as a bug would")
             }
         }
-        let (batcher, worker) = Batcher::new(Panics, Turns::default());
+        let (batcher, worker) = Batcher::new(Panics, BatchPermit::default());
         let worker = tokio::spawn(worker);
         batcher.works().unwrap();
         let told = batcher.submit(item("a"), soon()).await.unwrap_err();
@@ -569,21 +569,21 @@ mod tests {
 
     #[tokio::test]
     async fn batchers_take_turns_but_one_that_hangs_holds_nobody_up() {
-        let turns = Turns::default();
+        let permit = BatchPermit::default();
         let (hanging, free) = (Arc::new(Fake::default()), Arc::new(Fake::default()));
-        let (first, worker) = Batcher::new(Work(Arc::clone(&hanging)), turns.clone());
+        let (first, worker) = Batcher::new(Work(Arc::clone(&hanging)), permit.clone());
         tokio::spawn(worker);
-        let (second, worker) = Batcher::new(Work(Arc::clone(&free)), turns.clone());
+        let (second, worker) = Batcher::new(Work(Arc::clone(&free)), permit.clone());
         tokio::spawn(worker);
         let gate = hanging.hold();
         let hung = submit(&Arc::new(first), item("hung"), soon());
         hanging.begun.notified().await;
-        assert!(turns.0.try_acquire().is_err(), "whoever runs a batch has the turn");
+        assert!(permit.0.try_acquire().is_err(), "whoever runs a batch has the permit");
         second.submit(item("free"), soon()).await.unwrap();
         gate.notify_one();
         hung.await.unwrap().unwrap();
         settle().await;
-        assert!(turns.0.try_acquire().is_ok(), "and gives it back");
+        assert!(permit.0.try_acquire().is_ok(), "and gives it back");
     }
 
     #[tokio::test]

@@ -2,8 +2,8 @@
 //!
 //! Before the verb a fault means "nothing was changed", after it "done, and nobody was told": what the two errors of a
 //! store say. The verbs that have points are those of [`Verb`]: all that change something, but for
-//! [`Outbox::let_go`](super::Outbox::let_go) and [`Records::reinstate`](super::Records::reinstate), which are asked again and
-//! again.
+//! [`Outbox::wake_deferred`](super::Outbox::wake_deferred) and [`Records::reinstate`](super::Records::reinstate), which are
+//! asked again and again.
 
 use std::sync::Arc;
 

@@ -205,7 +205,7 @@ pub struct EventRow {
     pub ordering_key: Option<String>,
     /// The message.
     pub payload: Bytes,
-    /// How it stands.
+    /// Its status.
     pub status: EventStatus,
     /// Attempts that finished and failed, and the one that succeeded.
     pub attempts: u32,
@@ -253,7 +253,7 @@ pub enum Chosen {
         /// Towards which sink; `None`: all.
         sink: Option<String>,
     },
-    /// One event, towards the sinks that have not taken it: where it is owed, or dead.
+    /// One event, towards the sinks that have not taken it: where it is pending, or dead.
     NotTaken {
         /// The event.
         id: Uuid,

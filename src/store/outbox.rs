@@ -9,12 +9,12 @@ use super::layer::verbs;
 use crate::record::OwnerId;
 
 verbs! {
-/// Events that are owed, and their verdicts.
+/// Pending events, and their verdicts.
 pub trait Outbox, layered by OutboxLayer {
     /// Claims events that are due; see [`Claim`]. Committed before it returns. Whether `owner` itself lives is not asked.
     ///
     /// With [`Order::Key`] an event is claimed only as the first of its key, and only while no other of its key is claimed.
-    /// What stands behind is put off (`next_attempt_at`), until an acknowledgement in that order makes it due.
+    /// What stands behind is deferred (`next_attempt_at`), until an acknowledgement in that order makes it due.
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error>;
 
     /// Writes verdicts, each under its claim number. The ids of those that found their claim still current. `order` is that of
@@ -31,13 +31,13 @@ pub trait Outbox, layered by OutboxLayer {
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error>;
 
     /// Makes due what nothing keeps back any more in this order: with [`Order::None`] whatever waits for others of its
-    /// ordering key; with [`Order::Key`] the first event of each key whose turn nobody has, and that was put off behind an
+    /// ordering key; with [`Order::Key`] the first event of each key whose turn nobody has, and that was deferred behind an
     /// event that went without waking it (by hand, say, or by a relay with another order). Dead events block no key any
     /// more unless `order` says that they do. The pauses of retries stay as they are.
     ///
     /// In pieces, each a short transaction: from the beginning with `None`, then from where the last one ended. To be asked
     /// at the start and from time to time: so a change of the order takes effect though nobody says that it was one.
-    async fn let_go(&self, sink: &str, order: Order, from: Option<&str>) -> Result<LetGo, Error>;
+    async fn wake_deferred(&self, sink: &str, order: Order, from: Option<&str>) -> Result<Woken, Error>;
 
     /// Deletes events all of whose rows are sent or discarded for longer than `retention`, with their attempts, up to `limit`.
     /// How many.
@@ -61,7 +61,7 @@ pub struct Claim {
     /// For how long they belong to this claim.
     pub lease: Duration,
     /// Which claims of others are over.
-    pub over: Over,
+    pub reclaim: Reclaim,
     /// At which of those that are due.
     pub look: Look,
 }
@@ -101,11 +101,11 @@ pub enum OnDead {
 
 /// Which claims are over, so that what they hold may be claimed anew.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Over {
+pub enum Reclaim {
     /// Those whose own time has passed.
-    Ended,
+    Expired,
     /// These, and all whose owner has no live lease. For whoever may judge other owners.
-    EndedOrDead,
+    ExpiredOrOrphaned,
 }
 
 /// The two queues of a sink, so that a backlog of retries never starves fresh events.
@@ -202,7 +202,7 @@ pub struct Acknowledgement {
 /// The status of an event towards one sink.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EventStatus {
-    /// Owed.
+    /// To be delivered.
     Pending,
     /// Delivered.
     Sent,
@@ -234,9 +234,9 @@ impl EventStatus {
     }
 }
 
-/// What a piece of [`Outbox::let_go`] came to.
+/// What a piece of [`Outbox::wake_deferred`] came to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct LetGo {
+pub struct Woken {
     /// How many events are due now.
     pub count: u64,
     /// From where the next piece goes on; `None`: this was the last.

@@ -20,6 +20,7 @@ mod connector;
 mod events;
 mod health;
 mod leases;
+mod lookups;
 mod migrate;
 mod notices;
 mod operate;
@@ -27,7 +28,6 @@ mod order;
 mod outbox;
 mod own;
 mod pool;
-mod questions;
 mod queue;
 mod records;
 mod refusal;
@@ -49,13 +49,14 @@ use parking_lot::Mutex;
 use tokio_postgres::Config;
 use uuid::Uuid;
 
-use super::batch::{Batcher, RunError, Turns};
+use super::batch::{BatchPermit, Batcher, RunError};
 use super::{
-    Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Cause, Changed, Chosen, Claim,
-    Claimed, Completion, DeadFilter, Due, Error, EventAction, EventFilter, EventRow, Gauges,
-    LateOutcome, LetGo, Life, OpenError, OpenPiece, Operator, Operators, Order, Outbox, Over,
-    Proposal, RecordFilter, RecordRow, Records, Reinstated, Reserved, Settled, SinkOrder,
-    SinkState, SinkTurn, Sinks, Takeover, Touched, Unresolved, Untold, Whence,
+    Acknowledgement, Acted, AttemptRow, AuditRow, Cause, Changed, Chosen, Claim, Claimed,
+    Completion, DeadFilter, DueLookup, Error, EventAction, EventFilter, EventRow, Gauges,
+    Heartbeat, Incarnation, LateOutcome, LookupRule, OpenError, OpenPiece, Operator, Operators,
+    Order, Outbox, Proposal, Reclaim, RecordFilter, RecordRow, Records, Reinstated, Reserved,
+    ScanFrom, Settled, SinkChange, SinkOrder, SinkState, Sinks, Takeover, Touched, Unannounced,
+    Unresolved, Woken,
 };
 use crate::record::event::Event;
 use crate::record::event::notice::Notice;
@@ -117,11 +118,11 @@ impl Postgres {
         drop(first);
         let pool = Pool::new(connector.clone(), settings.connections.saturating_sub(2));
         let write_probe = Arc::new(WriteProbe::new(Arc::clone(connector.health()), pool.clone()));
-        let turns = Turns::default();
+        let permit = BatchPermit::default();
         let (reservations, reserving) =
-            Batcher::new(records::Reservations(Dedicated::new(connector.clone())), turns.clone());
+            Batcher::new(records::Reservations(Dedicated::new(connector.clone())), permit.clone());
         let (completions, completing) =
-            Batcher::new(complete::Completions(Dedicated::new(connector.clone())), turns);
+            Batcher::new(complete::Completions(Dedicated::new(connector.clone())), permit);
         on_a_thread_of_their_own(reserving, completing)
             .map_err(|cause| OpenError::Connect { place: location.clone(), cause })?;
         Ok(Self {
@@ -251,7 +252,7 @@ impl Retryable for Ping {
 
 #[async_trait]
 impl Records for Postgres {
-    async fn heartbeat(&self, owner: OwnerId, lease: Duration) -> Result<Beat, Error> {
+    async fn heartbeat(&self, owner: OwnerId, lease: Duration) -> Result<Heartbeat, Error> {
         leases::heartbeat(&self.heartbeats, owner, lease).await
     }
 
@@ -298,40 +299,45 @@ impl Records for Postgres {
         }
     }
 
-    async fn life(&self) -> Result<Life, Error> {
-        own::life(&self.pool).await
+    async fn incarnation(&self) -> Result<Incarnation, Error> {
+        own::incarnation(&self.pool).await
     }
 
-    async fn stands(&self, ids: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error> {
-        own::stands(&self.pool, ids).await
+    async fn statuses(&self, ids: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error> {
+        own::statuses(&self.pool, ids).await
     }
 
     async fn reinstate(&self, proposal: Proposal, attempt: Attempt) -> Result<Reinstated, Error> {
         own::reinstate(&self.pool, &proposal, attempt).await
     }
 
-    async fn open_of(&self, owner: OwnerId, from: Whence, limit: u32) -> Result<OpenPiece, Error> {
+    async fn open_of(
+        &self,
+        owner: OwnerId,
+        from: ScanFrom,
+        limit: u32,
+    ) -> Result<OpenPiece, Error> {
         own::open_of(&self.pool, owner, from, limit).await
     }
 
-    async fn questions(&self, asking: &[Asking], limit: u32) -> Result<Vec<Due>, Error> {
-        questions::due(&self.pool, asking, limit).await
+    async fn due_lookups(&self, rules: &[LookupRule], limit: u32) -> Result<Vec<DueLookup>, Error> {
+        lookups::due(&self.pool, rules, limit).await
     }
 
     async fn unresolved(&self, id: RecordId) -> Result<Option<Unresolved>, Error> {
-        questions::unresolved(&self.pool, id).await
+        lookups::unresolved(&self.pool, id).await
     }
 
     async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error> {
         complete::note_late(&self.pool, late).await
     }
 
-    async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Notice>, Error> {
-        notices::untold(&self.pool, which, limit).await
+    async fn unannounced(&self, which: Unannounced, limit: u32) -> Result<Vec<Notice>, Error> {
+        notices::unannounced(&self.pool, which, limit).await
     }
 
-    async fn tell(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error> {
-        notices::tell(&self.pool, notice, event).await
+    async fn announce(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error> {
+        notices::announce(&self.pool, notice, event).await
     }
 
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {
@@ -365,8 +371,13 @@ impl Outbox for Postgres {
         outbox::next_due(&self.pool, sink).await
     }
 
-    async fn let_go(&self, sink: &str, order: Order, from: Option<&str>) -> Result<LetGo, Error> {
-        order::let_go(&self.pool, sink, order, from).await
+    async fn wake_deferred(
+        &self,
+        sink: &str,
+        order: Order,
+        from: Option<&str>,
+    ) -> Result<Woken, Error> {
+        order::wake_deferred(&self.pool, sink, order, from).await
     }
 
     async fn sweep_events(&self, retention: Duration, limit: u32) -> Result<u64, Error> {
@@ -376,12 +387,17 @@ impl Outbox for Postgres {
 
 #[async_trait]
 impl Sinks for Postgres {
-    async fn sinks(&self, over: Over) -> Result<Vec<SinkState>, Error> {
-        sinks::states(&self.pool, over).await
+    async fn sinks(&self, reclaim: Reclaim) -> Result<Vec<SinkState>, Error> {
+        sinks::states(&self.pool, reclaim).await
     }
 
-    async fn turn_sink(&self, sink: &str, no: i64, turn: &SinkTurn) -> Result<Changed, Error> {
-        sinks::turn(&self.pool, sink, no, turn).await
+    async fn change_sink(
+        &self,
+        sink: &str,
+        no: i64,
+        change: &SinkChange,
+    ) -> Result<Changed, Error> {
+        sinks::change(&self.pool, sink, no, change).await
     }
 
     async fn operate_sink(

@@ -21,7 +21,7 @@ verbs! {
 pub trait Records, layered by RecordsLayer {
     /// Renews `owner`'s lease for `lease` from now, or makes it where there is none yet. A lease that has run out is never
     /// renewed.
-    async fn heartbeat(&self, owner: OwnerId, lease: Duration) -> Result<Beat, Error>;
+    async fn heartbeat(&self, owner: OwnerId, lease: Duration) -> Result<Heartbeat, Error>;
 
     /// Ends `owner`'s lease at once (a clean exit).
     async fn retire(&self, owner: OwnerId) -> Result<(), Error>;
@@ -35,7 +35,7 @@ pub trait Records, layered by RecordsLayer {
     async fn take_over(&self, proposal: Proposal, from: Takeover) -> Result<Changed, Error>;
 
     /// The upstream was asked about this attempt and knows nothing of it: raises the record to the next one, in the place of
-    /// the question, with the proposal's caller, context and retention. `Changed::No` where the record is not in progress under
+    /// the look-up, with the proposal's caller, context and retention. `Changed::No` where the record is not in progress under
     /// this very attempt and the proposal's owner any more, or the owner has no live lease.
     ///
     /// Running it again after [`InDoubt`](super::Error::InDoubt) is safe: a row that it has raised already is `Yes`.
@@ -57,17 +57,17 @@ pub trait Records, layered by RecordsLayer {
     async fn release(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error>;
 
     /// Marks an attempt of this process `unknown`. `Changed::No` also where it is `unknown` already.
-    /// After a question about the same attempt the doubt goes on: its beginning stays, and the next question waits longer.
+    /// After a look-up of the same attempt the doubt goes on: its beginning stays, and the next look-up waits longer.
     async fn mark_unknown(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error>;
 
     /// Marks records in progress `unknown` whose owner's lease has run out, up to `limit`; with a fence only that record.
     async fn mark_dead(&self, only: Option<(&Scope, Fence)>, limit: u32) -> Result<u64, Error>;
 
-    /// Which run of which server answers; see [`Life`]. Asked of whoever takes writes.
-    async fn life(&self) -> Result<Life, Error>;
+    /// Which run of which server answers; see [`Incarnation`]. Asked of whoever takes writes.
+    async fn incarnation(&self) -> Result<Incarnation, Error>;
 
     /// At which attempt and in which status these records are. Those that do not exist are left out.
-    async fn stands(&self, ids: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error>;
+    async fn statuses(&self, ids: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error>;
 
     /// Brings back a record that the database had confirmed and has forgotten: under the proposal's id it is in progress
     /// for this attempt again. Also one that it has put back to an earlier attempt. Never in the place of another record,
@@ -77,11 +77,11 @@ pub trait Records, layered by RecordsLayer {
     async fn reinstate(&self, proposal: Proposal, attempt: Attempt) -> Result<Reinstated, Error>;
 
     /// The records that this owner has in progress, among the next `limit` of all from a place on.
-    async fn open_of(&self, owner: OwnerId, from: Whence, limit: u32) -> Result<OpenPiece, Error>;
+    async fn open_of(&self, owner: OwnerId, from: ScanFrom, limit: u32) -> Result<OpenPiece, Error>;
 
     /// Unknown records of these operations about which the upstream may be asked now, up to `limit`: those first that wait
     /// longest.
-    async fn questions(&self, asking: &[Asking], limit: u32) -> Result<Vec<Due>, Error>;
+    async fn due_lookups(&self, rules: &[LookupRule], limit: u32) -> Result<Vec<DueLookup>, Error>;
 
     /// What is known of a record that is unknown; `None` where it is not.
     async fn unresolved(&self, id: RecordId) -> Result<Option<Unresolved>, Error>;
@@ -89,12 +89,12 @@ pub trait Records, layered by RecordsLayer {
     /// Writes an outcome that changed no row to the audit table. Run again it writes nothing more.
     async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error>;
 
-    /// Records that became unknown, or are no longer, of which that has not been told yet; up to `limit`.
-    async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Notice>, Error>;
+    /// Records that became unknown, or are no longer, of which that has not been announced yet; up to `limit`.
+    async fn unannounced(&self, which: Unannounced, limit: u32) -> Result<Vec<Notice>, Error>;
 
-    /// Writes the event of a notice, in one transaction with the mark that it was told. `Changed::No`: somebody else
-    /// has told of it. Without an event only the mark is set, or the note removed.
-    async fn tell(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error>;
+    /// Writes the event of a notice, in one transaction with the mark that it was announced. `Changed::No`: somebody else
+    /// has announced it. Without an event only the mark is set, or the note removed.
+    async fn announce(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error>;
 
     /// Deletes expired completed records, up to `limit`. How many.
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error>;
@@ -144,13 +144,13 @@ pub enum Takeover {
     /// An unknown record whose policy allows another attempt: same id, attempt + 1, the fingerprint stays.
     Unknown(Fence),
     /// An unknown record about which the upstream may be asked now: same id, same attempt, the request's context stays.
-    Question(Fence, LookupDelay, Asker),
+    Lookup(Fence, LookupDelay, LookupTrigger),
 }
 
 /// Why the upstream is asked about an unknown record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Asker {
-    /// By the gateway itself: not before the pause after the last question is over.
+pub enum LookupTrigger {
+    /// By the gateway itself: not before the pause after the last look-up is over.
     Gateway,
     /// For a retry: at once.
     Retry,
@@ -158,7 +158,7 @@ pub enum Asker {
 
 /// About the records of which operation the upstream is asked.
 #[derive(Clone, Debug)]
-pub struct Asking {
+pub struct LookupRule {
     /// The operation.
     pub operation: Operation,
     /// How long the upstream is left alone before.
@@ -167,7 +167,7 @@ pub struct Asking {
 
 /// An unknown record about which the upstream may be asked now.
 #[derive(Clone, Debug)]
-pub struct Due {
+pub struct DueLookup {
     /// Its scope.
     pub scope: Scope,
     /// Its id and the attempt that is unknown.
@@ -189,7 +189,7 @@ pub struct Unresolved {
     pub age: Duration,
     /// Whether its owner died.
     pub orphaned: bool,
-    /// Questions in a row that brought no result.
+    /// Look-ups in a row that brought no result.
     pub asked: u32,
     /// Before then the gateway does not ask about it again by itself.
     pub next_ask_at: SystemTime,
@@ -211,17 +211,17 @@ pub enum Changed {
 
 /// What a heartbeat found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Beat {
+pub enum Heartbeat {
     /// The lease runs anew from now.
     Renewed,
     /// The lease had run out and is never renewed: take a new owner id.
     Ended,
 }
 
-/// Of which unknown records it is asked what has not been told yet.
+/// Of which unknown records it is asked what has not been announced yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Untold {
-    /// Those that began, and those that were told of and are over.
+pub enum Unannounced {
+    /// Those that began, and those that were announced and are over.
     All,
     /// The latter only.
     Resolved,
@@ -230,7 +230,7 @@ pub enum Untold {
 /// Which run of which server answers. While it is the same, nothing that was confirmed can be gone; once it is another
 /// (the server was restarted, a standby took its place, a backup was restored), something may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Life(pub(super) i64);
+pub struct Incarnation(pub(super) i64);
 
 /// What became of a record that was to be brought back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -247,7 +247,7 @@ pub enum Reinstated {
 
 /// Where a look through the records begins; they stand in the order of their creation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Whence {
+pub enum ScanFrom {
     /// At the oldest.
     Oldest,
     /// At those that were made this long ago, by the database's clock.

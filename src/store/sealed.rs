@@ -25,10 +25,10 @@ pub use self::keys::{Keys, KeysError, Unopened};
 use self::keys::{MARK, NoRandom, Part};
 use super::layer::Layer;
 use super::{
-    Acknowledgement, Acted, Asking, AuditRow, Changed, Claim, Claimed, Completion, Due, Error,
-    EventFilter, EventRow, LateEnd, LateOutcome, Operator, OperatorsLayer, OutboxLayer, Proposal,
-    RecordFilter, RecordRow, RecordsLayer, Reinstated, Reserved, Settled, SinksLayer, Store,
-    Takeover, Unresolved, Verdict,
+    Acknowledgement, Acted, AuditRow, Changed, Claim, Claimed, Completion, DueLookup, Error,
+    EventFilter, EventRow, LateEnd, LateOutcome, LookupRule, Operator, OperatorsLayer, OutboxLayer,
+    Proposal, RecordFilter, RecordRow, RecordsLayer, Reinstated, Reserved, Settled, SinksLayer,
+    Store, Takeover, Unresolved, Verdict,
 };
 use crate::record::event::Event;
 use crate::record::event::notice::Notice;
@@ -305,7 +305,7 @@ impl RecordsLayer for Sealed {
         // The row's id is what the context is bound to: an expired one takes the proposal's.
         let id = match from {
             Takeover::Expired(_) => proposal.id,
-            Takeover::Unknown(fence) | Takeover::Question(fence, ..) => fence.id,
+            Takeover::Unknown(fence) | Takeover::Lookup(fence, ..) => fence.id,
         };
         self.store.take_over(self.proposal(proposal, id)?, from).await
     }
@@ -338,9 +338,9 @@ impl RecordsLayer for Sealed {
         self.store.complete(completion, deadline).await
     }
 
-    async fn questions(&self, asking: &[Asking], limit: u32) -> Result<Vec<Due>, Error> {
-        let mut due = self.store.questions(asking, limit).await?;
-        for Due { fence, context, .. } in &mut due {
+    async fn due_lookups(&self, rules: &[LookupRule], limit: u32) -> Result<Vec<DueLookup>, Error> {
+        let mut due = self.store.due_lookups(rules, limit).await?;
+        for DueLookup { fence, context, .. } in &mut due {
             if let Some(context) = context {
                 let id = fence.id.into();
                 *context = self.keys.open_bytes(Part::Context, id, context).map_err(unopened)?;
@@ -362,12 +362,12 @@ impl RecordsLayer for Sealed {
         self.store.note_late_outcome(&sealed).await
     }
 
-    async fn tell(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error> {
+    async fn announce(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error> {
         let mut sealed = event.cloned();
         if let Some(event) = &mut sealed {
             self.keys.seal_event(event).map_err(no_random)?;
         }
-        self.store.tell(notice, sealed.as_ref()).await
+        self.store.announce(notice, sealed.as_ref()).await
     }
 }
 

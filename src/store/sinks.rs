@@ -1,4 +1,4 @@
-//! How a sink stands, in the words of the store: one state for all replicas, and the turns that lead from one to the next.
+//! The state of a sink, in the words of the store: one state for all replicas, and the changes that lead from one to the next.
 //!
 //! ```text
 //! open --Pause--> paused (failing, busy) --Probe--> probed --Resume--> open
@@ -7,27 +7,27 @@
 //!   +--Pause--> paused (gone) <--- ProbeFailed -------+
 //! ```
 //!
-//! What must stay true: each turn names the number under which the state was read, and changes nothing where it has moved on.
+//! What must stay true: each change names the number under which the state was read, and changes nothing where it has moved on.
 //! So of many replicas one pauses, and one probes. An operator pauses what is open or paused, and resumes what is paused, at
 //! any time: a probe that is under way then changes nothing any more.
 
 use std::time::{Duration, SystemTime};
 
 use super::layer::verbs;
-use super::{Changed, Operator, Over};
+use super::{Changed, Operator, Reclaim};
 use crate::record::OwnerId;
 
 verbs! {
 /// The state of each sink.
 pub trait Sinks, layered by SinksLayer {
-    /// How the sinks stand that were ever paused. `over` says which probes count as ended.
-    async fn sinks(&self, over: Over) -> Result<Vec<SinkState>, Error>;
+    /// The states of the sinks that were ever paused. `reclaim` says which probes count as ended.
+    async fn sinks(&self, reclaim: Reclaim) -> Result<Vec<SinkState>, Error>;
 
-    /// Makes a sink's state the next one, under the next number. `Changed::No`: it is not at this number any more, the turn
+    /// Makes a sink's state the next one, under the next number. `Changed::No`: it is not at this number any more, the change
     /// does not lead on from there, or (of a probe) its time has not come.
-    async fn turn_sink(&self, sink: &str, no: i64, turn: &SinkTurn) -> Result<Changed, Error>;
+    async fn change_sink(&self, sink: &str, no: i64, change: &SinkChange) -> Result<Changed, Error>;
 
-    /// Pauses or resumes a sink by hand, whatever a relay is about to make of it. Audited. `Changed::No`: it stands so already.
+    /// Pauses or resumes a sink by hand, whatever a relay is about to make of it. Audited. `Changed::No`: it is so already.
     async fn operate_sink(
         &self,
         sink: &str,
@@ -35,8 +35,8 @@ pub trait Sinks, layered by SinksLayer {
         by: &Operator,
     ) -> Result<Changed, Error>;
 
-    /// What went wrong with a sink's deliveries: the error of the one that was tried last of those that are still owed, or else
-    /// of the one that died last.
+    /// What went wrong with a sink's deliveries: the error of the one that was tried last of those that are still pending, or
+    /// else of the one that died last.
     async fn last_failure(&self, sink: &str) -> Result<Option<String>, Error>;
 }
 }
@@ -76,12 +76,12 @@ impl PauseReason {
     }
 }
 
-/// How a sink stands. One of which the store knows nothing is open, under the number 0.
+/// The state of a sink. One of which the store knows nothing is open, under the number 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SinkState {
     /// Its name.
     pub sink: String,
-    /// The number of this state: each turn names it, and each change makes it grow by one.
+    /// The number of this state: each change names it and makes it grow by one.
     pub no: i64,
     /// Since when.
     pub since: SystemTime,
@@ -169,7 +169,7 @@ impl Trouble {
 
 /// What a relay makes of a sink's state.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum SinkTurn {
+pub enum SinkChange {
     /// Pauses what is open.
     Pause {
         /// Why.
@@ -186,7 +186,7 @@ pub enum SinkTurn {
         /// How long it has.
         lease: Duration,
         /// Which probes of others are over.
-        over: Over,
+        reclaim: Reclaim,
     },
     /// The probe that was taken under the number before failed.
     ProbeFailed {

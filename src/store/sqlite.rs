@@ -14,12 +14,12 @@
 
 mod events;
 mod file;
+mod lookups;
 mod notices;
 mod operator;
 mod order;
 mod outbox;
 mod own;
-mod questions;
 mod queue;
 mod records;
 mod row;
@@ -35,18 +35,19 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use uuid::Uuid;
 
-use self::file::Stand;
+use self::file::OpenFiles;
 pub use self::file::{FileLock, Location, lock};
 use self::records::Completer;
 pub use self::thread::all_closed;
 use self::thread::{Busy, Nudge, Role, Tx, Worker, checkpoints, connect};
-use super::batch::{Batcher, RunError, Turns, Work};
+use super::batch::{BatchPermit, Batcher, RunError, Work};
 use super::{
-    Acknowledgement, Acted, Asking, AttemptRow, AuditRow, Beat, Cause, Changed, Chosen, Claim,
-    Claimed, Completion, DeadFilter, Due, Error, EventAction, EventFilter, EventRow, Gauges,
-    LateOutcome, LetGo, Life, OpenError, OpenPiece, Operator, Operators, Order, Outbox, Over,
-    Proposal, RecordFilter, RecordRow, Records, Reinstated, Reserved, Settled, SinkOrder,
-    SinkState, SinkTurn, Sinks, Takeover, Touched, Unresolved, Untold, Whence,
+    Acknowledgement, Acted, AttemptRow, AuditRow, Cause, Changed, Chosen, Claim, Claimed,
+    Completion, DeadFilter, DueLookup, Error, EventAction, EventFilter, EventRow, Gauges,
+    Heartbeat, Incarnation, LateOutcome, LookupRule, OpenError, OpenPiece, Operator, Operators,
+    Order, Outbox, Proposal, Reclaim, RecordFilter, RecordRow, Records, Reinstated, Reserved,
+    ScanFrom, Settled, SinkChange, SinkOrder, SinkState, Sinks, Takeover, Touched, Unannounced,
+    Unresolved, Woken,
 };
 use crate::fault::{self, Point};
 use crate::record::event::Event;
@@ -75,7 +76,7 @@ const KNOWN: u32 = 8;
 
 /// A SQLite file as a store. Dropped, its threads finish what is queued and end.
 pub struct Sqlite {
-    pen: Pen,
+    writer: Writer,
     reader: Worker,
     lists: Worker,
     reservations: Batcher<Reservations>,
@@ -107,21 +108,21 @@ impl Sqlite {
         let location = location.clone();
         let opened = tokio::task::spawn_blocking(move || {
             let workers = start(&location, lock)?;
-            Ok::<_, Cause>((workers, Stand::of(&location.path)?))
+            Ok::<_, Cause>((workers, OpenFiles::of(&location.path)?))
         })
         .await;
-        let ((writer, reader, lists), stand) = match opened {
+        let ((writer, reader, lists), files) = match opened {
             Ok(Ok(workers)) => workers,
             Ok(Err(cause)) => return Err(OpenError::Connect { place, cause }),
             Err(cause) => return Err(OpenError::Connect { place, cause: cause.into() }),
         };
-        let pen = Pen { writer, stand, trouble: Arc::default() };
-        let turns = Turns::default();
-        let (reservations, reserving) = Batcher::new(Reservations(pen.clone()), turns.clone());
-        let (completions, completing) = Batcher::new(Completions(pen.clone()), turns);
+        let writer = Writer { thread: writer, files, failing: Arc::default() };
+        let permit = BatchPermit::default();
+        let (reservations, reserving) = Batcher::new(Reservations(writer.clone()), permit.clone());
+        let (completions, completing) = Batcher::new(Completions(writer.clone()), permit);
         tasks::short(tasks::worker(Vital::Reservations, reserving));
         tasks::short(tasks::worker(Vital::Completions, completing));
-        let store = Self { pen, reader, lists, reservations, completions, place };
+        let store = Self { writer, reader, lists, reservations, completions, place };
         match store.version().await? {
             found if found > KNOWN => Err(OpenError::NewerSchema { found, known: KNOWN }),
             _ => Ok(store),
@@ -146,7 +147,7 @@ impl Sqlite {
             return Err(OpenError::OlderSchema { found, known: KNOWN });
         }
         for (version, sql) in MIGRATIONS {
-            let applied = self.pen.write(move |tx| apply(tx, version, sql)).await;
+            let applied = self.writer.write(move |tx| apply(tx, version, sql)).await;
             applied.map_err(|error| self.not_migrated(version, error))?;
         }
         match self.version().await? {
@@ -167,7 +168,7 @@ impl Sqlite {
             tx.execute("UPDATE outbox_queue SET lease_until = 0 WHERE lease_until > 0", [])?;
             order::end_turns(tx)
         };
-        self.pen.write(end).await
+        self.writer.write(end).await
     }
 
     /// Reads the whole file and looks whether it is whole: for a file that looks as if it had been cut.
@@ -202,14 +203,14 @@ impl Sqlite {
             }
         };
         let act = move |tx: &Tx<'_>| events::one(tx, action, id, sink.as_deref(), not_taken, &by);
-        self.pen.write(act).await.map(Touched::one)
+        self.writer.write(act).await.map(Touched::one)
     }
 
     /// Goes on with it piece by piece to its end; how many rows it changed.
     async fn walk(&self, mut walk: events::Walk) -> Result<u64, Error> {
         while !walk.is_over() {
             let before = walk.total();
-            let worked = self.pen.write(move |tx| walk.piece(tx)).await;
+            let worked = self.writer.write(move |tx| walk.piece(tx)).await;
             // After the first piece an error does not mean that nothing was changed.
             walk = worked.map_err(|error| match before {
                 0 => error,
@@ -273,23 +274,23 @@ fn apply(tx: &Tx<'_>, to: u32, sql: &str) -> rusqlite::Result<()> {
 
 /// The one way to write: not to files that are gone, and with a memory of what went wrong last.
 #[derive(Clone)]
-struct Pen {
-    writer: Worker,
-    stand: Stand,
+struct Writer {
+    thread: Worker,
+    files: OpenFiles,
     /// Whether a write failed since the last one that is known to have changed something: the disk is full, say.
     /// Reads may go on all the same.
-    trouble: Arc<AtomicBool>,
+    failing: Arc<AtomicBool>,
 }
 
-impl Pen {
+impl Writer {
     async fn write<T: Send + 'static>(
         &self,
         work: impl FnOnce(&Tx<'_>) -> rusqlite::Result<T> + Send + 'static,
     ) -> Result<T, Error> {
-        self.stand.check()?;
-        let result = self.writer.write(work).await;
+        self.files.check()?;
+        let result = self.thread.write(work).await;
         if let Err(Error::Unavailable(cause) | Error::InDoubt(cause)) = &result
-            && !self.trouble.swap(true, Ordering::Relaxed)
+            && !self.failing.swap(true, Ordering::Relaxed)
         {
             let error = telemetry::causes(&**cause);
             tracing::warn!(error, "the database file cannot be written");
@@ -297,13 +298,13 @@ impl Pen {
         result
     }
 
-    /// As [`Pen::write`], of what always changes something: its success says that writes work.
+    /// As [`Writer::write`], of what always changes something: its success says that writes work.
     async fn write_surely<T: Send + 'static>(
         &self,
         work: impl FnOnce(&Tx<'_>) -> rusqlite::Result<T> + Send + 'static,
     ) -> Result<T, Error> {
         let done = self.write(work).await?;
-        if self.trouble.swap(false, Ordering::Relaxed) {
+        if self.failing.swap(false, Ordering::Relaxed) {
             tracing::info!("the database file is written again");
         }
         Ok(done)
@@ -311,8 +312,8 @@ impl Pen {
 
     /// Whether writes work, as far as is known: tried out where the last one failed.
     async fn works(&self) -> Result<(), Error> {
-        self.stand.check()?;
-        if !self.trouble.load(Ordering::Relaxed) {
+        self.files.check()?;
+        if !self.failing.load(Ordering::Relaxed) {
             return Ok(());
         }
         // There and gone again: a page is written to the log, and nobody sees anything.
@@ -324,7 +325,7 @@ impl Pen {
     }
 }
 
-struct Reservations(Pen);
+struct Reservations(Writer);
 
 #[async_trait]
 impl Work for Reservations {
@@ -343,7 +344,7 @@ impl Work for Reservations {
     }
 }
 
-struct Completions(Pen);
+struct Completions(Writer);
 
 #[async_trait]
 impl Work for Completions {
@@ -365,12 +366,12 @@ impl Work for Completions {
 
 #[async_trait]
 impl Records for Sqlite {
-    async fn heartbeat(&self, owner: OwnerId, lease: Duration) -> Result<Beat, Error> {
-        self.pen.write_surely(move |tx| records::heartbeat(tx, owner, lease)).await
+    async fn heartbeat(&self, owner: OwnerId, lease: Duration) -> Result<Heartbeat, Error> {
+        self.writer.write_surely(move |tx| records::heartbeat(tx, owner, lease)).await
     }
 
     async fn retire(&self, owner: OwnerId) -> Result<(), Error> {
-        self.pen.write(move |tx| records::retire(tx, owner)).await
+        self.writer.write(move |tx| records::retire(tx, owner)).await
     }
 
     async fn reserve(&self, proposal: Proposal, deadline: Instant) -> Result<Reserved, Error> {
@@ -378,11 +379,11 @@ impl Records for Sqlite {
     }
 
     async fn take_over(&self, proposal: Proposal, from: Takeover) -> Result<Changed, Error> {
-        self.pen.write(move |tx| takeover::take_over(tx, &proposal, from)).await
+        self.writer.write(move |tx| takeover::take_over(tx, &proposal, from)).await
     }
 
     async fn raise(&self, proposal: Proposal, fence: Fence) -> Result<Changed, Error> {
-        self.pen.write(move |tx| takeover::raise(tx, &proposal, fence)).await
+        self.writer.write(move |tx| takeover::raise(tx, &proposal, fence)).await
     }
 
     async fn find(&self, scope: &Scope) -> Result<Option<Record>, Error> {
@@ -400,65 +401,70 @@ impl Records for Sqlite {
 
     async fn release(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error> {
         let scope = scope.clone();
-        self.pen.write(move |tx| records::release(tx, &scope, fence)).await
+        self.writer.write(move |tx| records::release(tx, &scope, fence)).await
     }
 
     async fn mark_unknown(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error> {
         let scope = scope.clone();
-        self.pen.write(move |tx| records::mark_unknown(tx, &scope, fence)).await
+        self.writer.write(move |tx| records::mark_unknown(tx, &scope, fence)).await
     }
 
     async fn mark_dead(&self, only: Option<(&Scope, Fence)>, limit: u32) -> Result<u64, Error> {
         let only = only.map(|(scope, fence)| (scope.clone(), fence));
-        self.pen.write(move |tx| records::mark_dead(tx, only.as_ref(), limit)).await
+        self.writer.write(move |tx| records::mark_dead(tx, only.as_ref(), limit)).await
     }
 
-    async fn life(&self) -> Result<Life, Error> {
-        self.reader.read(own::life).await
+    async fn incarnation(&self) -> Result<Incarnation, Error> {
+        self.reader.read(own::incarnation).await
     }
 
-    async fn stands(&self, ids: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error> {
+    async fn statuses(&self, ids: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error> {
         let ids = ids.to_vec();
-        self.lists.read(move |tx| own::stands(tx, &ids)).await
+        self.lists.read(move |tx| own::statuses(tx, &ids)).await
     }
 
     async fn reinstate(&self, proposal: Proposal, attempt: Attempt) -> Result<Reinstated, Error> {
-        self.pen.write(move |tx| own::reinstate(tx, &proposal, attempt)).await
+        self.writer.write(move |tx| own::reinstate(tx, &proposal, attempt)).await
     }
 
-    async fn open_of(&self, owner: OwnerId, from: Whence, limit: u32) -> Result<OpenPiece, Error> {
+    async fn open_of(
+        &self,
+        owner: OwnerId,
+        from: ScanFrom,
+        limit: u32,
+    ) -> Result<OpenPiece, Error> {
         self.lists.read(move |tx| own::open_of(tx, owner, from, limit)).await
     }
 
-    async fn questions(&self, asking: &[Asking], limit: u32) -> Result<Vec<Due>, Error> {
-        let asking = asking.to_vec();
-        self.lists.read(move |tx| questions::due(tx, &asking, limit)).await
+    async fn due_lookups(&self, rules: &[LookupRule], limit: u32) -> Result<Vec<DueLookup>, Error> {
+        let rules = rules.to_vec();
+        self.lists.read(move |tx| lookups::due(tx, &rules, limit)).await
     }
 
     async fn unresolved(&self, id: RecordId) -> Result<Option<Unresolved>, Error> {
-        self.reader.read(move |tx| questions::unresolved(tx, id)).await
+        self.reader.read(move |tx| lookups::unresolved(tx, id)).await
     }
 
     async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error> {
         let late = late.clone();
-        self.pen.write(move |tx| operator::note_late(tx, &late)).await
+        self.writer.write(move |tx| operator::note_late(tx, &late)).await
     }
 
-    async fn untold(&self, which: Untold, limit: u32) -> Result<Vec<Notice>, Error> {
-        self.lists.read(move |tx| notices::untold(tx, which, limit)).await
+    async fn unannounced(&self, which: Unannounced, limit: u32) -> Result<Vec<Notice>, Error> {
+        self.lists.read(move |tx| notices::unannounced(tx, which, limit)).await
     }
 
-    async fn tell(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error> {
+    async fn announce(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error> {
         let (notice, event) = (notice.clone(), event.cloned());
-        self.pen.write(move |tx| notices::tell(tx, &notice, event.as_ref())).await
+        self.writer.write(move |tx| notices::announce(tx, &notice, event.as_ref())).await
     }
 
     async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {
-        self.pen.write(move |tx| records::sweep(tx, limit)).await
+        self.writer.write(move |tx| records::sweep(tx, limit)).await
     }
 
     async fn sweep_leases(&self) -> Result<u64, Error> {
-        self.pen.write(records::sweep_leases).await
+        self.writer.write(records::sweep_leases).await
     }
 }
 
@@ -468,7 +474,7 @@ impl Outbox for Sqlite {
         let end = Instant::now() + LOOK_MAX;
         loop {
             let claim = claim.clone();
-            let (claimed, again) = self.pen.write(move |tx| outbox::claim(tx, &claim)).await?;
+            let (claimed, again) = self.writer.write(move |tx| outbox::claim(tx, &claim)).await?;
             if !claimed.is_empty() || !again || Instant::now() >= end {
                 return Ok(claimed);
             }
@@ -482,7 +488,7 @@ impl Outbox for Sqlite {
         verdicts: &[Acknowledgement],
     ) -> Result<Vec<Uuid>, Error> {
         let (sink, verdicts) = (sink.to_owned(), verdicts.to_vec());
-        self.pen.write(move |tx| outbox::acknowledge(tx, &sink, order, &verdicts)).await
+        self.writer.write(move |tx| outbox::acknowledge(tx, &sink, order, &verdicts)).await
     }
 
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
@@ -490,25 +496,35 @@ impl Outbox for Sqlite {
         self.reader.read(move |tx| outbox::next_due(tx, &sink)).await
     }
 
-    async fn let_go(&self, sink: &str, order: Order, from: Option<&str>) -> Result<LetGo, Error> {
+    async fn wake_deferred(
+        &self,
+        sink: &str,
+        order: Order,
+        from: Option<&str>,
+    ) -> Result<Woken, Error> {
         let (sink, from) = (sink.to_owned(), from.map(str::to_owned));
-        self.pen.write(move |tx| order::let_go(tx, &sink, order, from)).await
+        self.writer.write(move |tx| order::wake_deferred(tx, &sink, order, from)).await
     }
 
     async fn sweep_events(&self, retention: Duration, limit: u32) -> Result<u64, Error> {
-        self.pen.write(move |tx| outbox::sweep(tx, retention, limit)).await
+        self.writer.write(move |tx| outbox::sweep(tx, retention, limit)).await
     }
 }
 
 #[async_trait]
 impl Sinks for Sqlite {
-    async fn sinks(&self, over: Over) -> Result<Vec<SinkState>, Error> {
-        self.reader.read(move |tx| sinks::states(tx, over)).await
+    async fn sinks(&self, reclaim: Reclaim) -> Result<Vec<SinkState>, Error> {
+        self.reader.read(move |tx| sinks::states(tx, reclaim)).await
     }
 
-    async fn turn_sink(&self, sink: &str, no: i64, turn: &SinkTurn) -> Result<Changed, Error> {
-        let (sink, turn) = (sink.to_owned(), turn.clone());
-        self.pen.write(move |tx| sinks::turn(tx, &sink, no, &turn)).await
+    async fn change_sink(
+        &self,
+        sink: &str,
+        no: i64,
+        change: &SinkChange,
+    ) -> Result<Changed, Error> {
+        let (sink, change) = (sink.to_owned(), change.clone());
+        self.writer.write(move |tx| sinks::change(tx, &sink, no, &change)).await
     }
 
     async fn operate_sink(
@@ -518,7 +534,7 @@ impl Sinks for Sqlite {
         by: &Operator,
     ) -> Result<Changed, Error> {
         let (sink, by) = (sink.to_owned(), by.clone());
-        self.pen.write(move |tx| sinks::operate(tx, &sink, order, &by)).await
+        self.writer.write(move |tx| sinks::operate(tx, &sink, order, &by)).await
     }
 
     async fn last_failure(&self, sink: &str) -> Result<Option<String>, Error> {
@@ -550,7 +566,7 @@ impl Operators for Sqlite {
         by: &Operator,
     ) -> Result<Acted, Error> {
         let by = by.clone();
-        self.pen.write(move |tx| operator::release(tx, fence, completed, &by)).await
+        self.writer.write(move |tx| operator::release(tx, fence, completed, &by)).await
     }
 
     async fn operator_complete(
@@ -559,7 +575,7 @@ impl Operators for Sqlite {
         by: &Operator,
     ) -> Result<Acted, Error> {
         let (completion, by) = (completion.clone(), by.clone());
-        self.pen.write(move |tx| operator::complete(tx, &completion, &by)).await
+        self.writer.write(move |tx| operator::complete(tx, &completion, &by)).await
     }
 
     async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
@@ -599,7 +615,7 @@ impl Operators for Sqlite {
     async fn ping(&self) -> Result<(), Error> {
         self.reservations.works()?;
         self.completions.works()?;
-        self.pen.works().await?;
+        self.writer.works().await?;
         let answers = |tx: &Tx<'_>| tx.first("SELECT 1 FROM oncegate_meta", [], |_| Ok(()));
         self.reader.read(answers).await.map(drop)
     }

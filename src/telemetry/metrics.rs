@@ -58,9 +58,9 @@ metrics! {
     cached_bytes: Gauge => "replay_cache_bytes", "Size of the answers held in memory for replay";
 
     deliveries: Family<ByDelivery, Counter> => "deliveries", "Delivery attempts by sink and result";
-    pending: Family<BySink, Gauge> => "outbox_pending", "Events owed to a sink";
-    outbox_refused: Counter => "outbox_refused", "Reservations refused because too many events are owed";
-    oldest: Family<BySink, Seconds> => "outbox_oldest_age_seconds", "Age of the oldest event owed to a sink";
+    pending: Family<BySink, Gauge> => "outbox_pending", "Pending events of a sink";
+    outbox_refused: Counter => "outbox_refused", "Reservations refused because too many events are pending";
+    oldest: Family<BySink, Seconds> => "outbox_oldest_age_seconds", "Age of the oldest pending event of a sink";
     dead: Family<BySink, Gauge> => "outbox_dead", "Events given up for a sink";
     sink_clock: Family<BySink, Gauge> => "sink_clock_ahead_seconds", "By how much a sink's clock is ahead of ours, by its last answer with a date";
     blocked_keys: Family<BySink, Gauge> => "outbox_blocked_keys", "Ordering keys whose events wait behind a dead one";
@@ -72,7 +72,7 @@ metrics! {
     spill_entries: Gauge => "spill_entries", "Outcomes in the spill that the database has not taken yet";
     spill_bytes: Gauge => "spill_bytes", "Size of the outcomes in the spill";
     spill_drained: Family<ByDrained, Counter> => "spill_drained", "Outcomes that left the spill, by what became of them";
-    spill_turned_away: Counter => "spill_turned_away", "Outcomes that the spill did not take: they are owed from memory alone";
+    spill_turned_away: Counter => "spill_turned_away", "Outcomes that the spill did not take: they are kept in memory alone";
     spill_refused: Counter => "spill_refused", "Reservations refused because the spill is full";
     spill_left_files: Gauge => "spill_left_files", "Spill files that were left alone: of another database, of a newer format, or damaged";
 
@@ -215,7 +215,7 @@ impl Metrics {
         GaugeGuard::raise(&self.sink_in_flight.get_or_create(&BySink { sink: sink.to_owned() }))
     }
 
-    /// What the outbox owes to a sink now.
+    /// What is pending for a sink now.
     pub fn outbox(&self, sink: &str, pending: u64, oldest: Duration, dead: u64) {
         let by = BySink { sink: sink.to_owned() };
         self.pending.get_or_create(&by).set(clamp(pending));
@@ -223,7 +223,7 @@ impl Metrics {
         self.dead.get_or_create(&by).set(clamp(dead));
     }
 
-    /// A reservation was refused because too many events are owed.
+    /// A reservation was refused because too many events are pending.
     pub fn outbox_refused(&self) {
         self.outbox_refused.inc();
     }

@@ -1,4 +1,4 @@
-//! The ceiling of the outbox: while too many events are owed nothing is begun that would owe more, and nothing is lost.
+//! The ceiling of the outbox: while too many events are pending nothing is begun that would add more, and nothing is lost.
 
 use http::StatusCode;
 

@@ -506,8 +506,8 @@ d     paused: operator                  {since}  -           0        -       0 
 e     not configured (paused: failing)  {since}  -           2        1m      0     -       met by e
 f     not configured                    -                            -           1        1s      0     -       the sink answered 500: why?
 main  open                              -                            -           0        -       3     -       the sink answered 500: why?
-e is not configured: 2 events owed to it until it is, or until they are discarded.
-f is not configured: 1 event owed to it until it is, or until they are discarded.
+e is not configured: 2 events pending for it until it is, or until they are discarded.
+f is not configured: 1 event pending for it until it is, or until they are discarded.
 "
     );
     assert_eq!(list(false).await, wanted);

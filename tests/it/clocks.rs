@@ -8,7 +8,7 @@ use std::time::Duration;
 use http::StatusCode;
 use oncegate::record::OwnerId;
 use oncegate::store::postgres::Postgres;
-use oncegate::store::{Beat, Records};
+use oncegate::store::{Heartbeat, Records};
 use tokio_postgres::{Client, NoTls};
 
 use crate::postgres::settings;
@@ -30,7 +30,7 @@ async fn e1_a_lease_counts_from_after_a_wait_for_a_lock() {
     let store = Postgres::open(settings(&url)).await.unwrap();
     store.migrate(true).await.unwrap();
     let owner = OwnerId::fresh();
-    assert_eq!(store.heartbeat(owner, Duration::from_secs(60)).await.unwrap(), Beat::Renewed);
+    assert_eq!(store.heartbeat(owner, Duration::from_secs(60)).await.unwrap(), Heartbeat::Renewed);
     // Within a transaction one always sees the same activity: it is watched by another.
     let (other, watcher) = (connect(&url).await, connect(&url).await);
     other.batch_execute("BEGIN; SELECT FROM oncegate_owners FOR UPDATE").await.unwrap();
@@ -52,7 +52,7 @@ async fn e1_a_lease_counts_from_after_a_wait_for_a_lock() {
         other.query_one(left, &[]).await.unwrap().get::<_, f64>(0)
     };
     let (beat, left) = tokio::join!(beat, hold);
-    assert_eq!(beat, Beat::Renewed);
+    assert_eq!(beat, Heartbeat::Renewed);
     assert!(left > 1.2, "two seconds from before the wait would be one by now: {left}");
 }
 

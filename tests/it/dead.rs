@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 use oncegate::record::OwnerId;
 use oncegate::store::postgres::Postgres;
 use oncegate::store::{
-    Acknowledgement, Chosen, Claim, DeadFilter, Lane, Look, Operator, Order, Over, Store, Verdict,
+    Acknowledgement, Chosen, Claim, DeadFilter, Lane, Look, Operator, Order, Reclaim, Store,
+    Verdict,
 };
 use serde_json::Value;
 use tokio::sync::watch;
@@ -216,7 +217,7 @@ async fn claim_and_fail_one(store: &dyn Store) {
         limit: 1,
         owner: OwnerId::fresh(),
         lease: Duration::from_secs(60),
-        over: Over::Ended,
+        reclaim: Reclaim::Expired,
         look: Look::Complete,
     };
     for claimed in store.claim(&claim).await.unwrap() {

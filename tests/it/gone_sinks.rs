@@ -1,4 +1,4 @@
-//! Sinks that the configuration no longer names: what is owed to them is told, by the commands and before a deploy.
+//! Sinks that the configuration no longer names: what is pending for them is told, by the commands and before a deploy.
 
 use http::StatusCode;
 
@@ -9,11 +9,11 @@ use crate::support::rig::{self, Place, Which, on_both_stores};
 use crate::support::sink::{Act, Sink};
 
 on_both_stores! {
-    a_sink_that_is_gone_is_not_configured_and_check_and_list_say_what_is_owed_to_it,
+    a_sink_that_is_gone_is_not_configured_and_check_and_list_say_what_is_pending_for_it,
     check_looks_at_a_store_that_is_there_and_makes_none,
 }
 
-async fn a_sink_that_is_gone_is_not_configured_and_check_and_list_say_what_is_owed_to_it(
+async fn a_sink_that_is_gone_is_not_configured_and_check_and_list_say_what_is_pending_for_it(
     which: Which,
 ) {
     let (orders, place) = (Orders::start().await, Place::new(which).await);
@@ -29,7 +29,7 @@ async fn a_sink_that_is_gone_is_not_configured_and_check_and_list_say_what_is_ow
     let (code, listed, _) = command(&gateway, &["sinks", "list"]);
     assert!(code == 0 && listed.contains("paused: failing"), "{listed}");
     let (code, checked, _) = command(&gateway, &["check"]);
-    assert!(code == 0 && !checked.contains("owed to"), "the file names it: {checked}");
+    assert!(code == 0 && !checked.contains("pending for"), "the file names it: {checked}");
     gateway.terminate();
     tokio::task::block_in_place(|| gateway.exited());
 
@@ -38,7 +38,7 @@ async fn a_sink_that_is_gone_is_not_configured_and_check_and_list_say_what_is_ow
     std::fs::write(&gateway.config, after).unwrap();
     let (code, checked, errors) = command(&gateway, &["check"]);
     assert_eq!(code, 0, "{errors}");
-    let told = "warning: sink: 2 events owed to \"main\", which no [[sink]] names";
+    let told = "warning: sink: 2 events pending for \"main\", which no [[sink]] names";
     assert!(checked.contains(told), "{checked}");
     let (_, checked, _) = command(&gateway, &["check", "--json"]);
     let checked: serde_json::Value = serde_json::from_str(&checked).unwrap();
@@ -50,7 +50,7 @@ async fn a_sink_that_is_gone_is_not_configured_and_check_and_list_say_what_is_ow
     let gateway = tokio::task::block_in_place(|| gateway.restart());
     let (_, listed, _) = command(&gateway, &["sinks", "list"]);
     assert!(listed.contains("not configured (paused: failing)"), "{listed}");
-    assert!(listed.contains("main is not configured: 2 events owed to it"), "{listed}");
+    assert!(listed.contains("main is not configured: 2 events pending for it"), "{listed}");
     let (_, listed, _) = command(&gateway, &["sinks", "list", "--json"]);
     let listed: serde_json::Value = serde_json::from_str(&listed).unwrap();
     let main = &listed["sinks"][0];

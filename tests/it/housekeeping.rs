@@ -9,7 +9,7 @@ use std::time::Duration;
 use oncegate::lease::Contact;
 use oncegate::record::OwnerId;
 use oncegate::store::{
-    Acknowledgement, Backlog, Chosen, Claim, Claimed, Lane, Look, OnDead, Operator, Order, Over,
+    Acknowledgement, Backlog, Chosen, Claim, Claimed, Lane, Look, OnDead, Operator, Order, Reclaim,
     Store, Verdict,
 };
 use oncegate::sweep;
@@ -48,7 +48,7 @@ pub(crate) fn claim(order: Order, limit: u32) -> Claim {
         limit,
         owner: OwnerId::fresh(),
         lease: MINUTE,
-        over: Over::Ended,
+        reclaim: Reclaim::Expired,
         look: Look::Complete,
     }
 }
@@ -327,7 +327,7 @@ async fn f28_f51_neither_a_crowd_behind_one_event_nor_what_was_delivered_makes_a
     drop(store(&place).await);
     let db = client(&place.url).await;
     let database = place.url.rsplit('/').next().unwrap();
-    // Delivered; then a head that is tried again later, with those that were put off because of it.
+    // Delivered; then a head that is tried again later, with those that were deferred because of it.
     db.batch_execute(
         "INSERT INTO outbox_messages (id, event_key, seq, event_type, tenant_id, operation,
              idempotency_key, record_id, ordering_key, payload, created_at)
@@ -460,7 +460,7 @@ async fn f27_what_is_put_off_while_the_one_before_it_ends_is_woken_all_the_same(
     let order = Order::Key(OnDead::Free);
     write(&place, Which::Postgres, 0..2, "'k'").await;
     let gate = client(&place.url).await;
-    // The first is tried again later; whoever looks first stands still before his commit, when he has put off the second.
+    // The first is tried again later; whoever looks first stands still before his commit, when he has deferred the second.
     gate.batch_execute(
         "UPDATE outbox_queue SET lane = 1, next_attempt_at = now() + interval '1 hour'
          WHERE event_id = '00000000-0000-4000-8000-000000000000';

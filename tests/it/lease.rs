@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use oncegate::lease;
 use oncegate::record::LeaseView;
-use oncegate::store::{Beat, Error, Store};
+use oncegate::store::{Error, Heartbeat, Store};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -22,14 +22,14 @@ async fn begun(store: &Arc<dyn Store>) -> Result<LeaseView, Error> {
     Ok(view)
 }
 
-fn away() -> Result<Beat, Error> {
+fn away() -> Result<Heartbeat, Error> {
     Err(Error::Unavailable("away".into()))
 }
 
 #[tokio::test(start_paused = true)]
 async fn the_lease_is_relied_on_from_before_the_heartbeat_was_sent_less_a_margin() {
     let fake = Arc::new(Fake::default());
-    fake.beats.lock().unwrap().push_back((Duration::from_secs(4), Ok(Beat::Renewed)));
+    fake.beats.lock().unwrap().push_back((Duration::from_secs(4), Ok(Heartbeat::Renewed)));
     let store: Arc<dyn Store> = fake.clone();
     let sent = Instant::now();
     let view = begun(&store).await.unwrap();
@@ -55,7 +55,7 @@ async fn a_short_outage_ends_no_lease_and_a_hanging_heartbeat_is_sent_again() {
     fake.beats.lock().unwrap().extend([
         (Duration::ZERO, away()),
         (Duration::ZERO, away()),
-        (LONG, Ok(Beat::Renewed)),
+        (LONG, Ok(Heartbeat::Renewed)),
     ]);
     let keeper = tokio::spawn(lease::keep(store, view.clone(), TTL, stop.clone()));
     let end = Instant::now() + LONG;
@@ -77,7 +77,7 @@ async fn a_lease_that_has_ended_is_not_renewed_a_new_owner_goes_on() {
     let store: Arc<dyn Store> = fake.clone();
     let view = begun(&store).await.unwrap();
     let old = view.current().owner;
-    fake.beats.lock().unwrap().push_back((Duration::ZERO, Ok(Beat::Ended)));
+    fake.beats.lock().unwrap().push_back((Duration::ZERO, Ok(Heartbeat::Ended)));
     let stop = CancellationToken::new();
     let keeper = tokio::spawn(lease::keep(store, view.clone(), TTL, stop.clone()));
     eventually("a new owner", LONG, || view.current().owner != old).await;

@@ -256,7 +256,7 @@ async fn f27_no_event_waits_longer_than_for_those_before_it_and_none_overtakes(w
             assert!(pair[1].1 - pair[0].1 >= 5 * MS, "{key}: two of a key at once");
         }
     }
-    // A claim lasts for 35 s, and who is put off comes back by himself after five minutes.
+    // A claim lasts for 35 s, and what is deferred comes back by himself after five minutes.
     assert!(took < Duration::from_secs(30), "{took:?}");
     assert_eq!(place.count("select count(*) from outbox_turns").await, 0);
 }
@@ -291,7 +291,7 @@ async fn f28_a_crowd_behind_one_event_holds_up_no_other_key(which: Which) {
         limit: 16,
         owner: OwnerId::fresh(),
         lease: LONG,
-        over: oncegate::store::Over::Ended,
+        reclaim: oncegate::store::Reclaim::Expired,
         look: oncegate::store::Look::Complete,
     };
     assert!(store.claim(&claim).await.unwrap().is_empty());

@@ -9,8 +9,8 @@ use std::time::Duration;
 use oncegate::relay::sink::http::Resolve;
 use oncegate::relay::sink::{self, Target, http};
 use oncegate::store::{
-    EventStatus, Lane, OnDead, Order, Over, PauseReason, SinkOrder, SinkState, SinkTurn, Sinks,
-    Trouble, Verdict,
+    EventStatus, Lane, OnDead, Order, PauseReason, Reclaim, SinkChange, SinkOrder, SinkState,
+    Sinks, Trouble, Verdict,
 };
 use serde_json::Value;
 use tokio::time::Instant;
@@ -18,7 +18,7 @@ use uuid::Uuid;
 
 use crate::relay::{LONG, MS, Running, sent, settings, webhook};
 use crate::support::client::{get, post};
-use crate::support::fake::{Fake, Stand};
+use crate::support::fake::{Fake, PlayedSink};
 use crate::support::fleet::{self, ONE_EVENT, command, order};
 use crate::support::rig::{Place, Rig, Which, on_both_stores};
 use crate::support::sink::{Act, OK, Seen, Sink};
@@ -67,23 +67,23 @@ async fn failing_bad_ones() -> Sink {
 
 /// How long each pause for failures was to last before its first probe, and how many failed probes it counted.
 fn pauses(fake: &Fake) -> Vec<(Duration, u32)> {
-    let turns = fake.turns.lock().unwrap();
-    let pause = |turn: &SinkTurn| match turn {
-        SinkTurn::Pause { trouble: Trouble::Failing { again }, failed_probes, .. } => {
+    let changes = fake.changes.lock().unwrap();
+    let pause = |change: &SinkChange| match change {
+        SinkChange::Pause { trouble: Trouble::Failing { again }, failed_probes, .. } => {
             Some((*again, *failed_probes))
         }
-        SinkTurn::Pause { .. }
-        | SinkTurn::Probe { .. }
-        | SinkTurn::ProbeFailed { .. }
-        | SinkTurn::ProbeIdle { .. }
-        | SinkTurn::Resume => None,
+        SinkChange::Pause { .. }
+        | SinkChange::Probe { .. }
+        | SinkChange::ProbeFailed { .. }
+        | SinkChange::ProbeIdle { .. }
+        | SinkChange::Resume => None,
     };
-    turns.iter().filter_map(pause).collect()
+    changes.iter().filter_map(pause).collect()
 }
 
 fn failed_probes(fake: &Fake) -> usize {
-    let turns = fake.turns.lock().unwrap();
-    turns.iter().filter(|turn| matches!(turn, SinkTurn::ProbeFailed { .. })).count()
+    let changes = fake.changes.lock().unwrap();
+    changes.iter().filter(|change| matches!(change, SinkChange::ProbeFailed { .. })).count()
 }
 
 fn attempts(fake: &Fake) -> u32 {
@@ -111,12 +111,12 @@ async fn f16_f21_f23_an_outage_costs_a_few_probes_and_no_attempts_and_ends_witho
     assert_eq!(attempts(&fake), used, "a failed probe is no attempt");
     let [(at_once, 0)] = pauses(&fake)[..] else { panic!("{:?}", pauses(&fake)) };
     assert_eq!(at_once, Duration::ZERO, "it may be some events only");
-    let waits = |turn: &SinkTurn| match turn {
-        SinkTurn::ProbeFailed { trouble, .. } => trouble.again() >= Some(100 * MS),
-        SinkTurn::Pause { .. } | SinkTurn::Probe { .. } => true,
-        SinkTurn::ProbeIdle { .. } | SinkTurn::Resume => false,
+    let waits = |change: &SinkChange| match change {
+        SinkChange::ProbeFailed { trouble, .. } => trouble.again() >= Some(100 * MS),
+        SinkChange::Pause { .. } | SinkChange::Probe { .. } => true,
+        SinkChange::ProbeIdle { .. } | SinkChange::Resume => false,
     };
-    assert!(fake.turns.lock().unwrap().iter().all(waits), "the next ones wait");
+    assert!(fake.changes.lock().unwrap().iter().all(waits), "the next ones wait");
     let (seen, probes) = (sink.seen(), failed_probes(&fake) - probes);
     assert!(seen.len() <= requests + probes + 2, "only probes: {} {requests}", seen.len());
     let probe = seen.last().unwrap().id().parse().unwrap();
@@ -124,7 +124,7 @@ async fn f16_f21_f23_an_outage_costs_a_few_probes_and_no_attempts_and_ends_witho
 
     status.store(200, SeqCst);
     let first = |sink: &Sink| {
-        let resumed = fake.turns.lock().unwrap().contains(&SinkTurn::Resume);
+        let resumed = fake.changes.lock().unwrap().contains(&SinkChange::Resume);
         resumed.then(|| sink.seen().len())
     };
     eventually("it is resumed", LONG, || first(&sink).is_some()).await;
@@ -175,9 +175,9 @@ async fn f58_neither_a_database_nor_names_that_are_away_during_a_pause_make_it_l
     let running = Running::start(&fake, vec![settings]);
     eventually("it is paused and probed", LONG, || failed_probes(&fake) >= 2).await;
     assert!(
-        fake.stand("main").error.contains("nobody knows sink.test"),
+        fake.state("main").error.contains("nobody knows sink.test"),
         "{:?}",
-        fake.stand("main")
+        fake.state("main")
     );
     // Probes, claims and verdicts fail now, whatever the relay tries first.
     fake.away.store(6, SeqCst);
@@ -188,7 +188,7 @@ async fn f58_neither_a_database_nor_names_that_are_away_during_a_pause_make_it_l
     names.away.store(false, SeqCst);
     sent(&fake, 20).await;
     running.stop().await;
-    assert_eq!((sink.ids().len(), fake.stand("main").reason), (20, None));
+    assert_eq!((sink.ids().len(), fake.state("main").reason), (20, None));
 }
 
 #[tokio::test]
@@ -203,7 +203,7 @@ async fn f23_a_sink_of_which_every_other_answer_fails_is_not_paused() {
     let running = Running::start(&fake, vec![one]);
     sent(&fake, 20).await;
     running.stop().await;
-    assert_eq!(*fake.turns.lock().unwrap(), []);
+    assert_eq!(*fake.changes.lock().unwrap(), []);
 }
 
 #[tokio::test]
@@ -241,7 +241,7 @@ async fn f17_f23_an_event_that_always_fails_does_not_keep_its_sink_paused() {
         fake.add_row(id, r#"{"bad":1}"#, |row| (row.lane, row.attempts) = (Lane::Retry, 7));
     }
     let good = fake.add(r#"{"good":1}"#);
-    let stand = Stand {
+    let state = PlayedSink {
         no: 7,
         reason: Some(PauseReason::Failing),
         probe_at: Some(now),
@@ -249,10 +249,10 @@ async fn f17_f23_an_event_that_always_fails_does_not_keep_its_sink_paused() {
         failed_probes: 4,
         error: String::new(),
     };
-    fake.stands.lock().unwrap().insert("main".into(), stand);
+    fake.sinks.lock().unwrap().insert("main".into(), state);
     let running = Running::start(&fake, vec![hasty(&sink)]);
     eventually("the good one", LONG, || fake.row(good).status == EventStatus::Sent).await;
-    eventually("resumed", LONG, || fake.stand("main").reason.is_none()).await;
+    eventually("resumed", LONG, || fake.state("main").reason.is_none()).await;
     running.stop().await;
 }
 
@@ -279,9 +279,9 @@ async fn f17_f23_forty_events_that_always_fail_hold_up_none_of_sixty_good_ones(w
         let good = || sink.seen().iter().filter(|seen| !seen.text().contains("bad")).count();
         eventually("all good ones", LONG, || good() >= 60).await;
         relay.stop().await;
-        // Each pause with its probe is three turns, each probe that failed two more. One after the other they were eighty.
-        let turns = store.sinks(Over::Ended).await.unwrap()[0].no;
-        assert!((3..=24).contains(&turns), "{turns}");
+        // Each pause with its probe is three changes, each probe that failed two more. One after the other they were eighty.
+        let changes = store.sinks(Reclaim::Expired).await.unwrap()[0].no;
+        assert!((3..=24).contains(&changes), "{changes}");
         assert_eq!(good(), 60);
     }
 }
@@ -379,7 +379,7 @@ async fn f19_refused_events_die_early_and_pause_nothing() {
     sent(&fake, 1).await;
     running.stop().await;
     assert_eq!(sink.seen().len(), 4 * 3 + 1);
-    assert_eq!(*fake.turns.lock().unwrap(), []);
+    assert_eq!(*fake.changes.lock().unwrap(), []);
     assert!(fake.row(refused[3]).error.contains("422: why?"), "{:?}", fake.row(refused[3]));
 }
 
@@ -463,15 +463,15 @@ async fn f33_a_sink_that_asks_for_a_pause_gets_it_for_all_events_and_no_event_di
         assert!(pause >= 990 * MS && pause < 3000 * MS, "{one}: {pause:?}");
     }
     assert_eq!(attempts(&fake), 6);
-    let turns = fake.turns.lock().unwrap().clone();
-    let busy = |turn: &SinkTurn| match turn {
-        SinkTurn::Pause { trouble, .. } | SinkTurn::ProbeFailed { trouble, .. } => {
+    let changes = fake.changes.lock().unwrap().clone();
+    let busy = |change: &SinkChange| match change {
+        SinkChange::Pause { trouble, .. } | SinkChange::ProbeFailed { trouble, .. } => {
             matches!(trouble, Trouble::Busy { .. })
         }
-        SinkTurn::Probe { .. } | SinkTurn::Resume => true,
-        SinkTurn::ProbeIdle { .. } => false,
+        SinkChange::Probe { .. } | SinkChange::Resume => true,
+        SinkChange::ProbeIdle { .. } => false,
     };
-    assert!(turns.iter().all(busy), "{turns:?}");
+    assert!(changes.iter().all(busy), "{changes:?}");
     let acknowledged = fake.acknowledged.lock().unwrap();
     let back = acknowledged.iter().filter(|ack| matches!(ack.verdict, Verdict::Returned { .. }));
     assert_eq!(back.count(), 3);
@@ -498,8 +498,8 @@ async fn f33_a_sink_that_names_no_time_to_come_is_left_alone_and_no_event_dies_o
     let at: Vec<_> = sink.seen().iter().map(|seen| seen.at).collect();
     assert!(at[..5].windows(2).all(|two| two[1] - two[0] >= 95 * MS), "no hot loop: {at:?}");
     assert_eq!((at.len(), attempts(&fake)), (7, 3));
-    let first = fake.turns.lock().unwrap().first().cloned().unwrap();
-    let busy = matches!(first, SinkTurn::Pause { trouble: Trouble::Busy { .. }, .. });
+    let first = fake.changes.lock().unwrap().first().cloned().unwrap();
+    let busy = matches!(first, SinkChange::Pause { trouble: Trouble::Busy { .. }, .. });
     assert!(busy, "{first:?}");
     assert_eq!(failed_probes(&fake), 3, "so that the pause grows");
 }
@@ -514,7 +514,8 @@ async fn f16_f23_relays_on_one_database_pause_together_and_probe_one_at_a_time()
     let (_, fence) = crate::store::announced(&store, "main", &names).await;
     let relay = || Running::on(Arc::clone(&store), vec![hasty(&sink)], 20 * MS);
     let mut relays = vec![relay(), relay()];
-    let state = async || -> Option<SinkState> { store.sinks(Over::Ended).await.unwrap().pop() };
+    let state =
+        async || -> Option<SinkState> { store.sinks(Reclaim::Expired).await.unwrap().pop() };
     let probes =
         async || state().await.and_then(|state| state.pause).map_or(0, |pause| pause.failed_probes);
     happens("it is probed", LONG, async || probes().await >= 2).await;

@@ -14,9 +14,10 @@ use oncegate::record::{
 };
 use oncegate::store::postgres::{Postgres, Settings};
 use oncegate::store::{
-    Acknowledgement, Beat, Changed, Chosen, Claim, Completion, DeadFilter, Error, EventFilter,
-    EventStatus, Lane, Look, Objection, OpenError, Operator, Operators, Order, Outbox, Over,
-    Proposal, RecordFilter, Records, Reinstated, Reserved, Settled, Takeover, Verdict, Whence,
+    Acknowledgement, Changed, Chosen, Claim, Completion, DeadFilter, Error, EventFilter,
+    EventStatus, Heartbeat, Lane, Look, Objection, OpenError, Operator, Operators, Order, Outbox,
+    Proposal, Reclaim, RecordFilter, Records, Reinstated, Reserved, ScanFrom, Settled, Takeover,
+    Verdict,
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
@@ -69,7 +70,7 @@ async fn number(client: &Client, query: &str) -> i64 {
 
 async fn owner(store: &Postgres) -> OwnerId {
     let owner = OwnerId::fresh();
-    assert_eq!(store.heartbeat(owner, LEASE).await.unwrap(), Beat::Renewed);
+    assert_eq!(store.heartbeat(owner, LEASE).await.unwrap(), Heartbeat::Renewed);
     owner
 }
 
@@ -144,7 +145,7 @@ fn claim(limit: u32) -> Claim {
         limit,
         owner: OwnerId::fresh(),
         lease: LEASE,
-        over: Over::Ended,
+        reclaim: Reclaim::Expired,
         look: Look::Quick,
     }
 }
@@ -224,7 +225,7 @@ async fn nothing_is_reserved_without_a_live_lease() {
     assert_eq!(store.find(&p.scope).await.unwrap(), None);
     let owner = owner(&store).await;
     store.retire(owner).await.unwrap();
-    assert_eq!(store.heartbeat(owner, LEASE).await.unwrap(), Beat::Ended);
+    assert_eq!(store.heartbeat(owner, LEASE).await.unwrap(), Heartbeat::Ended);
     assert_eq!(store.reserve(proposal(owner, "k"), soon()).await.unwrap(), Reserved::LeaseEnded);
 }
 
@@ -570,7 +571,7 @@ async fn plans_use_the_indexes_of_a_table_that_was_never_analysed() {
     .await
     .unwrap();
     let look = Look::From(0);
-    let judging = Claim { over: Over::EndedOrDead, look, ..claim(16) };
+    let judging = Claim { reclaim: Reclaim::ExpiredOrOrphaned, look, ..claim(16) };
     let taken = store.claim(&judging).await.unwrap();
     assert_eq!(taken.len(), 16);
     let sent = |claimed: &oncegate::store::Claimed| Acknowledgement {
@@ -584,8 +585,8 @@ async fn plans_use_the_indexes_of_a_table_that_was_never_analysed() {
     let ids: Vec<_> = (0..499).map(|_| RecordId::fresh()).chain([forgotten.id]).collect();
     let back = store.reinstate(forgotten, Attempt::FIRST).await.unwrap();
     assert_eq!(back, Reinstated::Yes);
-    assert_eq!(store.stands(&ids).await.unwrap().len(), 1);
-    for whence in [Whence::Oldest, Whence::Ago(Duration::from_secs(1))] {
+    assert_eq!(store.statuses(&ids).await.unwrap().len(), 1);
+    for whence in [ScanFrom::Oldest, ScanFrom::Ago(Duration::from_secs(1))] {
         store.open_of(owner, whence, 1000).await.unwrap();
     }
     let log = Cluster::shared().log();
@@ -809,7 +810,7 @@ async fn what_was_promised_survives_the_kill_of_the_database() {
     cluster.start();
     let found = store.find(&a.scope).await.unwrap().unwrap();
     assert!(matches!(found.state, State::Completed(_)));
-    assert_eq!(store.heartbeat(owner, LEASE).await.unwrap(), Beat::Renewed);
+    assert_eq!(store.heartbeat(owner, LEASE).await.unwrap(), Heartbeat::Renewed);
     done(&store, completion(&b, &["main"])).await;
     let every = Claim { look: Look::Complete, ..claim(9) };
     assert_eq!(store.claim(&every).await.unwrap().len(), 2);
@@ -845,7 +846,11 @@ async fn a_statement_that_hangs_is_given_up_and_its_reservation_is_found_again()
     let shortly = Instant::now() + Duration::from_secs(1);
     let reserved = hasty.reserve(p.clone(), shortly).await;
     assert!(matches!(reserved, Err(Error::InDoubt(_))), "{reserved:?}");
-    assert_eq!(hasty.heartbeat(owner, LEASE).await.unwrap(), Beat::Renewed, "a lane of its own");
+    assert_eq!(
+        hasty.heartbeat(owner, LEASE).await.unwrap(),
+        Heartbeat::Renewed,
+        "a lane of its own"
+    );
     db.batch_execute("ROLLBACK").await.unwrap();
     held(&hasty, &p).await;
     assert_eq!(store.find(&p.scope).await.unwrap().unwrap().fence, first(&p));

@@ -9,7 +9,7 @@ use oncegate::record::event::subscription::TypeFilter;
 use oncegate::record::{Lease, LeaseView, OwnerId};
 use oncegate::relay::sink::{Target, http};
 use oncegate::relay::{self, Claimant, Settings, sink};
-use oncegate::store::{EventStatus, Lane, LetGo, Order, Store, Verdict};
+use oncegate::store::{EventStatus, Lane, Order, Store, Verdict, Woken};
 use oncegate::telemetry::Metrics;
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -368,11 +368,11 @@ async fn f33_retry_after_is_kept_and_never_beyond_the_maximum() {
 async fn deliveries_go_on_while_what_an_order_kept_back_cannot_be_looked_for() {
     let sink = Sink::start(|_, _| OK).await;
     let fake = Arc::new(Fake::default());
-    fake.let_go_fails.store(true, SeqCst);
+    fake.wake_deferred_fails.store(true, SeqCst);
     fake.add("one");
     let running = Running::start(&fake, vec![settings(&sink)]);
     sent(&fake, 1).await;
-    assert!(!fake.let_go_asked.lock().unwrap().is_empty());
+    assert!(!fake.wake_deferred_asked.lock().unwrap().is_empty());
     running.stop().await;
 }
 
@@ -511,13 +511,13 @@ async fn a_relay_whose_store_panics_is_started_again() {
 async fn what_waits_for_nobody_is_looked_for_at_the_start_and_again_and_again() {
     let sink = Sink::start(|_, _| OK).await;
     let fake = Arc::new(Fake::default());
-    let piece = |next: Option<&str>| LetGo { count: 1, next: next.map(str::to_owned) };
-    fake.let_go.lock().unwrap().extend([piece(Some("k1")), piece(Some("k2")), piece(None)]);
+    let piece = |next: Option<&str>| Woken { count: 1, next: next.map(str::to_owned) };
+    fake.wake_deferred.lock().unwrap().extend([piece(Some("k1")), piece(Some("k2")), piece(None)]);
     let running = Running::start(&fake, vec![settings(&sink)]);
     let minute = Duration::from_secs(60);
-    eventually("more walks", minute, || fake.let_go_asked.lock().unwrap().len() >= 5).await;
+    eventually("more walks", minute, || fake.wake_deferred_asked.lock().unwrap().len() >= 5).await;
     running.stop().await;
-    let asked = fake.let_go_asked.lock().unwrap().clone();
+    let asked = fake.wake_deferred_asked.lock().unwrap().clone();
     let from: Vec<_> = asked.iter().map(|(_, from)| from.as_deref()).collect();
     assert_eq!(from[..5], [None, Some("k1"), Some("k2"), None, None], "on from piece to piece");
     assert!(asked[2].0 - asked[0].0 < Duration::from_secs(2), "{asked:?}");

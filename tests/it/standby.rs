@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use http::StatusCode;
 use oncegate::record::OwnerId;
 use oncegate::store::postgres::{Postgres, Settings};
-use oncegate::store::{Beat, Error, Operators, Records, Reserved, Settled};
+use oncegate::store::{Error, Heartbeat, Operators, Records, Reserved, Settled};
 
 use crate::crash::{Clients, api_and_sink, config, settle_and_judge, start};
 use crate::postgres::{completion, proposal, settings, soon};
@@ -122,7 +122,7 @@ async fn what_no_standby_has_is_not_taken_for_durable() {
     patient.migrate(true).await.unwrap();
     let store = Postgres::open(hasty).await.unwrap();
     let owner = OwnerId::fresh();
-    assert_eq!(store.heartbeat(owner, Duration::from_secs(60)).await.unwrap(), Beat::Renewed);
+    assert_eq!(store.heartbeat(owner, Duration::from_secs(60)).await.unwrap(), Heartbeat::Renewed);
     let (first, second) = (proposal(owner, "first"), proposal(owner, "second"));
     assert_eq!(store.reserve(first.clone(), soon()).await.unwrap(), Reserved::Held);
 
@@ -154,7 +154,7 @@ async fn a_host_that_takes_connections_and_never_answers_uses_up_its_own_time_on
     store.migrate(true).await.unwrap();
     store.ping().await.unwrap();
     let owner = OwnerId::fresh();
-    assert_eq!(store.heartbeat(owner, Duration::from_secs(60)).await.unwrap(), Beat::Renewed);
+    assert_eq!(store.heartbeat(owner, Duration::from_secs(60)).await.unwrap(), Heartbeat::Renewed);
     assert_eq!(store.reserve(proposal(owner, "k"), soon()).await.unwrap(), Reserved::Held);
     silent.set_nonblocking(true).unwrap();
     let asked = std::iter::from_fn(|| silent.accept().ok()).count();

@@ -17,11 +17,11 @@ use oncegate::record::{
     Operation, OwnerId, RecordId, Scope, Spelling, State, Status, Tenant, transition,
 };
 use oncegate::store::{
-    ATTEMPTS_KEPT, Acknowledgement, Asker, Asking, AttemptRow, Beat, Changed, Chosen, Claim,
-    Claimed, Completion, DeadFilter, EventFilter, EventStatus, Lane, LateEnd, LateOutcome, LetGo,
-    Look, NextProbe, Objection, OnDead, Operator, Order, Over, PauseReason, Proposal, RecordFilter,
-    Reinstated, Reserved, Settled, SinkOrder, SinkState, SinkTurn, Store, Takeover, Touched,
-    Trouble, Untold, Verdict, Whence,
+    ATTEMPTS_KEPT, Acknowledgement, AttemptRow, Changed, Chosen, Claim, Claimed, Completion,
+    DeadFilter, EventFilter, EventStatus, Heartbeat, Lane, LateEnd, LateOutcome, Look, LookupRule,
+    LookupTrigger, NextProbe, Objection, OnDead, Operator, Order, PauseReason, Proposal, Reclaim,
+    RecordFilter, Reinstated, Reserved, ScanFrom, Settled, SinkChange, SinkOrder, SinkState, Store,
+    Takeover, Touched, Trouble, Unannounced, Verdict, Woken,
 };
 use uuid::Uuid;
 
@@ -139,7 +139,7 @@ fn fingerprint(seed: u8) -> Fingerprint {
 
 async fn owner(store: &Tested) -> OwnerId {
     let owner = OwnerId::fresh();
-    assert_eq!(store.heartbeat(owner, MINUTE).await.unwrap(), Beat::Renewed);
+    assert_eq!(store.heartbeat(owner, MINUTE).await.unwrap(), Heartbeat::Renewed);
     owner
 }
 
@@ -227,12 +227,12 @@ async fn what_was_forgotten_is_brought_back_and_takes_nobodys_place(store: Teste
     assert_eq!((found.fence, found.fingerprint), (fence, lost.fingerprint));
     assert_eq!(found.state, State::InProgress { owner: living, owner_lives: true });
     let ids = [fence.id, RecordId::fresh()];
-    assert_eq!(store.stands(&ids).await.unwrap(), [(fence, Status::InProgress)]);
+    assert_eq!(store.statuses(&ids).await.unwrap(), [(fence, Status::InProgress)]);
 
     let events = vec![event(fence, "again", &["s"])];
     assert!(is_done(complete(&store, completion(scope, fence, events)).await));
     assert_eq!(bring(&store, &lost).await, Reinstated::No, "it is completed");
-    assert_eq!(store.stands(&ids).await.unwrap(), [(fence, Status::Completed)]);
+    assert_eq!(store.statuses(&ids).await.unwrap(), [(fence, Status::Completed)]);
     assert_eq!(claim(&store, "s", Lane::Fresh, 10, MINUTE).await.len(), 1);
 
     for by in [living, dead] {
@@ -288,17 +288,19 @@ async fn an_owner_finds_what_it_has_in_progress(store: Tested) {
             assert!(is_done(complete(&store, completion(&scope, fence, vec![])).await));
         }
     }
-    for (begin, limit) in [(Whence::Oldest, 3), (Whence::Oldest, 100), (Whence::Ago(MINUTE), 4)] {
+    for (begin, limit) in
+        [(ScanFrom::Oldest, 3), (ScanFrom::Oldest, 100), (ScanFrom::Ago(MINUTE), 4)]
+    {
         let (mut found, mut from) = (Vec::new(), Some(begin));
         while let Some(at) = from {
             let piece = store.open_of(mine, at, limit).await.unwrap();
-            from = piece.last.map(|(at, id)| Whence::After(at, id));
+            from = piece.last.map(|(at, id)| ScanFrom::After(at, id));
             found.extend(piece.open);
         }
         found.sort_by_key(|(_, fence)| fence.id);
         assert_eq!(found, open);
     }
-    let late = store.open_of(mine, Whence::Ago(Duration::ZERO), 100).await.unwrap();
+    let late = store.open_of(mine, ScanFrom::Ago(Duration::ZERO), 100).await.unwrap();
     assert_eq!(late.last, None, "nothing is younger than now");
 }
 
@@ -338,7 +340,7 @@ async fn claim(
     limit: u32,
     lease: Duration,
 ) -> Vec<Claimed> {
-    let (owner, over) = (OwnerId::fresh(), Over::Ended);
+    let (owner, reclaim) = (OwnerId::fresh(), Reclaim::Expired);
     let claim = Claim {
         sink: sink.into(),
         lane,
@@ -346,17 +348,25 @@ async fn claim(
         limit,
         owner,
         lease,
-        over,
+        reclaim,
         look: Look::Complete,
     };
     store.claim(&claim).await.unwrap()
 }
 
 /// All that is due at once, as a process that may, or may not, judge others.
-async fn claim_as(store: &Tested, sink: &str, owner: OwnerId, over: Over) -> Vec<Claimed> {
+async fn claim_as(store: &Tested, sink: &str, owner: OwnerId, reclaim: Reclaim) -> Vec<Claimed> {
     let (sink, lane, lease) = (sink.to_owned(), Lane::Fresh, MINUTE);
-    let claim =
-        Claim { sink, lane, order: Order::None, limit: 10, owner, lease, over, look: Look::Quick };
+    let claim = Claim {
+        sink,
+        lane,
+        order: Order::None,
+        limit: 10,
+        owner,
+        lease,
+        reclaim,
+        look: Look::Quick,
+    };
     store.claim(&claim).await.unwrap()
 }
 
@@ -374,9 +384,9 @@ async fn claim_from(
     order: Order,
     share: u16,
 ) -> Option<String> {
-    let (owner, over, lease) = (OwnerId::fresh(), Over::Ended, MINUTE);
+    let (owner, reclaim, lease) = (OwnerId::fresh(), Reclaim::Expired, MINUTE);
     let (sink, look) = (sink.to_owned(), Look::From(share));
-    let claim = Claim { sink, lane, order, limit: 1, owner, lease, over, look };
+    let claim = Claim { sink, lane, order, limit: 1, owner, lease, reclaim, look };
     let mut found = store.claim(&claim).await.unwrap();
     assert!(found.len() <= 1);
     found.pop().map(|claimed| claimed.kind)
@@ -415,7 +425,7 @@ async fn in_order_a_claim_from_a_place_on_takes_only_the_first_of_a_key(store: T
     let from = async |share| claim_from(&store, sink, Lane::Fresh, FREE, share).await;
     assert_eq!(from(u16::MAX).await.as_deref(), Some("d"));
     assert_eq!(from(u16::MAX).await, None, "before c stands a");
-    assert_eq!(from(u16::MAX).await.as_deref(), Some("b"), "and c is put off");
+    assert_eq!(from(u16::MAX).await.as_deref(), Some("b"), "and c is deferred");
     let first = in_order(&store, sink, Lane::Fresh, FREE).await;
     assert_eq!(names(&first), ["a"]);
     say(&store, sink, FREE, &first[0], Verdict::Sent { status: None }).await;
@@ -425,23 +435,32 @@ async fn in_order_a_claim_from_a_place_on_takes_only_the_first_of_a_key(store: T
 async fn claims_of_an_owner_without_a_lease_are_free_at_once(store: Tested) {
     announced(&store, "s", &["a", "b"]).await;
     let (first, second, third) = (owner(&store).await, owner(&store).await, owner(&store).await);
-    let lost = claim_as(&store, "s", first, Over::Ended).await;
+    let lost = claim_as(&store, "s", first, Reclaim::Expired).await;
     assert_eq!(lost.len(), 2);
-    assert!(claim_as(&store, "s", second, Over::EndedOrDead).await.is_empty(), "the first lives");
+    assert!(
+        claim_as(&store, "s", second, Reclaim::ExpiredOrOrphaned).await.is_empty(),
+        "the first lives"
+    );
     store.retire(first).await.unwrap();
-    assert!(claim_as(&store, "s", second, Over::Ended).await.is_empty(), "who may not judge waits");
+    assert!(
+        claim_as(&store, "s", second, Reclaim::Expired).await.is_empty(),
+        "who may not judge waits"
+    );
 
-    let taken = claim_as(&store, "s", second, Over::EndedOrDead).await;
+    let taken = claim_as(&store, "s", second, Reclaim::ExpiredOrOrphaned).await;
     assert_eq!(taken.iter().map(|claimed| claimed.claim_no).collect::<Vec<_>>(), [2, 2]);
-    assert!(claim_as(&store, "s", third, Over::EndedOrDead).await.is_empty(), "the second lives");
+    assert!(
+        claim_as(&store, "s", third, Reclaim::ExpiredOrOrphaned).await.is_empty(),
+        "the second lives"
+    );
     let sent = || Verdict::Sent { status: Some(200) };
     assert!(!verdict(&store, "s", &lost[0], sent()).await, "the dead one's verdict is late");
     assert!(verdict(&store, "s", &taken[0], sent()).await);
     // An owner that the store has never heard of, or has forgotten, has no lease either.
     store.retire(second).await.unwrap();
-    let stranger = claim_as(&store, "s", OwnerId::fresh(), Over::EndedOrDead).await;
+    let stranger = claim_as(&store, "s", OwnerId::fresh(), Reclaim::ExpiredOrOrphaned).await;
     assert_eq!(stranger.len(), 1);
-    assert_eq!(claim_as(&store, "s", third, Over::EndedOrDead).await[0].claim_no, 4);
+    assert_eq!(claim_as(&store, "s", third, Reclaim::ExpiredOrOrphaned).await[0].claim_no, 4);
 }
 
 async fn verdict(store: &Tested, sink: &str, claimed: &Claimed, verdict: Verdict) -> bool {
@@ -498,7 +517,7 @@ async fn made(store: &Tested, scope: &Scope, fence: Fence, change: Change) -> bo
         }
         Change::LookUp => {
             let proposal = proposal(scope, owner(store).await);
-            let from = Takeover::Question(fence, NOW, Asker::Gateway);
+            let from = Takeover::Lookup(fence, NOW, LookupTrigger::Gateway);
             store.take_over(proposal, from).await.unwrap() == Changed::Yes
         }
         Change::NextAttempt => {
@@ -583,7 +602,7 @@ async fn a_record_says_who_asked_for_its_current_attempt(store: Tested) {
     store.mark_unknown(&scope, fence).await.unwrap();
     assert_eq!(caller().await, bob());
     // A question is nobody's; a new attempt is whose it is.
-    let question = Takeover::Question(fence, NOW, Asker::Gateway);
+    let question = Takeover::Lookup(fence, NOW, LookupTrigger::Gateway);
     assert_eq!(store.take_over(by(None).await, question).await.unwrap(), Changed::Yes);
     assert_eq!(caller().await, bob());
     store.mark_unknown(&scope, fence).await.unwrap();
@@ -879,22 +898,22 @@ async fn only_a_dead_owners_records_are_marked(store: Tested) {
 async fn asked(store: &Tested, scope: &Scope, fence: Fence, delay: LookupDelay) -> Changed {
     let by = owner(store).await;
     store
-        .take_over(proposal(scope, by), Takeover::Question(fence, delay, Asker::Gateway))
+        .take_over(proposal(scope, by), Takeover::Lookup(fence, delay, LookupTrigger::Gateway))
         .await
         .unwrap()
 }
 
 async fn due(store: &Tested, delay: LookupDelay, limit: u32) -> Vec<Fence> {
     let operation = scope().operation;
-    let due = store.questions(&[Asking { operation, delay }], limit).await.unwrap();
+    let due = store.due_lookups(&[LookupRule { operation, delay }], limit).await.unwrap();
     due.into_iter().map(|due| due.fence).collect()
 }
 
 async fn an_unknown_record_is_asked_about_by_one_at_a_time(store: Tested) {
     let scope = scope();
     let fence = brought_to(&store, &scope, Status::Unknown, Attempt::FIRST.next()).await;
-    let asking = Asking { operation: scope.operation.clone(), delay: NOW };
-    let found = store.questions(std::slice::from_ref(&asking), 9).await.unwrap();
+    let asking = LookupRule { operation: scope.operation.clone(), delay: NOW };
+    let found = store.due_lookups(std::slice::from_ref(&asking), 9).await.unwrap();
     assert_eq!(found.len(), 1);
     assert_eq!((&found[0].scope, found[0].fence), (&scope, fence));
     assert_eq!(found[0].fingerprint, fingerprint(1));
@@ -912,14 +931,14 @@ async fn an_unknown_record_is_asked_about_by_one_at_a_time(store: Tested) {
     }
     assert_eq!(taken, 1);
     assert_eq!(status(&store, &scope).await, Some((Status::InProgress, 2)), "the same attempt");
-    assert!(store.questions(&[asking], 9).await.unwrap().is_empty(), "somebody asks");
+    assert!(store.due_lookups(&[asking], 9).await.unwrap().is_empty(), "somebody asks");
     assert_eq!(store.unresolved(fence.id).await.unwrap(), None);
     let row = store.show_record(fence.id).await.unwrap().unwrap();
     assert_eq!(row.context.as_deref(), Some(b"{\"n\":1}".as_slice()), "kept for the events");
     assert!(is_done(complete(&store, completion(&scope, fence, vec![])).await));
     assert!(due(&store, NOW, 9).await.is_empty());
     let dead = OwnerId::fresh();
-    let from = Takeover::Question(fence, NOW, Asker::Gateway);
+    let from = Takeover::Lookup(fence, NOW, LookupTrigger::Gateway);
     assert_eq!(store.take_over(proposal(&scope, dead), from).await.unwrap(), Changed::No);
 }
 
@@ -931,7 +950,7 @@ async fn a_retry_asks_without_waiting_for_the_next_question(store: Tested) {
     assert_eq!(asked(&store, &scope, fence, NOW).await, Changed::No, "not again at once");
     let by = owner(&store).await;
     let take = async |delay| {
-        let from = Takeover::Question(fence, delay, Asker::Retry);
+        let from = Takeover::Lookup(fence, delay, LookupTrigger::Retry);
         store.take_over(proposal(&scope, by), from).await.unwrap()
     };
     let later = LookupDelay { after_loss: MINUTE, after_lease: Duration::ZERO };
@@ -946,7 +965,7 @@ async fn a_retry_asks_without_waiting_for_the_next_question(store: Tested) {
 /// Takes an unknown record to ask about it, for a retry.
 async fn taken_to_ask(store: &Tested, scope: &Scope, fence: Fence) -> OwnerId {
     let by = owner(store).await;
-    let from = Takeover::Question(fence, NOW, Asker::Retry);
+    let from = Takeover::Lookup(fence, NOW, LookupTrigger::Retry);
     assert_eq!(store.take_over(proposal(scope, by), from).await.unwrap(), Changed::Yes);
     by
 }
@@ -1074,26 +1093,26 @@ async fn the_upstream_is_left_alone_until_it_has_settled(store: Tested) {
     let (fence, by) = held(&store, &scope).await;
     store.mark_unknown(&scope, fence).await.unwrap();
     let before = since(store.unresolved(fence.id).await.unwrap());
-    let from = Takeover::Question(fence, NOW, Asker::Gateway);
+    let from = Takeover::Lookup(fence, NOW, LookupTrigger::Gateway);
     assert_eq!(store.take_over(proposal(&scope, by), from).await.unwrap(), Changed::Yes);
     store.retire(by).await.unwrap();
     assert_eq!(store.mark_dead(Some((&scope, fence)), 9).await.unwrap(), 1);
     let after = store.unresolved(fence.id).await.unwrap().unwrap();
     assert_eq!((after.since, after.asked, after.orphaned), (before, 1, false));
-    let other = Asking { operation: Operation::parse("other").unwrap(), delay: NOW };
-    assert!(store.questions(&[other], 9).await.unwrap().is_empty());
-    assert!(store.questions(&[], 9).await.unwrap().is_empty());
+    let other = LookupRule { operation: Operation::parse("other").unwrap(), delay: NOW };
+    assert!(store.due_lookups(&[other], 9).await.unwrap().is_empty());
+    assert!(store.due_lookups(&[], 9).await.unwrap().is_empty());
 }
 
 async fn an_ended_lease_is_never_renewed(store: Tested) {
     let owner = OwnerId::fresh();
-    assert_eq!(store.heartbeat(owner, MINUTE).await.unwrap(), Beat::Renewed);
-    assert_eq!(store.heartbeat(owner, Duration::ZERO).await.unwrap(), Beat::Renewed);
-    assert_eq!(store.heartbeat(owner, MINUTE).await.unwrap(), Beat::Ended);
+    assert_eq!(store.heartbeat(owner, MINUTE).await.unwrap(), Heartbeat::Renewed);
+    assert_eq!(store.heartbeat(owner, Duration::ZERO).await.unwrap(), Heartbeat::Renewed);
+    assert_eq!(store.heartbeat(owner, MINUTE).await.unwrap(), Heartbeat::Ended);
     let retired = self::owner(&store).await;
     store.retire(retired).await.unwrap();
     store.sweep_leases().await.unwrap();
-    assert_eq!(store.heartbeat(retired, MINUTE).await.unwrap(), Beat::Ended);
+    assert_eq!(store.heartbeat(retired, MINUTE).await.unwrap(), Heartbeat::Ended);
     let short = OwnerId::fresh();
     store.heartbeat(short, Duration::from_millis(20)).await.unwrap();
     let probe = scope();
@@ -1108,7 +1127,7 @@ async fn an_ended_lease_is_never_renewed(store: Tested) {
         }
     })
     .await;
-    assert_eq!(store.heartbeat(short, MINUTE).await.unwrap(), Beat::Ended);
+    assert_eq!(store.heartbeat(short, MINUTE).await.unwrap(), Heartbeat::Ended);
 }
 
 async fn sweeps_leave_everything_that_is_not_over(store: Tested) {
@@ -1240,10 +1259,10 @@ const BLOCK: Order = Order::Key(OnDead::Block);
 
 /// All that is due of a lane, in that order.
 async fn in_order(store: &Tested, sink: &str, lane: Lane, order: Order) -> Vec<Claimed> {
-    let (owner, over) = (OwnerId::fresh(), Over::Ended);
+    let (owner, reclaim) = (OwnerId::fresh(), Reclaim::Expired);
     let sink = sink.to_owned();
     let claim =
-        Claim { sink, lane, order, limit: 9, owner, lease: MINUTE, over, look: Look::Complete };
+        Claim { sink, lane, order, limit: 9, owner, lease: MINUTE, reclaim, look: Look::Complete };
     store.claim(&claim).await.unwrap()
 }
 
@@ -1335,17 +1354,19 @@ async fn the_turn_of_a_claim_that_is_over_goes_to_the_same_event(store: Tested) 
     announced_in_order(&store, &sink, &[("a", Some("k")), ("b", Some("k"))]).await;
     let (lost, heir) = (owner(&store).await, owner(&store).await);
     let (lane, order) = (Lane::Fresh, FREE);
-    let claim = |owner, lease, over| {
+    let claim = |owner, lease, reclaim| {
         let sink = sink.clone();
-        Claim { sink, lane, order, limit: 9, owner, lease, over, look: Look::Quick }
+        Claim { sink, lane, order, limit: 9, owner, lease, reclaim, look: Look::Quick }
     };
-    let short = store.claim(&claim(lost, Duration::ZERO, Over::Ended)).await.unwrap();
-    let long = store.claim(&claim(lost, MINUTE, Over::Ended)).await.unwrap();
+    let short = store.claim(&claim(lost, Duration::ZERO, Reclaim::Expired)).await.unwrap();
+    let long = store.claim(&claim(lost, MINUTE, Reclaim::Expired)).await.unwrap();
     assert_eq!((names(&short), names(&long)), (vec!["a"], vec!["a"]));
-    assert!(store.claim(&claim(heir, MINUTE, Over::EndedOrDead)).await.unwrap().is_empty());
+    assert!(
+        store.claim(&claim(heir, MINUTE, Reclaim::ExpiredOrOrphaned)).await.unwrap().is_empty()
+    );
     store.retire(lost).await.unwrap();
-    assert!(store.claim(&claim(heir, MINUTE, Over::Ended)).await.unwrap().is_empty());
-    let taken = store.claim(&claim(heir, MINUTE, Over::EndedOrDead)).await.unwrap();
+    assert!(store.claim(&claim(heir, MINUTE, Reclaim::Expired)).await.unwrap().is_empty());
+    let taken = store.claim(&claim(heir, MINUTE, Reclaim::ExpiredOrOrphaned)).await.unwrap();
     assert_eq!((names(&taken), taken[0].claim_no), (vec!["a"], 3));
     let late = Acknowledgement {
         event_id: long[0].event_id,
@@ -1563,8 +1584,8 @@ async fn what_is_done_to_all_dead_events_is_told_of_each_of_their_records(store:
 }
 
 /// How many became due, and that there is no more.
-async fn let_go(store: &Tested, sink: &str, order: Order) -> u64 {
-    let LetGo { count, next } = store.let_go(sink, order, None).await.unwrap();
+async fn wake_deferred(store: &Tested, sink: &str, order: Order) -> u64 {
+    let Woken { count, next } = store.wake_deferred(sink, order, None).await.unwrap();
     assert_eq!(next, None);
     count
 }
@@ -1596,7 +1617,7 @@ async fn what_an_order_kept_back_goes_once_it_is_no_longer_asked_for(store: Test
     say(&store, &sink, FREE, &d[0], again()).await;
 
     for order in [FREE, BLOCK] {
-        assert_eq!(let_go(&store, &sink, order).await, 0, "they wait for others");
+        assert_eq!(wake_deferred(&store, &sink, order).await, 0, "they wait for others");
     }
     let both = async |order| {
         let mut all = in_order(&store, &sink, Lane::Fresh, order).await;
@@ -1604,9 +1625,13 @@ async fn what_an_order_kept_back_goes_once_it_is_no_longer_asked_for(store: Test
         names(&all).into_iter().map(str::to_owned).collect::<BTreeSet<_>>()
     };
     assert_eq!(both(FREE).await, BTreeSet::new());
-    assert_eq!(let_go(&store, &sink, Order::None).await, 4);
+    assert_eq!(wake_deferred(&store, &sink, Order::None).await, 4);
     assert_eq!(both(Order::None).await, BTreeSet::from(["b", "c", "e", "f"].map(str::to_owned)));
-    assert_eq!(let_go(&store, &sink, Order::None).await, 0, "\"a\" and \"d\" pause as they did");
+    assert_eq!(
+        wake_deferred(&store, &sink, Order::None).await,
+        0,
+        "\"a\" and \"d\" pause as they did"
+    );
 }
 
 async fn what_waits_for_nobody_is_woken(store: Tested) {
@@ -1618,10 +1643,10 @@ async fn what_waits_for_nobody_is_woken(store: Tested) {
     let of = |kind: &str| both.iter().find(|claimed| claimed.kind == kind).unwrap();
     assert!(verdict(&store, &mixed, of("y"), Verdict::GivenBack).await);
     assert!(fresh(&mixed, BLOCK).await.is_empty());
-    assert_eq!(let_go(&store, &mixed, BLOCK).await, 0, "it waits for the first");
+    assert_eq!(wake_deferred(&store, &mixed, BLOCK).await, 0, "it waits for the first");
     assert!(verdict(&store, &mixed, of("x"), Verdict::Sent { status: Some(200) }).await);
-    assert!(fresh(&mixed, BLOCK).await.is_empty(), "it is put off");
-    assert_eq!(let_go(&store, &mixed, BLOCK).await, 1);
+    assert!(fresh(&mixed, BLOCK).await.is_empty(), "it is deferred");
+    assert_eq!(wake_deferred(&store, &mixed, BLOCK).await, 1);
     assert_eq!(names(&fresh(&mixed, BLOCK).await), ["y"]);
 
     // What blocked its key may not do so any more.
@@ -1630,14 +1655,14 @@ async fn what_waits_for_nobody_is_woken(store: Tested) {
     let a = fresh(&blocked, BLOCK).await.remove(0);
     say(&store, &blocked, BLOCK, &a, dead()).await;
     assert!(fresh(&blocked, BLOCK).await.is_empty());
-    assert_eq!(let_go(&store, &blocked, BLOCK).await, 0, "as it is configured");
+    assert_eq!(wake_deferred(&store, &blocked, BLOCK).await, 0, "as it is configured");
     assert!(fresh(&blocked, BLOCK).await.is_empty());
-    assert_eq!(let_go(&store, &blocked, FREE).await, 1);
+    assert_eq!(wake_deferred(&store, &blocked, FREE).await, 1);
     assert_eq!(store.gauges().await.unwrap().blocked, []);
     let filter = EventFilter { record: Some(fence.id), limit: 9, ..EventFilter::default() };
     assert!(store.list_events(&filter).await.unwrap().iter().all(|row| !row.blocks));
     assert_eq!(names(&fresh(&blocked, FREE).await), ["b"]);
-    assert_eq!(let_go(&store, &blocked, FREE).await, 0, "it is in flight");
+    assert_eq!(wake_deferred(&store, &blocked, FREE).await, 0, "it is in flight");
 
     // Who has the turn is waited for, also by what stands before it.
     let turn = sink();
@@ -1648,72 +1673,78 @@ async fn what_waits_for_nobody_is_woken(store: Tested) {
     let again = Chosen::NotTaken { id: m.event_id };
     assert_eq!(store.redeliver(&again, &somebody()).await.unwrap().count, 1);
     assert!(in_order(&store, &turn, Lane::Retry, FREE).await.is_empty());
-    assert_eq!(let_go(&store, &turn, FREE).await, 0);
+    assert_eq!(wake_deferred(&store, &turn, FREE).await, 0);
 }
 
 /// How a sink stands; `None`: it was never paused.
-async fn stand(store: &Tested, sink: &str, over: Over) -> Option<SinkState> {
-    store.sinks(over).await.unwrap().into_iter().find(|state| state.sink == sink)
+async fn sink_state(store: &Tested, sink: &str, reclaim: Reclaim) -> Option<SinkState> {
+    store.sinks(reclaim).await.unwrap().into_iter().find(|state| state.sink == sink)
 }
 
 async fn reason(store: &Tested, sink: &str) -> Option<PauseReason> {
-    stand(store, sink, Over::Ended).await.and_then(|state| state.pause).map(|pause| pause.reason)
+    sink_state(store, sink, Reclaim::Expired)
+        .await
+        .and_then(|state| state.pause)
+        .map(|pause| pause.reason)
 }
 
 fn failing(again: Duration) -> Trouble {
     Trouble::Failing { again }
 }
 
-fn pausing(trouble: Trouble) -> SinkTurn {
-    SinkTurn::Pause { trouble, error: "500: h\0äß".into(), failed_probes: 0 }
+fn pausing(trouble: Trouble) -> SinkChange {
+    SinkChange::Pause { trouble, error: "500: h\0äß".into(), failed_probes: 0 }
 }
 
-fn probing(owner: OwnerId) -> SinkTurn {
-    SinkTurn::Probe { owner, lease: MINUTE, over: Over::EndedOrDead }
+fn probing(owner: OwnerId) -> SinkChange {
+    SinkChange::Probe { owner, lease: MINUTE, reclaim: Reclaim::ExpiredOrOrphaned }
 }
 
-async fn turned(store: &Tested, sink: &str, no: i64, turn: &SinkTurn) -> bool {
-    store.turn_sink(sink, no, turn).await.unwrap() == Changed::Yes
+async fn changed_sink(store: &Tested, sink: &str, no: i64, change: &SinkChange) -> bool {
+    store.change_sink(sink, no, change).await.unwrap() == Changed::Yes
 }
 
 async fn a_sink_is_paused_once_and_resumed_by_its_probe(store: Tested) {
     let sink = &sink();
     let me = owner(&store).await;
-    assert_eq!(stand(&store, sink, Over::Ended).await, None);
-    for turn in [probing(me), SinkTurn::Resume, SinkTurn::ProbeIdle { again: MINUTE }] {
-        assert!(!turned(&store, sink, 0, &turn).await, "it is open: {turn:?}");
+    assert_eq!(sink_state(&store, sink, Reclaim::Expired).await, None);
+    for change in [probing(me), SinkChange::Resume, SinkChange::ProbeIdle { again: MINUTE }] {
+        assert!(!changed_sink(&store, sink, 0, &change).await, "it is open: {change:?}");
     }
-    assert!(!turned(&store, sink, 1, &pausing(failing(MINUTE))).await, "nobody has seen a 1");
+    assert!(!changed_sink(&store, sink, 1, &pausing(failing(MINUTE))).await, "nobody has seen a 1");
 
     // Many replicas have seen enough at the same time.
     let pauses = (0..4).map(|_| {
         let (store, sink) = (Arc::clone(&store), sink.clone());
-        tokio::spawn(async move { turned(&store, &sink, 0, &pausing(failing(SOON))).await })
+        tokio::spawn(async move { changed_sink(&store, &sink, 0, &pausing(failing(SOON))).await })
     });
     let mut paused = 0;
     for pause in pauses.collect::<Vec<_>>() {
         paused += usize::from(pause.await.unwrap());
     }
     assert_eq!(paused, 1);
-    let state = stand(&store, sink, Over::Ended).await.unwrap();
+    let state = sink_state(&store, sink, Reclaim::Expired).await.unwrap();
     let pause = state.pause.unwrap();
     assert_eq!((state.no, pause.reason, pause.failed_probes), (1, PauseReason::Failing, 0));
     let error = state.last_error.unwrap();
     assert!(error.starts_with("500: h") && error.ends_with("äß"), "{error}");
     let waits = matches!(pause.probe, NextProbe::In(wait) if wait <= SOON && wait > SOON / 2);
     assert!(waits, "{pause:?}");
-    assert!(!turned(&store, sink, 1, &probing(me)).await, "it is not time");
-    assert!(!turned(&store, sink, 1, &SinkTurn::Resume).await, "nobody has probed it");
+    assert!(!changed_sink(&store, sink, 1, &probing(me)).await, "it is not time");
+    assert!(!changed_sink(&store, sink, 1, &SinkChange::Resume).await, "nobody has probed it");
 
     let other = &self::sink();
-    assert!(turned(&store, other, 0, &pausing(failing(Duration::ZERO))).await);
-    assert!(turned(&store, other, 1, &probing(me)).await);
-    assert!(!turned(&store, other, 1, &SinkTurn::Resume).await, "the number before the probe");
-    assert!(turned(&store, other, 2, &SinkTurn::Resume).await);
-    let state = stand(&store, other, Over::Ended).await.unwrap();
+    assert!(changed_sink(&store, other, 0, &pausing(failing(Duration::ZERO))).await);
+    assert!(changed_sink(&store, other, 1, &probing(me)).await);
+    assert!(
+        !changed_sink(&store, other, 1, &SinkChange::Resume).await,
+        "the number before the probe"
+    );
+    assert!(changed_sink(&store, other, 2, &SinkChange::Resume).await);
+    let state = sink_state(&store, other, Reclaim::Expired).await.unwrap();
     assert_eq!((state.no, state.pause), (3, None));
-    assert!(!turned(&store, other, 0, &pausing(failing(MINUTE))).await, "a late failure");
-    assert!(turned(&store, other, 3, &pausing(failing(MINUTE))).await);
+    assert!(!changed_sink(&store, other, 0, &pausing(failing(MINUTE))).await, "a late failure");
+    assert!(changed_sink(&store, other, 3, &pausing(failing(MINUTE))).await);
     assert_eq!(
         reason(&store, sink).await,
         Some(PauseReason::Failing),
@@ -1724,83 +1755,86 @@ async fn a_sink_is_paused_once_and_resumed_by_its_probe(store: Tested) {
 async fn one_probes_a_sink_at_a_time_and_a_late_probe_changes_nothing(store: Tested) {
     let sink = &sink();
     let (first, second) = (owner(&store).await, owner(&store).await);
-    assert!(turned(&store, sink, 0, &pausing(failing(Duration::ZERO))).await);
-    assert!(turned(&store, sink, 1, &probing(first)).await);
+    assert!(changed_sink(&store, sink, 0, &pausing(failing(Duration::ZERO))).await);
+    assert!(changed_sink(&store, sink, 1, &probing(first)).await);
     let probe = |state: &SinkState| state.pause.as_ref().unwrap().probe;
     let under_way =
         |probe| matches!(probe, NextProbe::UnderWay { over_in } if over_in > MINUTE / 2);
-    let state = stand(&store, sink, Over::EndedOrDead).await.unwrap();
+    let state = sink_state(&store, sink, Reclaim::ExpiredOrOrphaned).await.unwrap();
     assert!(under_way(probe(&state)), "{state:?}");
-    assert!(!turned(&store, sink, 2, &probing(second)).await, "the first one probes");
+    assert!(!changed_sink(&store, sink, 2, &probing(second)).await, "the first one probes");
 
     let error = "503".to_owned();
-    let failed = SinkTurn::ProbeFailed { trouble: failing(Duration::ZERO), error };
-    assert!(turned(&store, sink, 2, &failed).await);
-    assert!(!turned(&store, sink, 2, &SinkTurn::Resume).await, "it has ended");
-    let state = stand(&store, sink, Over::Ended).await.unwrap();
+    let failed = SinkChange::ProbeFailed { trouble: failing(Duration::ZERO), error };
+    assert!(changed_sink(&store, sink, 2, &failed).await);
+    assert!(!changed_sink(&store, sink, 2, &SinkChange::Resume).await, "it has ended");
+    let state = sink_state(&store, sink, Reclaim::Expired).await.unwrap();
     let pause = state.pause.as_ref().unwrap();
     assert_eq!((state.no, pause.failed_probes), (3, 1));
     assert_eq!(state.last_error.as_deref(), Some("503"));
 
     // A prober that dies: its probe is free once its lease has ended, for those who may judge.
-    assert!(turned(&store, sink, 3, &probing(second)).await);
+    assert!(changed_sink(&store, sink, 3, &probing(second)).await);
     store.retire(second).await.unwrap();
-    let patient = SinkTurn::Probe { owner: first, lease: MINUTE, over: Over::Ended };
-    assert!(!turned(&store, sink, 4, &patient).await, "who may not judge waits");
-    let state = stand(&store, sink, Over::EndedOrDead).await.unwrap();
+    let patient = SinkChange::Probe { owner: first, lease: MINUTE, reclaim: Reclaim::Expired };
+    assert!(!changed_sink(&store, sink, 4, &patient).await, "who may not judge waits");
+    let state = sink_state(&store, sink, Reclaim::ExpiredOrOrphaned).await.unwrap();
     assert_eq!(probe(&state), NextProbe::In(Duration::ZERO));
-    let patient = stand(&store, sink, Over::Ended).await.unwrap();
+    let patient = sink_state(&store, sink, Reclaim::Expired).await.unwrap();
     assert!(under_way(probe(&patient)), "{patient:?}");
-    assert!(turned(&store, sink, 4, &probing(first)).await);
-    assert!(!turned(&store, sink, 4, &SinkTurn::Resume).await, "the dead one's answer is late");
-    assert!(turned(&store, sink, 5, &SinkTurn::ProbeIdle { again: MINUTE }).await);
-    let state = stand(&store, sink, Over::Ended).await.unwrap();
+    assert!(changed_sink(&store, sink, 4, &probing(first)).await);
+    assert!(
+        !changed_sink(&store, sink, 4, &SinkChange::Resume).await,
+        "the dead one's answer is late"
+    );
+    assert!(changed_sink(&store, sink, 5, &SinkChange::ProbeIdle { again: MINUTE }).await);
+    let state = sink_state(&store, sink, Reclaim::Expired).await.unwrap();
     assert_eq!(state.pause.as_ref().unwrap().failed_probes, 1, "nothing was sent");
     assert_eq!(state.last_error.as_deref(), Some("503"));
     assert!(matches!(probe(&state), NextProbe::In(wait) if wait > MINUTE / 2), "{state:?}");
 
     // A probe that met a sink that wants to be left alone has failed, too.
     let busy = &self::sink();
-    assert!(turned(&store, busy, 0, &pausing(Trouble::Busy { again: Duration::ZERO })).await);
-    assert!(turned(&store, busy, 1, &probing(first)).await);
+    assert!(changed_sink(&store, busy, 0, &pausing(Trouble::Busy { again: Duration::ZERO })).await);
+    assert!(changed_sink(&store, busy, 1, &probing(first)).await);
     let trouble = Trouble::Busy { again: Duration::ZERO };
-    let failed = SinkTurn::ProbeFailed { trouble, error: "429".into() };
-    assert!(turned(&store, busy, 2, &failed).await);
-    let pause = stand(&store, busy, Over::Ended).await.unwrap().pause.unwrap();
+    let failed = SinkChange::ProbeFailed { trouble, error: "429".into() };
+    assert!(changed_sink(&store, busy, 2, &failed).await);
+    let pause = sink_state(&store, busy, Reclaim::Expired).await.unwrap().pause.unwrap();
     assert_eq!((pause.reason, pause.failed_probes), (PauseReason::Busy, 1));
 }
 
 async fn a_pause_by_an_operator_or_of_a_sink_that_is_gone_is_not_probed(store: Tested) {
     let (sink, gone) = (&sink(), &self::sink());
     let (me, by) = (owner(&store).await, somebody());
-    assert!(turned(&store, gone, 0, &pausing(Trouble::Gone)).await);
-    assert!(!turned(&store, gone, 1, &probing(me)).await);
+    assert!(changed_sink(&store, gone, 0, &pausing(Trouble::Gone)).await);
+    assert!(!changed_sink(&store, gone, 1, &probing(me)).await);
     let order = async |sink: &str, order| store.operate_sink(sink, order, &by).await.unwrap();
     assert_eq!(order(sink, SinkOrder::Resume).await, Changed::No, "it is open");
     // In the middle of a probe, which then changes nothing.
-    assert!(turned(&store, sink, 0, &pausing(failing(Duration::ZERO))).await);
-    assert!(turned(&store, sink, 1, &probing(me)).await);
+    assert!(changed_sink(&store, sink, 0, &pausing(failing(Duration::ZERO))).await);
+    assert!(changed_sink(&store, sink, 1, &probing(me)).await);
     assert_eq!(order(sink, SinkOrder::Pause).await, Changed::Yes);
-    let met = stand(&store, sink, Over::Ended).await.unwrap().last_error;
+    let met = sink_state(&store, sink, Reclaim::Expired).await.unwrap().last_error;
     assert!(met.is_some_and(|met| met.contains("500")), "it is not forgotten");
     assert_eq!(order(sink, SinkOrder::Pause).await, Changed::No, "it is paused by hand");
-    let failed = SinkTurn::ProbeFailed { trouble: failing(Duration::ZERO), error: "x".into() };
-    for turn in [SinkTurn::Resume, failed, probing(me), pausing(failing(Duration::ZERO))] {
+    let failed = SinkChange::ProbeFailed { trouble: failing(Duration::ZERO), error: "x".into() };
+    for change in [SinkChange::Resume, failed, probing(me), pausing(failing(Duration::ZERO))] {
         for no in [2, 3] {
-            assert!(!turned(&store, sink, no, &turn).await, "{turn:?}");
+            assert!(!changed_sink(&store, sink, no, &change).await, "{change:?}");
         }
     }
     for (sink, why, note) in
         [(sink, PauseReason::Operator, Some("asked the bank")), (gone, PauseReason::Gone, None)]
     {
-        let pause = stand(&store, sink, Over::Ended).await.unwrap().pause.unwrap();
+        let pause = sink_state(&store, sink, Reclaim::Expired).await.unwrap().pause.unwrap();
         let said = (pause.reason, pause.probe, pause.note.as_deref());
         assert_eq!(said, (why, NextProbe::Never, note));
         assert_eq!(order(sink, SinkOrder::Resume).await, Changed::Yes);
         assert_eq!(reason(&store, sink).await, None);
     }
-    let no = stand(&store, sink, Over::Ended).await.unwrap().no;
-    assert!(turned(&store, sink, no, &pausing(Trouble::Busy { again: MINUTE })).await);
+    let no = sink_state(&store, sink, Reclaim::Expired).await.unwrap().no;
+    assert!(changed_sink(&store, sink, no, &pausing(Trouble::Busy { again: MINUTE })).await);
     assert_eq!(reason(&store, sink).await, Some(PauseReason::Busy));
 }
 
@@ -2149,14 +2183,14 @@ async fn a_late_outcome_is_noted_once_with_all_of_it(store: Tested) {
 }
 
 /// The one doubt that has not been told.
-async fn untold(store: &Tested) -> Notice {
-    let mut untold = store.untold(Untold::All, 9).await.unwrap();
+async fn unannounced(store: &Tested) -> Notice {
+    let mut untold = store.unannounced(Unannounced::All, 9).await.unwrap();
     assert_eq!(untold.len(), 1, "{untold:?}");
     untold.remove(0)
 }
 
 async fn nothing_is_untold(store: &Tested) {
-    assert_eq!(store.untold(Untold::All, 9).await.unwrap(), []);
+    assert_eq!(store.unannounced(Unannounced::All, 9).await.unwrap(), []);
 }
 
 fn wanting_all(sinks: &[String]) -> Vec<Subscriber> {
@@ -2169,8 +2203,8 @@ async fn told(store: &Tested, sinks: &[String]) -> (Scope, Fence) {
     let scope = scope();
     let (fence, _) = held(store, &scope).await;
     assert_eq!(store.mark_unknown(&scope, fence).await.unwrap(), Changed::Yes);
-    let doubt = untold(store).await;
-    let told = store.tell(&doubt, doubt.event(&wanting_all(sinks)).as_ref()).await.unwrap();
+    let doubt = unannounced(store).await;
+    let told = store.announce(&doubt, doubt.event(&wanting_all(sinks)).as_ref()).await.unwrap();
     assert_eq!(told, Changed::Yes);
     (scope, fence)
 }
@@ -2188,14 +2222,14 @@ async fn a_doubt_is_told_once_and_its_end_once(store: Tested) {
     let (fence, owner) = held(&store, &scope).await;
     nothing_is_untold(&store).await;
     assert_eq!(store.mark_unknown(&scope, fence).await.unwrap(), Changed::Yes);
-    let doubt = untold(&store).await;
+    let doubt = unannounced(&store).await;
     assert_eq!((doubt.record, doubt.attempt), (fence.id, fence.attempt));
     assert_eq!((doubt.scope.as_ref(), doubt.kind), (Some(&scope), NoticeKind::Unknown));
     let reserved = store.show_record(fence.id).await.unwrap().unwrap().created_at;
     assert!(reserved <= doubt.since && doubt.since <= doubt.at);
-    assert_eq!(store.untold(Untold::Resolved, 9).await.unwrap(), []);
+    assert_eq!(store.unannounced(Unannounced::Resolved, 9).await.unwrap(), []);
     let event = doubt.event(&wanting_all(&sinks));
-    let tells = (0..8).map(|_| store.tell(&doubt, event.as_ref()));
+    let tells = (0..8).map(|_| store.announce(&doubt, event.as_ref()));
     let yes = futures_util::future::join_all(tells).await.into_iter().map(Result::unwrap);
     assert_eq!(yes.filter(|told| *told == Changed::Yes).count(), 1, "one of many tells it");
     nothing_is_untold(&store).await;
@@ -2212,13 +2246,13 @@ async fn a_doubt_is_told_once_and_its_end_once(store: Tested) {
     assert_eq!(store.mark_unknown(&scope, next).await.unwrap(), Changed::Yes);
     nothing_is_untold(&store).await;
     assert!(is_done(complete(&store, completion(&scope, next, Vec::new())).await));
-    let ended = untold(&store).await;
+    let ended = unannounced(&store).await;
     assert_eq!((ended.attempt, ended.scope.as_ref()), (fence.attempt, Some(&scope)));
     assert_eq!(ended.kind, NoticeKind::Resolved(Resolution::Completed));
-    assert_eq!(store.untold(Untold::Resolved, 9).await.unwrap().len(), 1);
+    assert_eq!(store.unannounced(Unannounced::Resolved, 9).await.unwrap().len(), 1);
     let event = ended.event(&wanting_all(&sinks));
     for expected in [Changed::Yes, Changed::No] {
-        assert_eq!(store.tell(&ended, event.as_ref()).await.unwrap(), expected);
+        assert_eq!(store.announce(&ended, event.as_ref()).await.unwrap(), expected);
     }
     nothing_is_untold(&store).await;
     assert_eq!(kinds_of(&store, fence).await, ["record.resolved", "record.unknown"]);
@@ -2228,26 +2262,26 @@ async fn a_doubts_end_says_who_ended_it(store: Tested) {
     // Nobody wants the events: they stand as discarded.
     let (scope, fence) = told(&store, &[]).await;
     assert_eq!(store.operator_release(fence, false, &somebody()).await.unwrap(), Ok(()));
-    let ended = untold(&store).await;
+    let ended = unannounced(&store).await;
     assert_eq!(ended.kind, NoticeKind::Resolved(Resolution::ReleasedByOperator));
     assert_eq!(ended.scope, Some(scope), "although the record is gone");
-    assert_eq!(store.tell(&ended, ended.event(&[]).as_ref()).await.unwrap(), Changed::Yes);
+    assert_eq!(store.announce(&ended, ended.event(&[]).as_ref()).await.unwrap(), Changed::Yes);
     assert_eq!(kinds_of(&store, fence).await, ["record.resolved", "record.unknown"]);
 
     let (scope, fence) = told(&store, &[]).await;
     assert_eq!(store.release(&scope, fence).await.unwrap(), Changed::Yes);
-    let ended = untold(&store).await;
+    let ended = unannounced(&store).await;
     assert_eq!(ended.kind, NoticeKind::Resolved(Resolution::Released));
     assert_eq!(ended.scope, Some(scope));
-    assert_eq!(store.tell(&ended, None).await.unwrap(), Changed::Yes);
+    assert_eq!(store.announce(&ended, None).await.unwrap(), Changed::Yes);
     assert_eq!(kinds_of(&store, fence).await, ["record.unknown"], "told of without an event");
 
     let (scope, fence) = told(&store, &[]).await;
     let by_hand = completion(&scope, fence, Vec::new());
     assert_eq!(store.operator_complete(&by_hand, &somebody()).await.unwrap(), Ok(()));
-    let ended = untold(&store).await;
+    let ended = unannounced(&store).await;
     assert_eq!(ended.kind, NoticeKind::Resolved(Resolution::CompletedByOperator));
-    assert_eq!(store.tell(&ended, ended.event(&[]).as_ref()).await.unwrap(), Changed::Yes);
+    assert_eq!(store.announce(&ended, ended.event(&[]).as_ref()).await.unwrap(), Changed::Yes);
     nothing_is_untold(&store).await;
 }
 

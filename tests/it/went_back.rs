@@ -288,8 +288,8 @@ async fn a_server_that_was_restarted_has_another_life_and_what_it_knows_is_left_
     let cluster = tokio::task::block_in_place(Cluster::own);
     let place = Place::at(cluster.database());
     let store = Postgres::open(settings(&place.url)).await.unwrap();
-    let life = store.life().await.unwrap();
-    assert_eq!(store.life().await.unwrap(), life);
+    let life = store.incarnation().await.unwrap();
+    assert_eq!(store.incarnation().await.unwrap(), life);
     let orders = api().await;
     let policy = "timeout = \"2s\"";
     let toml = rig::config_at(&place, &orders.url(), "127.0.0.1:0", "lease = \"60s\"", policy, "");
@@ -317,8 +317,10 @@ async fn a_server_that_was_restarted_has_another_life_and_what_it_knows_is_left_
         cluster.kill9();
         cluster.start();
     });
-    eventually("it has another life", async || store.life().await.is_ok_and(|now| now != life))
-        .await;
+    eventually("it has another life", async || {
+        store.incarnation().await.is_ok_and(|now| now != life)
+    })
+    .await;
     eventually("it is looked at", async || {
         gateway.log().contains("knows all that it had confirmed")
     })

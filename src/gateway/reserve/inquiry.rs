@@ -18,7 +18,7 @@ use crate::backoff::Backoff;
 use crate::gateway::settle::Stored;
 use crate::record::{Attempt, Caller, Fence, Fingerprint, OwnerId, Record, RecordId, State};
 use crate::route::{Lookup, OnUnknown};
-use crate::store::{Asker, Changed, Error, Proposal, Reserved, Takeover};
+use crate::store::{Changed, Error, LookupTrigger, Proposal, Reserved, Takeover};
 use crate::telemetry::{self, causes};
 
 /// Pauses between looks at a record that another replica works on.
@@ -134,8 +134,8 @@ impl<'a> Inquiry<'a> {
     /// was begun long ago.
     fn no_room_to(&self, from: Takeover) -> Option<Next> {
         match from {
-            Takeover::Question(..) if !self.single_flight.retrier.spill().is_full() => None,
-            Takeover::Expired(_) | Takeover::Unknown(_) | Takeover::Question(..) => self.no_room(),
+            Takeover::Lookup(..) if !self.single_flight.retrier.spill().is_full() => None,
+            Takeover::Expired(_) | Takeover::Unknown(_) | Takeover::Lookup(..) => self.no_room(),
         }
     }
 
@@ -204,7 +204,7 @@ impl<'a> Inquiry<'a> {
     fn undoing(&self, from: Takeover, taken: Fence) -> Undo {
         match from {
             Takeover::Expired(_) | Takeover::Unknown(_) => self.withdrawal(taken),
-            Takeover::Question(fence, ..) => {
+            Takeover::Lookup(fence, ..) => {
                 Undo::Unask { fence, window: self.single_flight.settings.doubt_window }
             }
         }
@@ -300,7 +300,7 @@ impl<'a> Inquiry<'a> {
         if !left.is_zero() {
             return Next::Unknown(fence.id, Some(left));
         }
-        let from = Takeover::Question(fence, delay, Asker::Retry);
+        let from = Takeover::Lookup(fence, delay, LookupTrigger::Retry);
         let step = self.take_over(from, fingerprint).await;
         let Next::Held(held) = step else { return step };
         // What was kept belongs to this attempt, since the record is held under it.
@@ -351,7 +351,7 @@ impl<'a> Inquiry<'a> {
         let taken = match from {
             Takeover::Expired(_) => Fence { id: proposal.id, attempt: Attempt::FIRST },
             Takeover::Unknown(fence) => Fence { id: fence.id, attempt: fence.attempt.next() },
-            Takeover::Question(fence, ..) => fence,
+            Takeover::Lookup(fence, ..) => fence,
         };
         let deadline = Instant::now() + self.single_flight.settings.reserve_timeout;
         self.leader.undo = Some(self.undoing(from, taken));
@@ -391,7 +391,7 @@ impl<'a> Inquiry<'a> {
     fn not_taken(&self, from: Takeover, error: &Error) -> Next {
         match (error, from) {
             (Error::Refused(cause), Takeover::Expired(_)) => self.not_storable(&**cause),
-            (Error::Refused(_), Takeover::Unknown(fence) | Takeover::Question(fence, ..)) => {
+            (Error::Refused(_), Takeover::Unknown(fence) | Takeover::Lookup(fence, ..)) => {
                 // No other attempt can be made, and what became of the one before is as open as it was.
                 tracing::warn!(error = %causes(error), "the database refuses to hold another attempt");
                 Next::Unknown(fence.id, None)

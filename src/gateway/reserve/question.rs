@@ -21,7 +21,7 @@ use super::vocabulary::{KeyedRequest, Owes, Readers};
 use crate::record::event::RecordContext;
 use crate::record::{Fence, RecordId};
 use crate::route::{Lookup, OnUnknown};
-use crate::store::{Asker, Changed, Due, Error, Proposal, Takeover};
+use crate::store::{Changed, DueLookup, Error, LookupTrigger, Proposal, Takeover};
 use crate::telemetry::causes;
 
 /// The right to ask the upstream about an attempt that is unknown.
@@ -70,7 +70,7 @@ impl SingleFlight {
     /// Takes an unknown record, to ask the upstream about it; `None`: somebody works on it, or may not be asked yet.
     pub(in crate::gateway) async fn question(
         &self,
-        due: &Due,
+        due: &DueLookup,
         lookup: &Arc<Lookup>,
     ) -> Option<Question> {
         let request = KeyedRequest {
@@ -86,7 +86,7 @@ impl SingleFlight {
             owes: Owes::Nothing,
         };
         let Role::Leader(mut leader) = self.join(&request.scope) else { return None };
-        let from = Takeover::Question(due.fence, lookup.delay, Asker::Gateway);
+        let from = Takeover::Lookup(due.fence, lookup.delay, LookupTrigger::Gateway);
         let step = Inquiry::new(self, &request, &mut leader).take_over(from, due.fingerprint).await;
         match step {
             Next::Held(held) => {

@@ -103,7 +103,7 @@ logged AS (
     FROM message m)
 SELECT sink, 'discarded' AS was FROM queued";
 
-/// What is owed of an event and is not being delivered right now, locked.
+/// What is pending of an event and is not being delivered right now, locked.
 macro_rules! not_in_flight {
     () => {
         "WITH found AS MATERIALIZED (

@@ -13,7 +13,7 @@ use super::pool::{Dedicated, Pool};
 use super::rows::{self, seconds};
 use crate::record::OwnerId;
 use crate::store::batch::RunError;
-use crate::store::{Beat, Error};
+use crate::store::{Error, Heartbeat};
 
 // The lease counts from after a wait for the row's lock, not from before it.
 const HEARTBEAT: &str = "-- heartbeat
@@ -27,11 +27,11 @@ pub(super) async fn heartbeat(
     connection: &Dedicated,
     owner: OwnerId,
     lease: Duration,
-) -> Result<Beat, Error> {
+) -> Result<Heartbeat, Error> {
     let params: Params<'_> = &[(&Uuid::from(owner), Type::UUID), (&seconds(lease), Type::FLOAT8)];
     let rows =
         connection.run(Effect::Write, HEARTBEAT, params).await.map_err(RunError::into_error)?;
-    Ok(if rows.is_empty() { Beat::Ended } else { Beat::Renewed })
+    Ok(if rows.is_empty() { Heartbeat::Ended } else { Heartbeat::Renewed })
 }
 
 const RETIRE: &str = "-- retire

@@ -1,6 +1,6 @@
-//! What is told of unknown records: read from their notes, and written with the mark that it was told.
+//! What is announced of unknown records: read from their notes, and written with the mark that it was announced.
 //!
-//! The mark and the event are one statement, and only the statement that sets the mark writes the event: nothing is told
+//! The mark and the event are one statement, and only the statement that sets the mark writes the event: nothing is announced
 //! twice, and nothing is lost between the two.
 
 use std::time::SystemTime;
@@ -15,9 +15,9 @@ use super::rows::{self, attempt, get};
 use crate::record::event::Event;
 use crate::record::event::notice::{Notice, NoticeKind, Resolution};
 use crate::record::{Key, Operation, Scope, Tenant};
-use crate::store::{Changed, Error, Untold};
+use crate::store::{Changed, Error, Unannounced};
 
-// The record itself says whose it is; where it is gone, the operator's row does, else what was told when the doubt began.
+// The record itself says whose it is; where it is gone, the operator's row does, else what was announced when the doubt began.
 const NOTICES: &str = "-- notices
 SELECT u.id, coalesce(u.announced, u.attempt) AS attempt, u.since, clock_timestamp() AS at,
        u.announced IS NOT NULL AS announced, r.id IS NOT NULL AS stands, a.action,
@@ -39,9 +39,13 @@ WHERE ($2 AND u.announced IS NULL AND r.id IS NOT NULL)
    OR (u.announced IS NOT NULL AND (r.id IS NULL OR r.status = 'completed'))
 ORDER BY u.since, u.id LIMIT $1";
 
-pub(super) async fn untold(pool: &Pool, which: Untold, limit: u32) -> Result<Vec<Notice>, Error> {
+pub(super) async fn unannounced(
+    pool: &Pool,
+    which: Unannounced,
+    limit: u32,
+) -> Result<Vec<Notice>, Error> {
     let params: Params<'_> =
-        &[(&i64::from(limit), Type::INT8), (&(which == Untold::All), Type::BOOL)];
+        &[(&i64::from(limit), Type::INT8), (&(which == Unannounced::All), Type::BOOL)];
     pool.read(NOTICES, params).await?.iter().map(notice).collect()
 }
 
@@ -70,15 +74,15 @@ fn notice(row: &Row) -> Result<Notice, Error> {
     Ok(Notice { record: fence.id, scope, attempt: fence.attempt, since, at, kind })
 }
 
-/// Ends a statement whose `told(at)` is the row that was marked: writes the event, of `$3` to `$11`, and counts.
-macro_rules! write_told {
+/// Ends a statement whose `announced(at)` is the row that was marked: writes the event, of `$3` to `$11`, and counts.
+macro_rules! write_announced {
     () => {
         ",
 message AS (
     INSERT INTO outbox_messages (id, event_key, seq, event_type, tenant_id, operation,
                                  idempotency_key, record_id, ordering_key, payload, wanted,
                                  created_at)
-    SELECT $3, $4, 0, $5, $6, $7, $8, $1, $9, $10, cardinality($11::text[]) > 0, told.at FROM told
+    SELECT $3, $4, 0, $5, $6, $7, $8, $1, $9, $10, cardinality($11::text[]) > 0, announced.at FROM announced
     WHERE $3 IS NOT NULL
     ON CONFLICT DO NOTHING
     RETURNING id, ordering_key, created_at),
@@ -88,30 +92,30 @@ queued AS (
     FROM message m CROSS JOIN unnest($11::text[]) AS s(sink)
     ORDER BY s.sink
     ON CONFLICT DO NOTHING)
-SELECT count(*) AS count FROM told"
+SELECT count(*) AS count FROM announced"
     };
 }
 
-const TELL_BEGIN: &str = concat!(
-    "-- tell_unknown
-WITH told AS (
+const ANNOUNCE_UNKNOWN: &str = concat!(
+    "-- announce_unknown
+WITH announced AS (
     UPDATE oncegate_unknown u SET announced = $2 WHERE u.id = $1 AND u.announced IS NULL
     RETURNING clock_timestamp() AS at)",
-    write_told!()
+    write_announced!()
 );
 
-const TELL_END: &str = concat!(
-    "-- tell_resolved
-WITH told AS (
+const ANNOUNCE_RESOLVED: &str = concat!(
+    "-- announce_resolved
+WITH announced AS (
     DELETE FROM oncegate_unknown u
     WHERE u.id = $1 AND u.announced = $2
       AND NOT EXISTS (SELECT FROM idempotency_records r
                       WHERE r.id = u.id AND r.status <> 'completed')
     RETURNING clock_timestamp() AS at)",
-    write_told!()
+    write_announced!()
 );
 
-pub(super) async fn tell(
+pub(super) async fn announce(
     pool: &Pool,
     notice: &Notice,
     event: Option<&Event>,
@@ -131,9 +135,9 @@ pub(super) async fn tell(
         (&event.map(|event| &event.sinks[..]).unwrap_or_default(), Type::TEXT_ARRAY),
     ];
     let sql = match notice.kind {
-        NoticeKind::Unknown => TELL_BEGIN,
-        NoticeKind::Resolved(_) => TELL_END,
+        NoticeKind::Unknown => ANNOUNCE_UNKNOWN,
+        NoticeKind::Resolved(_) => ANNOUNCE_RESOLVED,
     };
-    let told = rows::count(&pool.write(sql, params).await?)?;
-    Ok(if told == 0 { Changed::No } else { Changed::Yes })
+    let count = rows::count(&pool.write(sql, params).await?)?;
+    Ok(if count == 0 { Changed::No } else { Changed::Yes })
 }

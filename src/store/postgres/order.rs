@@ -5,16 +5,16 @@
 //!
 //! - Only the first event of a key, by `(created_at, seq, event_id)` over both lanes, gets the turn. It is looked for in a
 //!   statement after the one that locked the window, on a newer snapshot: on the older one a verdict that came in
-//!   between would be missed, and its follower would be put off for nothing.
-//! - A follower is put off only while its key has no turn, or under the turn's lock. A verdict gives the turn up first
-//!   and looks for the next event then, so it sees each event that was put off before, and wakes the first.
+//!   between would be missed, and its follower would be deferred for nothing.
+//! - A follower is deferred only while its key has no turn, or under the turn's lock. A verdict gives the turn up first
+//!   and looks for the next event then, so it sees each event that was deferred before, and wakes the first.
 //! - Nobody who holds rows of the queue waits for a turn that a verdict holds: locked turns are passed by.
 //!
-//! Events are put off for long, not until their time: only a verdict makes them due, so that a hundred thousand behind
-//! one that fails are looked at once. The long time ends by itself should a row vanish by hand. Sooner than that, [`let_go`]
-//! finds what waits for nobody: a verdict of a relay with another order wakes nobody, and who blocked a key may not do so
-//! any more. To tell who was put off from who pauses after a failure: the former is in the lane of fresh events, or is nobody's
-//! (`claimed_by`), which a verdict leaves as it is.
+//! Events are deferred for long, not until their time: only a verdict makes them due, so that a hundred thousand behind
+//! one that fails are looked at once. The long time ends by itself should a row vanish by hand. Sooner than that,
+//! [`wake_deferred`] finds what waits for nobody: a verdict of a relay with another order wakes nobody, and who blocked a key
+//! may not do so any more. To tell what was deferred from what pauses after a failure: the former is in the lane of fresh
+//! events, or is nobody's (`claimed_by`), which a verdict leaves as it is.
 
 use std::time::{Duration, Instant};
 
@@ -32,7 +32,7 @@ use super::queue::{
 use super::rows::{self, get, seconds};
 use crate::store::batch::RunError;
 use crate::store::{
-    Acknowledgement, Claim, Claimed, Error, Lane, LetGo, Look, OnDead, Order, Over, Verdict,
+    Acknowledgement, Claim, Claimed, Error, Lane, Look, OnDead, Order, Reclaim, Verdict, Woken,
 };
 
 /// How many rows are looked at together: first twice as many as are asked for, since each is locked, and if none of them can
@@ -43,10 +43,10 @@ const WINDOW_MAX: u32 = 512;
 /// How long a claim goes on looking while all that it finds has to wait for others.
 const LOOK_MAX: Duration = Duration::from_secs(1);
 
-/// For how long followers are put off at most; half of it at least, so that they do not come back together.
-const PUT_OFF: Duration = Duration::from_secs(600);
+/// For how long followers are deferred at most; half of it at least, so that they do not come back together.
+const DEFER_MAX: Duration = Duration::from_secs(600);
 
-/// How many keys, or events, one piece of [`let_go`] looks at.
+/// How many keys, or events, one piece of [`wake_deferred`] looks at.
 const PIECE: i32 = 1000;
 
 const WINDOW_OF: &str = concat!(
@@ -116,7 +116,7 @@ u AS (
         claimed_by = $6
     FROM mine WHERE q.ctid = mine.place
     RETURNING q.event_id, q.claim_no, q.attempts, q.refusals, q.created_at),
-put_off AS (
+deferred AS (
     UPDATE outbox_queue q
     SET next_attempt_at = clock_timestamp() + make_interval(secs => $9 * (0.5 + random() / 2)),
         claimed_by = CASE WHEN q.lease_until > clock_timestamp() THEN q.claimed_by END
@@ -126,10 +126,10 @@ put_off AS (
       AND (NOT w.first OR w.event_id IN (SELECT event_id FROM chosen))
       AND w.event_id NOT IN (SELECT event_id FROM mine)
     RETURNING q.event_id)
-SELECT p.put_off, u.event_id, u.claim_no, u.attempts, u.refusals,
+SELECT p.deferred, u.event_id, u.claim_no, u.attempts, u.refusals,
        extract(epoch FROM clock_timestamp() - u.created_at)::float8 AS age,
        m.event_type, m.tenant_id, m.operation, m.idempotency_key, m.payload
-FROM (SELECT count(*) AS put_off FROM put_off) p
+FROM (SELECT count(*) AS deferred FROM deferred) p
 LEFT JOIN u ON true LEFT JOIN outbox_messages m ON m.id = u.event_id
 ORDER BY u.created_at, m.record_id, m.seq, u.event_id"
 );
@@ -141,7 +141,7 @@ struct OrderedClaims {
 }
 
 /// Claims the first of each key, and goes on while all that is due has to wait for others: what is behind it is due, too.
-/// Not from a place in the middle: those of one key would be put off there by the thousand, and the first of them stands
+/// Not from a place in the middle: those of one key would be deferred there by the thousand, and the first of them stands
 /// before.
 pub(super) async fn claim(
     pool: &Pool,
@@ -172,20 +172,21 @@ impl Retryable for ClaimingInOrder<'_> {
     type Done = OrderedClaims;
 
     async fn run(&self, connection: &mut Connection) -> Result<OrderedClaims, RunError> {
-        let Claim { sink, lane: which, order: _, limit, owner, lease, over, look: _ } = self.claim;
+        let Claim { sink, lane: which, order: _, limit, owner, lease, reclaim, look: _ } =
+            self.claim;
         let mut transaction = connection.begin(BEGIN_BY_INDEX).await?;
         let Some(Beginning { floor, place }) = beginning(&mut transaction, self.claim).await?
         else {
             transaction.commit().await?;
             return Ok(OrderedClaims { claimed: Vec::new(), again: false });
         };
-        let (judges, window) = (*over == Over::EndedOrDead, self.window);
+        let (orphans, window) = (*reclaim == Reclaim::ExpiredOrOrphaned, self.window);
         let params: Params<'_> = &[
             (sink, Type::TEXT),
             (&lane(*which), Type::INT2),
             (&i64::from(window), Type::INT8),
             (&floor, Type::FLOAT8),
-            (&judges, Type::BOOL),
+            (&orphans, Type::BOOL),
             (&place, Type::TIMESTAMPTZ),
         ];
         let rows = transaction.run(WINDOW_OF, params).await?;
@@ -208,9 +209,9 @@ impl Retryable for ClaimingInOrder<'_> {
             (&i64::from(*limit), Type::INT8),
             (&seconds(*lease), Type::FLOAT8),
             (&Uuid::from(*owner), Type::UUID),
-            (&judges, Type::BOOL),
+            (&orphans, Type::BOOL),
             (&(self.on_dead == OnDead::Block), Type::BOOL),
-            (&seconds(PUT_OFF), Type::FLOAT8),
+            (&seconds(DEFER_MAX), Type::FLOAT8),
             (&keys, Type::TEXT_ARRAY),
         ];
         let found = transaction.run(CLAIM_IN_ORDER, params).await?;
@@ -232,14 +233,14 @@ fn identities(rows: &[Row]) -> Result<(Vec<Uuid>, Vec<String>), Error> {
 
 /// `full`: there may be more behind the window.
 fn found_of(rows: &[Row], full: bool) -> Result<OrderedClaims, RunError> {
-    let put_off: i64 = rows.first().map_or(Ok(0), |row| get(row, "put_off"))?;
+    let deferred: i64 = rows.first().map_or(Ok(0), |row| get(row, "deferred"))?;
     let mut taken = Vec::with_capacity(rows.len());
     for row in rows {
         if get::<Option<Uuid>>(row, "event_id")?.is_some() {
             taken.push(claimed(row)?);
         }
     }
-    Ok(OrderedClaims { claimed: taken, again: full && put_off > 0 })
+    Ok(OrderedClaims { claimed: taken, again: full && deferred > 0 })
 }
 
 // Sorted, as all who wait for turns take them. A turn that was taken again for the same event while its lock was waited for is
@@ -263,7 +264,7 @@ WHERE t.ctid = o.place AND NOT o.blocks";
 const WAKE: &str = "-- wake
 SELECT oncegate_wake($1, $2, $3)";
 
-/// An event that is no longer in flight, or no longer owed.
+/// An event that is no longer in flight, or no longer pending.
 #[derive(Default)]
 pub(super) struct Ended {
     ids: Vec<Uuid>,
@@ -313,8 +314,8 @@ DELETE FROM outbox_turns t
 WHERE t.sink = $1 AND t.ordering_key = ANY (ARRAY (SELECT ordering_key FROM over))
   AND t.lease_until = 'infinity'";
 
-/// What was put off and is in nobody's hands.
-macro_rules! put_off {
+/// What was deferred and is in nobody's hands.
+macro_rules! deferred {
     () => {
         "q.next_attempt_at > clock_timestamp() AND q.lease_until <= clock_timestamp()
       AND (q.lane = 0 OR q.claimed_by IS NULL)"
@@ -338,7 +339,7 @@ WITH RECURSIVE heads AS (
 waits AS MATERIALIZED (
     SELECT q.ctid AS place FROM heads h JOIN outbox_queue q ON q.ctid = h.place
     WHERE q.event_id = h.event_id AND ",
-    put_off!(),
+    deferred!(),
     "
       AND (
           SELECT true FROM outbox_turns t
@@ -361,7 +362,7 @@ const WAKE_ALL: &str = concat!(
 WITH waits AS MATERIALIZED (
     SELECT q.ctid AS place FROM outbox_queue q
     WHERE q.sink = $1 AND q.lane = $4 AND q.ordering_key IS NOT NULL AND ",
-    put_off!(),
+    deferred!(),
     "
       AND q.next_attempt_at > (SELECT clock_timestamp())
       AND q.next_attempt_at <= (SELECT clock_timestamp() + make_interval(secs => $3))
@@ -374,26 +375,26 @@ SELECT count(*) AS count FROM woken"
 );
 
 /// A piece of what waits for nobody any more; see the verb in `store/outbox.rs`.
-pub(super) async fn let_go(
+pub(super) async fn wake_deferred(
     pool: &Pool,
     sink: &str,
     order: Order,
     from: Option<&str>,
-) -> Result<LetGo, Error> {
-    pool.run(&LettingGo { sink, order, from }).await
+) -> Result<Woken, Error> {
+    pool.run(&WakingDeferred { sink, order, from }).await
 }
 
-struct LettingGo<'a> {
+struct WakingDeferred<'a> {
     sink: &'a str,
     order: Order,
     from: Option<&'a str>,
 }
 
 #[async_trait]
-impl Retryable for LettingGo<'_> {
-    type Done = LetGo;
+impl Retryable for WakingDeferred<'_> {
+    type Done = Woken;
 
-    async fn run(&self, connection: &mut Connection) -> Result<LetGo, RunError> {
+    async fn run(&self, connection: &mut Connection) -> Result<Woken, RunError> {
         let blocks = self.order == Order::Key(OnDead::Block);
         let mut transaction = connection.begin(BEGIN_BY_INDEX).await?;
         if !blocks {
@@ -409,14 +410,14 @@ impl Retryable for LettingGo<'_> {
     }
 }
 
-impl LettingGo<'_> {
-    async fn all(&self, transaction: &mut Transaction<'_>) -> Result<LetGo, RunError> {
-        let mut done = LetGo::default();
+impl WakingDeferred<'_> {
+    async fn all(&self, transaction: &mut Transaction<'_>) -> Result<Woken, RunError> {
+        let mut done = Woken::default();
         for which in [Lane::Fresh, Lane::Retry] {
             let params: Params<'_> = &[
                 (&self.sink, Type::TEXT),
                 (&i64::from(PIECE), Type::INT8),
-                (&seconds(PUT_OFF), Type::FLOAT8),
+                (&seconds(DEFER_MAX), Type::FLOAT8),
                 (&lane(which), Type::INT2),
             ];
             let count = rows::count(&transaction.run(WAKE_ALL, params).await?)?;
@@ -433,7 +434,7 @@ impl LettingGo<'_> {
         &self,
         transaction: &mut Transaction<'_>,
         blocks: bool,
-    ) -> Result<LetGo, RunError> {
+    ) -> Result<Woken, RunError> {
         let params: Params<'_> = &[
             (&self.sink, Type::TEXT),
             (&self.from, Type::TEXT),
@@ -442,7 +443,7 @@ impl LettingGo<'_> {
         ];
         let rows = transaction.run(WAKE_HEADS, params).await?;
         let next = rows.first().map_or(Ok(None), |row| get(row, "next"))?;
-        Ok(LetGo { count: rows::count(&rows)?, next })
+        Ok(Woken { count: rows::count(&rows)?, next })
     }
 }
 

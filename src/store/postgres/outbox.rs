@@ -20,7 +20,7 @@ use super::queue::{
 use super::rows::{self, duration, get, seconds};
 use crate::record::event::subscription::{Subscriber, TypeFilter, TypePattern};
 use crate::store::batch::RunError;
-use crate::store::{Acknowledgement, Claim, Claimed, Error, Look, Order, Over, Verdict};
+use crate::store::{Acknowledgement, Claim, Claimed, Error, Look, Order, Reclaim, Verdict};
 
 // A pattern holds no line end, so the patterns of a sink fit one text, and arrays of different lengths one parameter.
 const NAME_SINKS: &str = "-- name_sinks
@@ -73,7 +73,7 @@ impl Retryable for Claiming<'_> {
     type Done = Vec<Row>;
 
     async fn run(&self, connection: &mut Connection) -> Result<Vec<Row>, RunError> {
-        let Claim { sink, lane: which, order: _, limit, owner, lease, over, look } = self.0;
+        let Claim { sink, lane: which, order: _, limit, owner, lease, reclaim, look } = self.0;
         let begin = if matches!(look, Look::From(_)) { BEGIN_BY_INDEX } else { BEGIN_PINNED };
         let mut transaction = connection.begin(begin).await?;
         let Some(Beginning { floor, place }) = beginning(&mut transaction, self.0).await? else {
@@ -87,7 +87,7 @@ impl Retryable for Claiming<'_> {
             (&seconds(*lease), Type::FLOAT8),
             (&floor, Type::FLOAT8),
             (&Uuid::from(*owner), Type::UUID),
-            (&(*over == Over::EndedOrDead), Type::BOOL),
+            (&(*reclaim == Reclaim::ExpiredOrOrphaned), Type::BOOL),
             (&place, Type::TIMESTAMPTZ),
         ];
         let rows = transaction.run(CLAIM, params).await?;
@@ -179,7 +179,7 @@ impl Retryable for LookingAhead<'_> {
 const BEGIN_SWEEP: &str = "-- begin_sweep
 BEGIN ISOLATION LEVEL READ COMMITTED";
 
-/// What makes an event old enough to go: nothing owed, nothing dead, everything finished for longer than `$1`.
+/// What makes an event old enough to go: nothing pending, nothing dead, everything finished for longer than `$1`.
 macro_rules! old_enough {
     ($id:literal) => {
         concat!(

@@ -11,43 +11,43 @@ use super::pool::{Pool, Retryable};
 use super::rows::{self, attempt, get, seconds};
 use crate::record::{Attempt, Fence, OwnerId, RecordId, Status};
 use crate::store::batch::RunError;
-use crate::store::{Error, Life, OpenPiece, Proposal, Reinstated, Whence};
+use crate::store::{Error, Incarnation, OpenPiece, Proposal, Reinstated, ScanFrom};
 
 // A crash, a restart, a restored backup and a standby that was promoted all have a postmaster of another start. Everybody
 // may ask, and a pooler answers with its server's.
-const LIFE: &str = "-- life
-SELECT (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint AS life,
+const INCARNATION: &str = "-- incarnation
+SELECT (extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint AS incarnation,
        current_setting('transaction_read_only') = 'on' AS read_only";
 
-struct AskLife;
+struct ReadIncarnation;
 
 #[async_trait]
-impl Retryable for AskLife {
-    type Done = Life;
+impl Retryable for ReadIncarnation {
+    type Done = Incarnation;
 
-    async fn run(&self, connection: &mut Connection) -> Result<Life, RunError> {
-        let rows = connection.run(Effect::Read, LIFE, &[]).await?;
+    async fn run(&self, connection: &mut Connection) -> Result<Incarnation, RunError> {
+        let rows = connection.run(Effect::Read, INCARNATION, &[]).await?;
         let row = rows.first().ok_or_else(|| rows::unreadable("the statement returned no row"))?;
         if get(row, "read_only")? {
             connection.is_read_only();
             return Err(Error::Unavailable("the database is read-only".into()).into());
         }
-        Ok(Life(get(row, "life")?))
+        Ok(Incarnation(get(row, "incarnation")?))
     }
 }
 
-pub(super) async fn life(pool: &Pool) -> Result<Life, Error> {
-    pool.run(&AskLife).await
+pub(super) async fn incarnation(pool: &Pool) -> Result<Incarnation, Error> {
+    pool.run(&ReadIncarnation).await
 }
 
-const STANDS: &str = "-- stands
+const STATUSES: &str = "-- statuses
 SELECT r.id, r.attempt, r.status
 FROM unnest($1::uuid[]) AS asked(id)
 CROSS JOIN LATERAL (SELECT * FROM idempotency_records r WHERE r.id = asked.id OFFSET 0) r";
 
-pub(super) async fn stands(pool: &Pool, ids: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error> {
+pub(super) async fn statuses(pool: &Pool, ids: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error> {
     let ids: Vec<Uuid> = ids.iter().map(|id| (*id).into()).collect();
-    let rows = pool.read(STANDS, &[(&ids, Type::UUID_ARRAY)]).await?;
+    let rows = pool.read(STATUSES, &[(&ids, Type::UUID_ARRAY)]).await?;
     rows.iter().map(|row| Ok((rows::fence(row)?, rows::status(row)?))).collect()
 }
 
@@ -137,13 +137,13 @@ WHERE (SELECT count(*) FROM piece) = $2";
 pub(super) async fn open_of(
     pool: &Pool,
     owner: OwnerId,
-    from: Whence,
+    from: ScanFrom,
     limit: u32,
 ) -> Result<OpenPiece, Error> {
     let (after, ago): (Option<(SystemTime, Uuid)>, Option<f64>) = match from {
-        Whence::Oldest => (None, None),
-        Whence::Ago(ago) => (None, Some(seconds(ago))),
-        Whence::After(at, id) => (Some((at, id)), None),
+        ScanFrom::Oldest => (None, None),
+        ScanFrom::Ago(ago) => (None, Some(seconds(ago))),
+        ScanFrom::After(at, id) => (Some((at, id)), None),
     };
     let (at, id) = after.unzip();
     let params: Params<'_> = &[

@@ -9,7 +9,7 @@ use uuid::Uuid;
 use super::connection::{Param, Params, Transaction};
 use super::rows::{duration, get, seconds, unsigned};
 use crate::store::batch::RunError;
-use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Look, Over};
+use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Look, Reclaim};
 
 // The planner may have met the tables when they were empty. All ways seem equally good to it then, and it may take one that
 // reads all that there is for each row, with whatever was deleted and somebody's snapshot still keeps. So nothing is left to it
@@ -45,7 +45,7 @@ pub(super) use owner_lives;
 /// What may be claimed: of a sink and lane, due, and free. The clock stands in a sub-select because only a value that is
 /// fixed for the statement can bound an index scan. Owners are asked about only for claims that run.
 macro_rules! claimable {
-    ($sink:literal, $lane:literal, $judges:literal) => {
+    ($sink:literal, $lane:literal, $orphans:literal) => {
         concat!(
             "sink = ",
             $sink,
@@ -55,7 +55,7 @@ macro_rules! claimable {
       AND next_attempt_at <= (SELECT clock_timestamp())
       AND (lease_until <= clock_timestamp()
         OR (",
-            $judges,
+            $orphans,
             " AND claimed_by IS NOT NULL AND NOT ",
             $crate::store::postgres::queue::owner_lives!("claimed_by"),
             "))"
@@ -136,7 +136,7 @@ pub(super) async fn beginning(
     let params: Params<'_> = &[
         (&claim.sink, Type::TEXT),
         (&lane(claim.lane), Type::INT2),
-        (&(claim.over == Over::EndedOrDead), Type::BOOL),
+        (&(claim.reclaim == Reclaim::ExpiredOrOrphaned), Type::BOOL),
         (&share, Type::FLOAT8),
     ];
     let rows = transaction.run(PLACE_OF_CLAIM, params).await?;
@@ -233,7 +233,7 @@ impl Columns {
         self.add(verdict, None, status, error, (1, 0));
     }
 
-    /// A delivery that is owed on; with how many attempts and refusals it was.
+    /// A delivery that stays pending; with how many attempts and refusals it was.
     pub(super) fn add(
         &mut self,
         verdict: &Acknowledgement,

@@ -286,8 +286,8 @@ SELECT count(*) AS count FROM gone";
 
 /// Ends a statement whose `lost(id, attempt, since, orphaned)` became unknown: notes them, and counts them.
 ///
-/// Where `$goes_on` holds, the doubt that was noted before goes on: this was a question that brought no result. Its beginning
-/// stays, and the next question waits, from 1 s doubling to 5 min.
+/// Where `$goes_on` holds, the doubt that was noted before goes on: this was a look-up that brought no result. Its beginning
+/// stays, and the next look-up waits, from 1 s doubling to 5 min.
 macro_rules! note_unknown {
     ($goes_on:literal) => {
         concat!(
@@ -442,8 +442,8 @@ LEFT JOIN (SELECT created_at, id FROM onward ORDER BY created_at DESC, id DESC L
 /// Where a sweep ended among the records, which stand in the order of their creation. `None`: at their end.
 pub(super) type Cursor = Option<(SystemTime, Uuid)>;
 
-// A note is younger than this as long as the record may be on its way back to unknown. One that was told of goes
-// when its end is told.
+// A note is younger than this as long as the record may be on its way back to unknown. One that was announced goes
+// when its end is announced.
 const SWEEP_NOTES: &str = "-- sweep_notes
 DELETE FROM oncegate_unknown u
 WHERE u.noted_at < clock_timestamp() - interval '10 minutes'

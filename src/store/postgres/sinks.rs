@@ -1,4 +1,4 @@
-//! How the sinks stand, for all replicas: one row each, and every turn a fenced statement on it.
+//! The states of the sinks, for all replicas: one row each, each change of it a statement that is fenced by its number.
 
 use tokio_postgres::Row;
 use tokio_postgres::types::Type;
@@ -9,7 +9,8 @@ use super::pool::Pool;
 use super::queue::clean;
 use super::rows::{self, duration, get, seconds, unsigned};
 use crate::store::{
-    Changed, Error, NextProbe, Operator, Over, Pause, PauseReason, SinkOrder, SinkState, SinkTurn,
+    Changed, Error, NextProbe, Operator, Pause, PauseReason, Reclaim, SinkChange, SinkOrder,
+    SinkState,
 };
 
 // A probe of a process whose lease has ended is over, for those who may judge.
@@ -24,9 +25,9 @@ SELECT sink, pause_no, pause_reason, since, failed_probes, last_error, note, pro
                           - clock_timestamp())::float8 AS probe_in
 FROM s ORDER BY sink";
 
-pub(super) async fn states(pool: &Pool, over: Over) -> Result<Vec<SinkState>, Error> {
-    let judges = over == Over::EndedOrDead;
-    pool.read(STATES, &[(&judges, Type::BOOL)]).await?.iter().map(state).collect()
+pub(super) async fn states(pool: &Pool, reclaim: Reclaim) -> Result<Vec<SinkState>, Error> {
+    let orphans = reclaim == Reclaim::ExpiredOrOrphaned;
+    pool.read(STATES, &[(&orphans, Type::BOOL)]).await?.iter().map(state).collect()
 }
 
 fn state(row: &Row) -> Result<SinkState, Error> {
@@ -105,35 +106,35 @@ SET pause_no = pause_no + 1, pause_reason = NULL, since = clock_timestamp(), pro
 WHERE sink = $1 AND pause_no = $2 AND pause_reason IS NOT NULL AND prober IS NOT NULL
 RETURNING sink";
 
-pub(super) async fn turn(
+pub(super) async fn change(
     pool: &Pool,
     sink: &str,
     no: i64,
-    turn: &SinkTurn,
+    change: &SinkChange,
 ) -> Result<Changed, Error> {
-    let (sql, reason, again, count, error) = match turn {
-        SinkTurn::Probe { owner, lease, over } => {
+    let (sql, reason, again, count, error) = match change {
+        SinkChange::Probe { owner, lease, reclaim } => {
             let params: Params<'_> = &[
                 (&sink, Type::TEXT),
                 (&no, Type::INT8),
                 (&Uuid::from(*owner), Type::UUID),
                 (&seconds(*lease), Type::FLOAT8),
-                (&(*over == Over::EndedOrDead), Type::BOOL),
+                (&(*reclaim == Reclaim::ExpiredOrOrphaned), Type::BOOL),
             ];
             return Ok(changed(&pool.write(PROBE, params).await?));
         }
-        SinkTurn::Resume => {
+        SinkChange::Resume => {
             let params: Params<'_> = &[(&sink, Type::TEXT), (&no, Type::INT8)];
             return Ok(changed(&pool.write(RESUME, params).await?));
         }
-        SinkTurn::Pause { trouble, error, failed_probes } => {
+        SinkChange::Pause { trouble, error, failed_probes } => {
             let probes = i32::try_from(*failed_probes).unwrap_or(i32::MAX);
             (PAUSE, Some(trouble.reason()), trouble.again(), probes, Some(clean(error)))
         }
-        SinkTurn::ProbeFailed { trouble, error } => {
+        SinkChange::ProbeFailed { trouble, error } => {
             (PROBE_ENDED, Some(trouble.reason()), trouble.again(), 1, Some(clean(error)))
         }
-        SinkTurn::ProbeIdle { again } => (PROBE_ENDED, None, Some(*again), 0, None),
+        SinkChange::ProbeIdle { again } => (PROBE_ENDED, None, Some(*again), 0, None),
     };
     let params: Params<'_> = &[
         (&sink, Type::TEXT),

@@ -7,7 +7,7 @@ use super::pool::Pool;
 use super::records::{Fenced, changed};
 use super::rows::seconds;
 use crate::record::{Fence, LookupDelay};
-use crate::store::{Asker, Changed, Error, Proposal, Takeover};
+use crate::store::{Changed, Error, LookupTrigger, Proposal, Takeover};
 
 const TAKE_OVER_EXPIRED: &str = "-- take_over_expired
 WITH taken AS (
@@ -40,8 +40,8 @@ WITH taken AS (
     RETURNING r.id)
 SELECT count(*) AS count FROM taken";
 
-// Whoever asks holds the record as whoever executes it does, so that one at a time asks.
-const TAKE_OVER_QUESTION: &str = "-- take_over_question
+// Whoever looks it up holds the record as whoever executes it does, so that one at a time does.
+const TAKE_OVER_LOOKUP: &str = "-- take_over_lookup
 WITH taken AS (
     UPDATE idempotency_records r SET status = 'in_progress', owner = $6
     FROM oncegate_unknown u
@@ -62,8 +62,8 @@ pub(super) async fn take_over(
     let (sql, fence) = match from {
         Takeover::Expired(fence) => (TAKE_OVER_EXPIRED, fence),
         Takeover::Unknown(fence) => (TAKE_OVER_UNKNOWN, fence),
-        Takeover::Question(fence, delay, by) => {
-            return ask(pool, proposal, fence, delay, by).await;
+        Takeover::Lookup(fence, delay, by) => {
+            return take_over_lookup(pool, proposal, fence, delay, by).await;
         }
     };
     let fenced = Fenced::new(&proposal.scope, fence);
@@ -93,23 +93,23 @@ pub(super) async fn take_over(
     Ok(taken)
 }
 
-async fn ask(
+async fn take_over_lookup(
     pool: &Pool,
     proposal: &Proposal,
     fence: Fence,
     delay: LookupDelay,
-    by: Asker,
+    by: LookupTrigger,
 ) -> Result<Changed, Error> {
     let fenced = Fenced::new(&proposal.scope, fence);
     let owner = Uuid::from(proposal.owner);
     let (lost, orphaned) = (seconds(delay.after_loss), seconds(delay.after_lease));
-    let at_once = by == Asker::Retry;
+    let at_once = by == LookupTrigger::Retry;
     let mut params = fenced.params();
     params.push((&owner, Type::UUID));
     params.push((&lost, Type::FLOAT8));
     params.push((&orphaned, Type::FLOAT8));
     params.push((&at_once, Type::BOOL));
-    changed(pool.change(TAKE_OVER_QUESTION, &params).await?)
+    changed(pool.change(TAKE_OVER_LOOKUP, &params).await?)
 }
 
 // Found raised by this very owner already, after an answer that was lost: changed once more, so that it is durable.

@@ -145,12 +145,12 @@ fn is_cut(database: &File, path: &Path) -> std::io::Result<bool> {
 
 /// The files that were opened, and the paths under which they must still stand.
 #[derive(Clone)]
-pub(super) struct Stand(Arc<[(PathBuf, Identity)]>);
+pub(super) struct OpenFiles(Arc<[(PathBuf, Identity)]>);
 
 /// Device and inode.
 type Identity = (u64, u64);
 
-impl Stand {
+impl OpenFiles {
     /// Of a database that is open.
     pub(super) fn of(path: &Path) -> std::io::Result<Self> {
         let mut files = vec![(path.to_owned(), identity(path)?)];

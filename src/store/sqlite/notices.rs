@@ -1,8 +1,9 @@
-//! What is told of unknown records: read from their notes, and written in one transaction with the mark that it was told.
+//! What is announced of unknown records: read from their notes, and written in one transaction with the mark that it was
+//! announced.
 
 use rusqlite::{Row, params};
 
-use super::super::{Changed, Untold};
+use super::super::{Changed, Unannounced};
 use super::outbox;
 use super::row;
 use super::thread::Tx;
@@ -10,8 +11,13 @@ use crate::record::event::Event;
 use crate::record::event::notice::{Notice, NoticeKind, Resolution};
 use crate::record::{Attempt, Key, Operation, Scope, Tenant};
 
-pub(super) fn untold(tx: &Tx<'_>, which: Untold, limit: u32) -> rusqlite::Result<Vec<Notice>> {
-    // The record itself says whose it is; where it is gone, the operator's row does, else what was told when the doubt began.
+pub(super) fn unannounced(
+    tx: &Tx<'_>,
+    which: Unannounced,
+    limit: u32,
+) -> rusqlite::Result<Vec<Notice>> {
+    // The record itself says whose it is; where it is gone, the operator's row does, else what was announced when the doubt
+    // began.
     const SQL: &str = "SELECT u.id, coalesce(u.announced, u.attempt), u.since,
           u.announced IS NOT NULL, r.id IS NOT NULL, a.action,
           coalesce(r.tenant_id, json_extract(a.detail, '$.tenant'), m.tenant_id),
@@ -26,7 +32,7 @@ pub(super) fn untold(tx: &Tx<'_>, which: Untold, limit: u32) -> rusqlite::Result
         WHERE (?2 AND u.announced IS NULL AND r.id IS NOT NULL)
            OR (u.announced IS NOT NULL AND (r.id IS NULL OR r.status = 'completed'))
         ORDER BY u.since, u.id LIMIT ?1";
-    tx.rows(SQL, params![limit, which == Untold::All], |row| notice(row, tx.now))
+    tx.rows(SQL, params![limit, which == Unannounced::All], |row| notice(row, tx.now))
 }
 
 fn notice(row: &Row<'_>, now: i64) -> rusqlite::Result<Notice> {
@@ -59,7 +65,7 @@ fn notice(row: &Row<'_>, now: i64) -> rusqlite::Result<Notice> {
     })
 }
 
-pub(super) fn tell(
+pub(super) fn announce(
     tx: &Tx<'_>,
     notice: &Notice,
     event: Option<&Event>,

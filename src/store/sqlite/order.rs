@@ -4,7 +4,7 @@
 use rusqlite::params;
 use uuid::Uuid;
 
-use super::super::{Acknowledgement, Claim, Lane, LetGo, Look, OnDead, Order, Over, Verdict};
+use super::super::{Acknowledgement, Claim, Lane, Look, OnDead, Order, Reclaim, Verdict, Woken};
 use super::queue::{Taken, claimable, lane, taken};
 use super::row::micros;
 use super::thread::Tx;
@@ -12,10 +12,10 @@ use super::thread::Tx;
 /// How many rows are looked at in one transaction; for longer nobody else writes.
 const WINDOW: u32 = 1024;
 
-/// For how long followers are put off at most, in microseconds; half of it at least.
-const PUT_OFF: i64 = 600_000_000;
+/// For how long followers are deferred at most, in microseconds; half of it at least.
+const DEFER_MAX: i64 = 600_000_000;
 
-/// How many keys, or events of a lane, one piece of [`let_go`] looks at.
+/// How many keys, or events of a lane, one piece of [`wake_deferred`] looks at.
 const PIECE: u32 = 500;
 
 /// What one look found: events that are claimed, and whether there is reason to look again at once.
@@ -38,14 +38,15 @@ pub(super) fn take(
         " AND next_attempt_at >= ?6
         ORDER BY next_attempt_at, event_id LIMIT ?5"
     );
-    let judges = claim.over == Over::EndedOrDead;
+    let orphans = claim.reclaim == Reclaim::ExpiredOrOrphaned;
     let (window, limit) = (WINDOW.max(claim.limit), claim.limit as usize);
-    let due: Vec<(String, Option<String>)> =
-        tx.rows(DUE, params![claim.sink, lane(claim.lane), tx.now, judges, window, from], |row| {
-            Ok((row.get(0)?, row.get(1)?))
-        })?;
+    let due: Vec<(String, Option<String>)> = tx.rows(
+        DUE,
+        params![claim.sink, lane(claim.lane), tx.now, orphans, window, from],
+        |row| Ok((row.get(0)?, row.get(1)?)),
+    )?;
     let full = due.len() >= window as usize;
-    let (mut claimed, mut put_off) = (Vec::new(), false);
+    let (mut claimed, mut deferred) = (Vec::new(), false);
     for (id, key) in due {
         let free = match &key {
             None => true,
@@ -55,14 +56,14 @@ pub(super) fn take(
             }
         };
         if !free {
-            put_off_one(tx, &claim.sink, &id)?;
-            put_off = true;
+            defer(tx, &claim.sink, &id)?;
+            deferred = true;
         } else if claimed.len() < limit {
             claimed.extend(mark(tx, claim, &id)?);
         }
     }
     // Not again from a place in the middle, see there.
-    let again = full && put_off && !matches!(claim.look, Look::From(_));
+    let again = full && deferred && !matches!(claim.look, Look::From(_));
     Ok(OrderedClaims { taken: claimed, again })
 }
 
@@ -94,17 +95,17 @@ fn take_turn(
             SELECT 1 FROM outbox_done d
             WHERE d.event_id = t.event_id AND d.sink = t.sink AND d.outcome = 'dead')))";
     let until = tx.now + micros(claim.lease);
-    let (judges, blocks) = (claim.over == Over::EndedOrDead, on_dead == OnDead::Block);
+    let (orphans, blocks) = (claim.reclaim == Reclaim::ExpiredOrOrphaned, on_dead == OnDead::Block);
     let owner = claim.owner.to_string();
-    let params = params![claim.sink, key, id, until, owner, tx.now, judges, blocks];
+    let params = params![claim.sink, key, id, until, owner, tx.now, orphans, blocks];
     tx.execute(TURN, params).map(|rows| rows > 0)
 }
 
-fn put_off_one(tx: &Tx<'_>, sink: &str, id: &str) -> rusqlite::Result<()> {
+fn defer(tx: &Tx<'_>, sink: &str, id: &str) -> rusqlite::Result<()> {
     const LATER: &str = "UPDATE outbox_queue SET next_attempt_at = ?3,
           claimed_by = CASE WHEN lease_until > ?4 THEN claimed_by END
         WHERE event_id = ?1 AND sink = ?2";
-    let later = tx.now + PUT_OFF / 2 + fastrand::i64(0..=PUT_OFF / 2);
+    let later = tx.now + DEFER_MAX / 2 + fastrand::i64(0..=DEFER_MAX / 2);
     tx.execute(LATER, params![id, sink, later, tx.now]).map(drop)
 }
 
@@ -117,7 +118,7 @@ fn mark(tx: &Tx<'_>, claim: &Claim, id: &str) -> rusqlite::Result<Option<Taken>>
     Ok(tx.rows(SQL, params, taken)?.into_iter().next())
 }
 
-/// An event's ordering key towards a sink, while it is owed.
+/// An event's ordering key towards a sink, while it is pending.
 pub(super) fn key_of(tx: &Tx<'_>, sink: &str, id: Uuid) -> rusqlite::Result<Option<String>> {
     const SQL: &str = "SELECT ordering_key FROM outbox_queue WHERE event_id = ?1 AND sink = ?2";
     tx.first(SQL, params![id.to_string(), sink], |row| row.get(0)).map(Option::flatten)
@@ -151,12 +152,12 @@ pub(super) fn blocks(ack: &Acknowledgement, on_dead: OnDead) -> bool {
 }
 
 /// A piece of what waits for nobody any more; see the verb in `store/outbox.rs`.
-pub(super) fn let_go(
+pub(super) fn wake_deferred(
     tx: &Tx<'_>,
     sink: &str,
     order: Order,
     from: Option<String>,
-) -> rusqlite::Result<LetGo> {
+) -> rusqlite::Result<Woken> {
     const UNBLOCK: &str = "DELETE FROM outbox_turns WHERE sink = ?1 AND lease_until IS NULL";
     if order != Order::Key(OnDead::Block) {
         tx.execute(UNBLOCK, [sink])?;
@@ -167,15 +168,15 @@ pub(super) fn let_go(
     }
 }
 
-fn wake_all(tx: &Tx<'_>, sink: &str) -> rusqlite::Result<LetGo> {
+fn wake_all(tx: &Tx<'_>, sink: &str) -> rusqlite::Result<Woken> {
     const SQL: &str = "UPDATE outbox_queue SET next_attempt_at = ?2
         WHERE sink = ?1 AND event_id IN (SELECT event_id FROM outbox_queue
           WHERE sink = ?1 AND lane = ?3 AND next_attempt_at > ?2 AND next_attempt_at <= ?4
             AND ordering_key IS NOT NULL AND lease_until <= ?2 AND (lane = 0 OR claimed_by IS NULL)
           ORDER BY next_attempt_at, event_id LIMIT ?5)";
-    let mut done = LetGo::default();
+    let mut done = Woken::default();
     for which in [Lane::Fresh, Lane::Retry] {
-        let params = params![sink, tx.now, lane(which), tx.now + PUT_OFF, PIECE];
+        let params = params![sink, tx.now, lane(which), tx.now + DEFER_MAX, PIECE];
         let count = tx.execute(SQL, params)? as u64;
         done.count += count;
         // What was woken is not found again: a piece begins where the last one did.
@@ -192,7 +193,7 @@ fn wake_heads(
     sink: &str,
     blocks: bool,
     mut from: Option<String>,
-) -> rusqlite::Result<LetGo> {
+) -> rusqlite::Result<Woken> {
     const HEAD: &str = "SELECT ordering_key, event_id FROM outbox_queue
         WHERE sink = ?1 AND ordering_key IS NOT NULL AND ordering_key > ?2
         ORDER BY ordering_key, created_at, seq, event_id LIMIT 1";
@@ -214,11 +215,11 @@ fn wake_heads(
             Some(key) => tx.first(HEAD, params![sink, key], read)?,
             None => tx.first(FIRST, [sink], read)?,
         };
-        let Some((key, event)) = head else { return Ok(LetGo { count, next: None }) };
+        let Some((key, event)) = head else { return Ok(Woken { count, next: None }) };
         count += tx.execute(WAKE, params![sink, key, event, tx.now, blocks])? as u64;
         from = Some(key);
     }
-    Ok(LetGo { count, next: from })
+    Ok(Woken { count, next: from })
 }
 
 /// Ends the turns of all claims.

@@ -1,7 +1,7 @@
 //! The outbox: events are written with their record's completion, claimed under a lease, acknowledged under a claim
 //! number, and swept once they ended.
 //!
-//! A message is written once. A row in `outbox_queue` stands exactly while a delivery is owed; a row in
+//! A message is written once. A row in `outbox_queue` stands exactly while a delivery is pending; a row in
 //! `outbox_done` says how it ended. An event and sink are in one of the two, never in both: each change moves the row
 //! within its transaction. Claim numbers only grow, also over a redelivery, so a late worker changes nothing.
 
@@ -11,7 +11,7 @@ use bytes::Bytes;
 use rusqlite::params;
 use uuid::Uuid;
 
-use super::super::{Acknowledgement, Claim, Claimed, Look, Order, Over, Verdict};
+use super::super::{Acknowledgement, Claim, Claimed, Look, Order, Reclaim, Verdict};
 use super::order::{self, OrderedClaims};
 use super::queue::{Taken, claimable, lane, taken};
 use super::row::{left, micros};
@@ -19,7 +19,7 @@ use super::thread::Tx;
 use crate::record::event::Event;
 use crate::record::{RecordId, Scope};
 
-/// Writes an event and what is owed of it. An event that stands already is left as it is.
+/// Writes an event and its deliveries. An event that stands already is left as it is.
 pub(super) fn write(
     tx: &Tx<'_>,
     scope: &Scope,
@@ -29,7 +29,7 @@ pub(super) fn write(
     const MESSAGE: &str = "INSERT INTO outbox_messages (id, event_key, seq, event_type, tenant_id,
           operation, idempotency_key, record_id, ordering_key, payload, created_at)
         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11) ON CONFLICT (event_key) DO NOTHING";
-    const OWED: &str = "INSERT INTO outbox_queue (event_id, sink, next_attempt_at, ordering_key,
+    const PENDING: &str = "INSERT INTO outbox_queue (event_id, sink, next_attempt_at, ordering_key,
           seq, created_at) VALUES (?1, ?2, ?3, ?4, ?5, ?3) ON CONFLICT (event_id, sink) DO NOTHING";
     const UNWANTED: &str = "INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts,
           finished_at) VALUES (?1, '', 'discarded', 0, 0, ?2)";
@@ -54,7 +54,7 @@ pub(super) fn write(
         return Ok(());
     }
     for sink in &event.sinks {
-        tx.execute(OWED, params![id, sink, tx.now, event.ordering_key, event.position])?;
+        tx.execute(PENDING, params![id, sink, tx.now, event.ordering_key, event.position])?;
     }
     if event.sinks.is_empty() {
         tx.execute(UNWANTED, params![id, tx.now])?;
@@ -90,8 +90,8 @@ fn beginning(tx: &Tx<'_>, claim: &Claim) -> rusqlite::Result<Option<i64>> {
         " ORDER BY next_attempt_at DESC, event_id DESC LIMIT 1)"
     );
     let Look::From(share) = claim.look else { return Ok(Some(i64::MIN)) };
-    let judges = claim.over == Over::EndedOrDead;
-    let params = params![claim.sink, lane(claim.lane), tx.now, judges];
+    let orphans = claim.reclaim == Reclaim::ExpiredOrOrphaned;
+    let params = params![claim.sink, lane(claim.lane), tx.now, orphans];
     let ends: Option<(Option<i64>, Option<i64>)> =
         tx.first(ENDS, params, |row| Ok((row.get(0)?, row.get(1)?)))?;
     let Some((Some(oldest), Some(newest))) = ends else { return Ok(None) };
@@ -111,10 +111,10 @@ fn take(tx: &Tx<'_>, claim: &Claim, from: i64) -> rusqlite::Result<Vec<Taken>> {
         RETURNING event_id, claim_no, attempts, refusals"
     );
     let until = tx.now + micros(claim.lease);
-    let judges = claim.over == Over::EndedOrDead;
+    let orphans = claim.reclaim == Reclaim::ExpiredOrOrphaned;
     let owner = claim.owner.to_string();
     let params =
-        params![until, claim.sink, lane(claim.lane), tx.now, claim.limit, owner, judges, from];
+        params![until, claim.sink, lane(claim.lane), tx.now, claim.limit, owner, orphans, from];
     tx.rows(SQL, params, taken)
 }
 
@@ -165,7 +165,8 @@ pub(super) fn acknowledge(
 }
 
 fn acknowledge_one(tx: &Tx<'_>, sink: &str, ack: &Acknowledgement) -> rusqlite::Result<bool> {
-    const OWED: &str = "UPDATE outbox_queue SET attempts = attempts + ?7, refusals = refusals + ?8,
+    const PENDING: &str =
+        "UPDATE outbox_queue SET attempts = attempts + ?7, refusals = refusals + ?8,
           lane = 1, lease_until = 0, next_attempt_at = ?4, last_status = ?5, last_error = ?6
         WHERE event_id = ?1 AND sink = ?2 AND claim_no = ?3";
     const BACK: &str = "UPDATE outbox_queue SET lease_until = 0
@@ -180,16 +181,16 @@ fn acknowledge_one(tx: &Tx<'_>, sink: &str, ack: &Acknowledgement) -> rusqlite::
         Verdict::Retry { delay, status, error } => {
             note_attempt(tx, sink, ack, *status, error)?;
             let next = tx.now + micros(*delay);
-            tx.execute(OWED, params![id, sink, ack.claim_no, next, status, error, 1, 0])?
+            tx.execute(PENDING, params![id, sink, ack.claim_no, next, status, error, 1, 0])?
         }
         Verdict::Refused { delay, status, error } => {
             note_attempt(tx, sink, ack, *status, error)?;
             let next = tx.now + micros(*delay);
-            tx.execute(OWED, params![id, sink, ack.claim_no, next, status, error, 1, 1])?
+            tx.execute(PENDING, params![id, sink, ack.claim_no, next, status, error, 1, 1])?
         }
         Verdict::Returned { delay, status, error } => {
             let next = tx.now + micros(*delay);
-            tx.execute(OWED, params![id, sink, ack.claim_no, next, status, error, 0, 0])?
+            tx.execute(PENDING, params![id, sink, ack.claim_no, next, status, error, 0, 0])?
         }
         Verdict::GivenBack => tx.execute(BACK, params![id, sink, ack.claim_no])?,
     };
@@ -212,7 +213,7 @@ fn note_attempt(
     tx.execute(NOTE, params![id, sink, ack.claim_no, tx.now, status, error]).map(drop)
 }
 
-/// Moves a row from what is owed to what ended; the attempt that ended it counts.
+/// Moves a row from what is pending to what ended; the attempt that ended it counts.
 fn end(
     tx: &Tx<'_>,
     sink: &str,
@@ -267,7 +268,7 @@ pub(super) fn sweep(tx: &Tx<'_>, retention: Duration, limit: u32) -> rusqlite::R
     Ok(swept)
 }
 
-/// How much is owed and how much was given up, by sink.
+/// How much is pending and how much was given up, by sink.
 #[expect(clippy::type_complexity, reason = "the two lists of Gauges")]
 pub(super) fn counts(
     tx: &Tx<'_>,

@@ -5,16 +5,16 @@ use rusqlite::params;
 use super::row::{self, micros};
 use super::thread::Tx;
 use crate::record::{Attempt, Fence, OwnerId, RecordId, Scope, Status};
-use crate::store::{Life, OpenPiece, Proposal, Reinstated, Whence};
+use crate::store::{Incarnation, OpenPiece, Proposal, Reinstated, ScanFrom};
 
 /// Whoever restores a copy into the file that is open (`.restore`, the backup API) makes every connection read the schema
 /// anew, by this number. A file that was replaced as a whole is noticed by the file itself.
-pub(super) fn life(tx: &Tx<'_>) -> rusqlite::Result<Life> {
-    tx.first("PRAGMA schema_version", [], |row| row.get(0).map(Life))
-        .map(|life| life.unwrap_or(Life(0)))
+pub(super) fn incarnation(tx: &Tx<'_>) -> rusqlite::Result<Incarnation> {
+    tx.first("PRAGMA schema_version", [], |row| row.get(0).map(Incarnation))
+        .map(|found| found.unwrap_or(Incarnation(0)))
 }
 
-pub(super) fn stands(tx: &Tx<'_>, ids: &[RecordId]) -> rusqlite::Result<Vec<(Fence, Status)>> {
+pub(super) fn statuses(tx: &Tx<'_>, ids: &[RecordId]) -> rusqlite::Result<Vec<(Fence, Status)>> {
     const SQL: &str = "SELECT id, attempt, status FROM idempotency_records WHERE id = ?1";
     let one = |id: &RecordId| {
         tx.first(SQL, [id.to_string()], |row| Ok((row::fence(row, 0)?, row::status(row, 2)?)))
@@ -74,17 +74,17 @@ pub(super) fn reinstate(
 pub(super) fn open_of(
     tx: &Tx<'_>,
     owner: OwnerId,
-    from: Whence,
+    from: ScanFrom,
     limit: u32,
 ) -> rusqlite::Result<OpenPiece> {
     const SQL: &str = "SELECT tenant_id, operation, key, id, attempt FROM idempotency_records
         WHERE status <> 'completed' AND status = 'in_progress' AND owner = ?1 LIMIT ?2";
     let read = |row: &rusqlite::Row<'_>| Ok((row::scope(row, 0)?, row::fence(row, 3)?));
     Ok(match from {
-        Whence::Oldest | Whence::Ago(_) => {
+        ScanFrom::Oldest | ScanFrom::Ago(_) => {
             let open = tx.rows(SQL, params![owner.to_string(), limit], read)?;
             OpenPiece { open, last: None }
         }
-        Whence::After(..) => OpenPiece::default(),
+        ScanFrom::After(..) => OpenPiece::default(),
     })
 }

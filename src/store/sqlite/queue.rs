@@ -23,7 +23,7 @@ pub(super) fn lane(lane: Lane) -> i64 {
 
 /// What may be claimed at a time, of a sink and lane: due and free.
 macro_rules! claimable {
-    ($sink:literal, $lane:literal, $now:literal, $judges:literal) => {
+    ($sink:literal, $lane:literal, $now:literal, $orphans:literal) => {
         concat!(
             "sink = ",
             $sink,
@@ -34,7 +34,7 @@ macro_rules! claimable {
             " AND (lease_until <= ",
             $now,
             " OR (",
-            $judges,
+            $orphans,
             " AND claimed_by IS NOT NULL AND NOT EXISTS (
               SELECT 1 FROM oncegate_owners o WHERE o.owner = q.claimed_by AND o.lease_until > ",
             $now,

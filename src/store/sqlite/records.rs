@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rusqlite::params;
 
-use super::super::{Beat, Changed, Completion, Proposal, Reserved, Settled};
+use super::super::{Changed, Completion, Heartbeat, Proposal, Reserved, Settled};
 use super::outbox;
 use super::row::{self, micros, record_columns};
 use super::thread::Tx;
@@ -25,13 +25,17 @@ const NOTE_KEPT: Duration = Duration::from_secs(600);
 const LIVES: &str =
     "SELECT EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?1 AND lease_until > ?2)";
 
-pub(super) fn heartbeat(tx: &Tx<'_>, owner: OwnerId, lease: Duration) -> rusqlite::Result<Beat> {
+pub(super) fn heartbeat(
+    tx: &Tx<'_>,
+    owner: OwnerId,
+    lease: Duration,
+) -> rusqlite::Result<Heartbeat> {
     const SQL: &str = "INSERT INTO oncegate_owners (owner, lease_until) VALUES (?1, ?2)
         ON CONFLICT (owner) DO UPDATE SET lease_until = excluded.lease_until
         WHERE oncegate_owners.lease_until > ?3";
     let until = tx.now + micros(lease);
     let renewed = tx.execute(SQL, params![owner.to_string(), until, tx.now])?;
-    Ok(if renewed == 1 { Beat::Renewed } else { Beat::Ended })
+    Ok(if renewed == 1 { Heartbeat::Renewed } else { Heartbeat::Ended })
 }
 
 pub(super) fn retire(tx: &Tx<'_>, owner: OwnerId) -> rusqlite::Result<()> {
@@ -210,8 +214,8 @@ struct Doubt {
     goes_on: bool,
 }
 
-/// Notes it. Of the same attempt it was a question that brought no result: the doubt's beginning stays, and the next
-/// question waits, from 1 s doubling to 5 min.
+/// Notes it. Of the same attempt it was a look-up that brought no result: the doubt's beginning stays, and the next
+/// look-up waits, from 1 s doubling to 5 min.
 fn note(tx: &Tx<'_>, doubt: &Doubt) -> rusqlite::Result<()> {
     const SQL: &str = "INSERT INTO oncegate_unknown AS u
           (id, noted_at, attempt, since, orphaned, next_ask_at)
@@ -266,8 +270,8 @@ pub(super) fn sweep(tx: &Tx<'_>, limit: u32) -> rusqlite::Result<u64> {
     const SQL: &str = "DELETE FROM idempotency_records WHERE status = 'completed'
         AND expires_at <= ?1 AND rowid IN (SELECT rowid FROM idempotency_records
           WHERE status = 'completed' AND expires_at <= ?1 ORDER BY expires_at LIMIT ?2)";
-    // A note is younger than this as long as the record may be on its way back to unknown. One that was told of
-    // goes when its end is told.
+    // A note is younger than this as long as the record may be on its way back to unknown. One that was announced
+    // goes when its end is announced.
     const NOTES: &str = "DELETE FROM oncegate_unknown WHERE noted_at < ?1 AND announced IS NULL
         AND NOT EXISTS (SELECT 1 FROM idempotency_records r
           WHERE r.id = oncegate_unknown.id AND r.status = 'unknown')";

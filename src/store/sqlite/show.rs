@@ -154,7 +154,7 @@ impl Arm {
             Some(status) => (self.holds)(status)?,
         };
         let Self { table, columns, .. } = self;
-        // What is owed or dead is little and is read first; else the newest messages are.
+        // What is pending or dead is little and is read first; else the newest messages are.
         let few = matches!(filter.status, Some(EventStatus::Pending | EventStatus::Dead));
         let from = if few {
             format!("{table} x CROSS JOIN outbox_messages m ON x.event_id = m.id")

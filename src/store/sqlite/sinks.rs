@@ -1,22 +1,23 @@
-//! How the sinks stand: one row each, and every turn a fenced change of it. The same rules as on Postgres.
+//! The states of the sinks: one row each, each change of it fenced by its number. The same rules as on Postgres.
 
 use rusqlite::{Row, params};
 
 use super::super::{
-    Changed, NextProbe, Operator, Over, Pause, PauseReason, SinkOrder, SinkState, SinkTurn, Trouble,
+    Changed, NextProbe, Operator, Pause, PauseReason, Reclaim, SinkChange, SinkOrder, SinkState,
+    Trouble,
 };
 use super::operator::{Action, audit};
 use super::row::{self, left, micros};
 use super::thread::Tx;
 
-pub(super) fn states(tx: &Tx<'_>, over: Over) -> rusqlite::Result<Vec<SinkState>> {
+pub(super) fn states(tx: &Tx<'_>, reclaim: Reclaim) -> rusqlite::Result<Vec<SinkState>> {
     // A probe of a process whose lease has ended is over, for those who may judge.
     const SQL: &str = "SELECT sink, pause_no, pause_reason, since, failed_probes, last_error, note,
           probe_at, CASE WHEN probing_until > ?1 AND NOT (?2 AND NOT EXISTS (
               SELECT 1 FROM oncegate_owners o WHERE o.owner = s.prober AND o.lease_until > ?1))
             THEN probing_until END
         FROM outbox_sinks s ORDER BY sink";
-    tx.rows(SQL, params![tx.now, over == Over::EndedOrDead], |found| state(tx, found))
+    tx.rows(SQL, params![tx.now, reclaim == Reclaim::ExpiredOrOrphaned], |found| state(tx, found))
 }
 
 fn state(tx: &Tx<'_>, found: &Row<'_>) -> rusqlite::Result<SinkState> {
@@ -44,7 +45,12 @@ fn state(tx: &Tx<'_>, found: &Row<'_>) -> rusqlite::Result<SinkState> {
     })
 }
 
-pub(super) fn turn(tx: &Tx<'_>, sink: &str, no: i64, turn: &SinkTurn) -> rusqlite::Result<Changed> {
+pub(super) fn change(
+    tx: &Tx<'_>,
+    sink: &str,
+    no: i64,
+    change: &SinkChange,
+) -> rusqlite::Result<Changed> {
     const PROBE: &str = "UPDATE outbox_sinks
         SET pause_no = pause_no + 1, prober = ?3, probing_until = ?4
         WHERE sink = ?1 AND pause_no = ?2 AND pause_reason IN ('failing', 'busy')
@@ -55,24 +61,24 @@ pub(super) fn turn(tx: &Tx<'_>, sink: &str, no: i64, turn: &SinkTurn) -> rusqlit
         SET pause_no = pause_no + 1, pause_reason = NULL, since = ?3, probe_at = NULL,
           prober = NULL, probing_until = NULL, failed_probes = 0
         WHERE sink = ?1 AND pause_no = ?2 AND pause_reason IS NOT NULL AND prober IS NOT NULL";
-    match turn {
-        SinkTurn::Pause { trouble, error, failed_probes } => {
+    match change {
+        SinkChange::Pause { trouble, error, failed_probes } => {
             pause(tx, sink, no, *trouble, error, *failed_probes)
         }
-        SinkTurn::Probe { owner, lease, over } => {
+        SinkChange::Probe { owner, lease, reclaim } => {
             let until = tx.now + micros(*lease);
-            let judges = *over == Over::EndedOrDead;
-            let params = params![sink, no, owner.to_string(), until, tx.now, judges];
+            let orphans = *reclaim == Reclaim::ExpiredOrOrphaned;
+            let params = params![sink, no, owner.to_string(), until, tx.now, orphans];
             tx.execute(PROBE, params).map(changed)
         }
-        SinkTurn::ProbeFailed { trouble, error } => {
+        SinkChange::ProbeFailed { trouble, error } => {
             let at = trouble.again().map(|again| tx.now + micros(again));
             probe_ended(tx, sink, no, Some(trouble.reason()), at, 1, Some(error))
         }
-        SinkTurn::ProbeIdle { again } => {
+        SinkChange::ProbeIdle { again } => {
             probe_ended(tx, sink, no, None, Some(tx.now + micros(*again)), 0, None)
         }
-        SinkTurn::Resume => tx.execute(RESUME, params![sink, no, tx.now]).map(changed),
+        SinkChange::Resume => tx.execute(RESUME, params![sink, no, tx.now]).map(changed),
     }
 }
 

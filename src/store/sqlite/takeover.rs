@@ -2,7 +2,7 @@
 
 use rusqlite::params;
 
-use super::super::{Asker, Changed, Proposal, Takeover};
+use super::super::{Changed, LookupTrigger, Proposal, Takeover};
 use super::records::{changed, find, is_own};
 use super::row::micros;
 use super::thread::Tx;
@@ -16,7 +16,7 @@ pub(super) fn take_over(
     match from {
         Takeover::Expired(fence) => take_over_expired(tx, proposal, fence),
         Takeover::Unknown(fence) => take_over_unknown(tx, proposal, fence),
-        Takeover::Question(fence, delay, by) => take_over_question(tx, proposal, fence, delay, by),
+        Takeover::Lookup(fence, delay, by) => take_over_lookup(tx, proposal, fence, delay, by),
     }
 }
 
@@ -65,13 +65,13 @@ fn take_over_unknown(tx: &Tx<'_>, proposal: &Proposal, fence: Fence) -> rusqlite
     Ok(changed(next_attempt(tx, SQL, proposal, fence)?))
 }
 
-/// Whoever asks holds the record as whoever executes it does, so that one at a time asks.
-fn take_over_question(
+/// Whoever looks it up holds the record as whoever executes it does, so that one at a time does.
+fn take_over_lookup(
     tx: &Tx<'_>,
     proposal: &Proposal,
     fence: Fence,
     delay: LookupDelay,
-    by: Asker,
+    by: LookupTrigger,
 ) -> rusqlite::Result<Changed> {
     const SQL: &str = "UPDATE idempotency_records SET status = 'in_progress', owner = ?1
         WHERE tenant_id = ?2 AND operation = ?3 AND key = ?4 AND id = ?5 AND attempt = ?6
@@ -92,7 +92,7 @@ fn take_over_question(
             tx.now,
             micros(delay.after_loss),
             micros(delay.after_lease),
-            by == Asker::Retry,
+            by == LookupTrigger::Retry,
         ],
     )?;
     Ok(changed(taken))

@@ -1,4 +1,4 @@
-//! The threads that hold the connections, and the one door to the database.
+//! The threads that hold the connections: whoever asks anything of the database asks one of them.
 //!
 //! SQLite blocks, so no connection is ever used on a runtime's worker: a [`Worker`] is a thread with one connection
 //! and a bounded queue, and answers through one-shot channels. What must stay true:

@@ -30,7 +30,7 @@ pub(crate) struct Row {
 
 /// How a sink stands in it.
 #[derive(Clone, Debug)]
-pub(crate) struct Stand {
+pub(crate) struct PlayedSink {
     pub(crate) no: i64,
     pub(crate) reason: Option<PauseReason>,
     pub(crate) probe_at: Option<Instant>,
@@ -39,44 +39,44 @@ pub(crate) struct Stand {
     pub(crate) error: String,
 }
 
-impl Stand {
-    fn turn(&mut self, no: i64, turn: &SinkTurn) -> bool {
+impl PlayedSink {
+    fn change(&mut self, no: i64, change: &SinkChange) -> bool {
         let now = Instant::now();
         let probed = self.probing_until.is_some();
         if no != self.no {
             return false;
         }
-        match turn {
-            SinkTurn::Pause { trouble, error, failed_probes } if self.reason.is_none() => {
+        match change {
+            SinkChange::Pause { trouble, error, failed_probes } if self.reason.is_none() => {
                 self.reason = Some(trouble.reason());
                 self.probe_at = trouble.again().map(|again| now + again);
                 self.failed_probes = *failed_probes;
                 self.error.clone_from(error);
             }
-            SinkTurn::Probe { lease, .. }
+            SinkChange::Probe { lease, .. }
                 if self.probe_at.is_some_and(|at| at <= now)
                     && self.probing_until.is_none_or(|until| until <= now) =>
             {
                 self.probing_until = Some(now + *lease);
             }
-            SinkTurn::ProbeFailed { trouble, error } if probed => {
+            SinkChange::ProbeFailed { trouble, error } if probed => {
                 self.failed_probes += 1;
                 self.reason = Some(trouble.reason());
                 self.probe_at = trouble.again().map(|again| now + again);
                 self.error.clone_from(error);
                 self.probing_until = None;
             }
-            SinkTurn::ProbeIdle { again } if probed => {
+            SinkChange::ProbeIdle { again } if probed => {
                 (self.probe_at, self.probing_until) = (Some(now + *again), None);
             }
-            SinkTurn::Resume if probed => {
+            SinkChange::Resume if probed => {
                 (self.reason, self.probe_at, self.probing_until) = (None, None, None);
             }
-            SinkTurn::Pause { .. }
-            | SinkTurn::Probe { .. }
-            | SinkTurn::ProbeFailed { .. }
-            | SinkTurn::ProbeIdle { .. }
-            | SinkTurn::Resume => return false,
+            SinkChange::Pause { .. }
+            | SinkChange::Probe { .. }
+            | SinkChange::ProbeFailed { .. }
+            | SinkChange::ProbeIdle { .. }
+            | SinkChange::Resume => return false,
         }
         self.no += 1;
         true
@@ -100,21 +100,21 @@ pub(crate) struct Fake {
     pub(crate) looked: AtomicU64,
     pub(crate) acknowledged: Mutex<Vec<Acknowledgement>>,
     /// What the next pieces of letting go come to; nothing after that.
-    pub(crate) let_go: Mutex<VecDeque<LetGo>>,
+    pub(crate) wake_deferred: Mutex<VecDeque<Woken>>,
     /// When each was asked for, and from where on.
-    pub(crate) let_go_asked: Mutex<Vec<(Instant, Option<String>)>>,
-    pub(crate) let_go_fails: AtomicBool,
+    pub(crate) wake_deferred_asked: Mutex<Vec<(Instant, Option<String>)>>,
+    pub(crate) wake_deferred_fails: AtomicBool,
     pub(crate) leased_most: AtomicUsize,
     /// What the next heartbeats find; `Renewed` after that. With the time each takes.
-    pub(crate) beats: Mutex<VecDeque<(Duration, Result<Beat, Error>)>>,
+    pub(crate) beats: Mutex<VecDeque<(Duration, Result<Heartbeat, Error>)>>,
     pub(crate) owners: Mutex<Vec<OwnerId>>,
     pub(crate) retired: Mutex<Vec<OwnerId>>,
     pub(crate) expired: AtomicU64,
     pub(crate) judged: AtomicU64,
     pub(crate) gauges: Mutex<Gauges>,
-    pub(crate) stands: Mutex<BTreeMap<String, Stand>>,
-    /// The turns that changed something.
-    pub(crate) turns: Mutex<Vec<SinkTurn>>,
+    pub(crate) sinks: Mutex<BTreeMap<String, PlayedSink>>,
+    /// The changes that were made.
+    pub(crate) changes: Mutex<Vec<SinkChange>>,
 }
 
 fn no<T>() -> Result<T, Error> {
@@ -155,8 +155,8 @@ impl Fake {
         self.rows.lock().unwrap().values().filter(|row| row.status == status).count()
     }
 
-    pub(crate) fn stand(&self, sink: &str) -> Stand {
-        let open = Stand {
+    pub(crate) fn state(&self, sink: &str) -> PlayedSink {
+        let open = PlayedSink {
             no: 0,
             reason: None,
             probe_at: None,
@@ -164,7 +164,7 @@ impl Fake {
             failed_probes: 0,
             error: String::new(),
         };
-        self.stands.lock().unwrap().get(sink).cloned().unwrap_or(open)
+        self.sinks.lock().unwrap().get(sink).cloned().unwrap_or(open)
     }
 
     fn reachable(&self) -> Result<(), Error> {
@@ -258,10 +258,10 @@ impl Layer for Fake {
 }
 
 impl RecordsLayer for Fake {
-    async fn heartbeat(&self, owner: OwnerId, _: Duration) -> Result<Beat, Error> {
+    async fn heartbeat(&self, owner: OwnerId, _: Duration) -> Result<Heartbeat, Error> {
         self.owners.lock().unwrap().push(owner);
         let scripted = self.beats.lock().unwrap().pop_front();
-        let Some((time, result)) = scripted else { return Ok(Beat::Renewed) };
+        let Some((time, result)) = scripted else { return Ok(Heartbeat::Renewed) };
         tokio::time::sleep(time).await;
         result
     }
@@ -276,7 +276,7 @@ impl RecordsLayer for Fake {
         Ok(0)
     }
 
-    async fn untold(&self, _: Untold, _: u32) -> Result<Vec<Notice>, Error> {
+    async fn unannounced(&self, _: Unannounced, _: u32) -> Result<Vec<Notice>, Error> {
         self.reachable().map(|()| Vec::new())
     }
 
@@ -340,13 +340,13 @@ impl OutboxLayer for Fake {
         }
     }
 
-    async fn let_go(&self, _: &str, _: Order, from: Option<&str>) -> Result<LetGo, Error> {
+    async fn wake_deferred(&self, _: &str, _: Order, from: Option<&str>) -> Result<Woken, Error> {
         let asked = (Instant::now(), from.map(str::to_owned));
-        self.let_go_asked.lock().unwrap().push(asked);
-        if self.let_go_fails.load(Ordering::SeqCst) {
+        self.wake_deferred_asked.lock().unwrap().push(asked);
+        if self.wake_deferred_fails.load(Ordering::SeqCst) {
             return Err(Error::Refused("as told".into()));
         }
-        Ok(self.let_go.lock().unwrap().pop_front().unwrap_or_default())
+        Ok(self.wake_deferred.lock().unwrap().pop_front().unwrap_or_default())
     }
 
     async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
@@ -364,36 +364,41 @@ impl OutboxLayer for Fake {
 }
 
 impl SinksLayer for Fake {
-    async fn sinks(&self, _: Over) -> Result<Vec<SinkState>, Error> {
+    async fn sinks(&self, _: Reclaim) -> Result<Vec<SinkState>, Error> {
         self.reachable()?;
         let now = Instant::now();
-        let state = |(sink, stand): (&String, &Stand)| SinkState {
+        let state = |(sink, state): (&String, &PlayedSink)| SinkState {
             sink: sink.clone(),
-            no: stand.no,
+            no: state.no,
             since: std::time::SystemTime::UNIX_EPOCH,
-            pause: stand.reason.map(|reason| Pause {
+            pause: state.reason.map(|reason| Pause {
                 reason,
-                probe: match (stand.probing_until, stand.probe_at) {
+                probe: match (state.probing_until, state.probe_at) {
                     (Some(until), _) => NextProbe::UnderWay { over_in: until - now },
                     (None, Some(at)) => NextProbe::In(at - now),
                     (None, None) => NextProbe::Never,
                 },
-                failed_probes: stand.failed_probes,
+                failed_probes: state.failed_probes,
                 note: None,
             }),
-            last_error: Some(stand.error.clone()),
+            last_error: Some(state.error.clone()),
         };
-        Ok(self.stands.lock().unwrap().iter().map(state).collect())
+        Ok(self.sinks.lock().unwrap().iter().map(state).collect())
     }
 
-    async fn turn_sink(&self, sink: &str, no: i64, turn: &SinkTurn) -> Result<Changed, Error> {
+    async fn change_sink(
+        &self,
+        sink: &str,
+        no: i64,
+        change: &SinkChange,
+    ) -> Result<Changed, Error> {
         self.reachable()?;
-        let mut stand = self.stand(sink);
-        if !stand.turn(no, turn) {
+        let mut state = self.state(sink);
+        if !state.change(no, change) {
             return Ok(Changed::No);
         }
-        self.stands.lock().unwrap().insert(sink.to_owned(), stand);
-        self.turns.lock().unwrap().push(turn.clone());
+        self.sinks.lock().unwrap().insert(sink.to_owned(), state);
+        self.changes.lock().unwrap().push(change.clone());
         Ok(Changed::Yes)
     }
 
@@ -403,11 +408,11 @@ impl SinksLayer for Fake {
         order: SinkOrder,
         _: &Operator,
     ) -> Result<Changed, Error> {
-        let mut stand = self.stand(sink);
-        stand.no += 1;
-        stand.reason = (order == SinkOrder::Pause).then_some(PauseReason::Operator);
-        (stand.probe_at, stand.probing_until) = (None, None);
-        self.stands.lock().unwrap().insert(sink.to_owned(), stand);
+        let mut state = self.state(sink);
+        state.no += 1;
+        state.reason = (order == SinkOrder::Pause).then_some(PauseReason::Operator);
+        (state.probe_at, state.probing_until) = (None, None);
+        self.sinks.lock().unwrap().insert(sink.to_owned(), state);
         Ok(Changed::Yes)
     }
 }

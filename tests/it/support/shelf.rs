@@ -15,7 +15,7 @@ use oncegate::store::layer::Layer;
 use oncegate::store::{
     Acted, AttemptRow, AuditRow, Changed, Chosen, Completion, DeadFilter, Error, EventFilter,
     EventRow, EventStatus, Gauges, NextProbe, Objection, Operator, OperatorsLayer, OutboxLayer,
-    Over, Pause, PauseReason, RecordFilter, RecordRow, RecordsLayer, SinkOrder, SinkState,
+    Pause, PauseReason, Reclaim, RecordFilter, RecordRow, RecordsLayer, SinkOrder, SinkState,
     SinksLayer, Store, Touched, Unresolved,
 };
 use uuid::Uuid;
@@ -231,7 +231,7 @@ impl RecordsLayer for Shelf {
 impl OutboxLayer for Shelf {}
 
 impl SinksLayer for Shelf {
-    async fn sinks(&self, _: Over) -> Result<Vec<SinkState>, Error> {
+    async fn sinks(&self, _: Reclaim) -> Result<Vec<SinkState>, Error> {
         self.reach().await?;
         Ok(self.sinks.lock().unwrap().clone())
     }

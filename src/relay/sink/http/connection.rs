@@ -8,7 +8,7 @@
 //! - A connection that waited is not trusted: a server may close it at the moment of its use. What such a one does not
 //!   carry to an answer is sent once more, at once, on a new one. The stable id of the event allows it.
 //!
-//! Dying here loses nothing: the event is still owed.
+//! Dying here loses nothing: the event is still pending.
 
 use std::error::Error as _;
 use std::future::Future;

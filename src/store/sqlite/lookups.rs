@@ -2,12 +2,16 @@
 
 use rusqlite::{Row, params};
 
-use super::super::{Asking, Due, Unresolved};
+use super::super::{DueLookup, LookupRule, Unresolved};
 use super::row::{self, left, micros};
 use super::thread::Tx;
 use crate::record::RecordId;
 
-pub(super) fn due(tx: &Tx<'_>, asking: &[Asking], limit: u32) -> rusqlite::Result<Vec<Due>> {
+pub(super) fn due(
+    tx: &Tx<'_>,
+    rules: &[LookupRule],
+    limit: u32,
+) -> rusqlite::Result<Vec<DueLookup>> {
     const SQL: &str = "SELECT u.next_ask_at, r.tenant_id, r.operation, r.key, r.id, r.attempt,
           r.request_hash, r.raw_hash, r.recipe, r.request_context, r.caller
         FROM oncegate_unknown u CROSS JOIN idempotency_records r ON r.id = u.id
@@ -15,7 +19,7 @@ pub(super) fn due(tx: &Tx<'_>, asking: &[Asking], limit: u32) -> rusqlite::Resul
           AND u.since + iif(u.orphaned, ?4, ?3) <= ?1
         ORDER BY u.next_ask_at, u.id LIMIT ?5";
     let read = |row: &Row<'_>| {
-        let due = Due {
+        let due = DueLookup {
             scope: row::scope(row, 1)?,
             fence: row::fence(row, 4)?,
             fingerprint: row::fingerprint(row, 6)?,
@@ -25,7 +29,7 @@ pub(super) fn due(tx: &Tx<'_>, asking: &[Asking], limit: u32) -> rusqlite::Resul
         Ok((row.get::<_, i64>(0)?, due))
     };
     let mut all = Vec::new();
-    for Asking { operation, delay } in asking {
+    for LookupRule { operation, delay } in rules {
         let (lost, orphaned) = (micros(delay.after_loss), micros(delay.after_lease));
         all.extend(tx.rows(
             SQL,

@@ -9,11 +9,11 @@ use super::connection::Params;
 use super::pool::Pool;
 use super::rows::{self, duration, get, seconds};
 use crate::record::RecordId;
-use crate::store::{Asking, Due, Error, Unresolved};
+use crate::store::{DueLookup, Error, LookupRule, Unresolved};
 
 // The list is short; LATERAL with OFFSET keeps the planner to one look-up by id for each row of it, whatever it
 // believes of the tables.
-const QUESTIONS: &str = "-- questions
+const DUE_LOOKUPS: &str = "-- due_lookups
 SELECT r.tenant_id, r.operation, r.key, r.id, r.attempt, r.request_hash, r.raw_hash, r.recipe,
        r.caller, r.request_context
 FROM oncegate_unknown u
@@ -26,11 +26,14 @@ WHERE u.next_ask_at <= (SELECT clock_timestamp())
       <= (SELECT clock_timestamp())
 ORDER BY u.next_ask_at, u.id LIMIT $4";
 
-pub(super) async fn due(pool: &Pool, asking: &[Asking], limit: u32) -> Result<Vec<Due>, Error> {
-    let operations: Vec<&str> = asking.iter().map(|asking| asking.operation.as_str()).collect();
-    let lost: Vec<f64> = asking.iter().map(|asking| seconds(asking.delay.after_loss)).collect();
-    let orphaned: Vec<f64> =
-        asking.iter().map(|asking| seconds(asking.delay.after_lease)).collect();
+pub(super) async fn due(
+    pool: &Pool,
+    rules: &[LookupRule],
+    limit: u32,
+) -> Result<Vec<DueLookup>, Error> {
+    let operations: Vec<&str> = rules.iter().map(|rule| rule.operation.as_str()).collect();
+    let lost: Vec<f64> = rules.iter().map(|rule| seconds(rule.delay.after_loss)).collect();
+    let orphaned: Vec<f64> = rules.iter().map(|rule| seconds(rule.delay.after_lease)).collect();
     let limit = i64::from(limit);
     let params: Params<'_> = &[
         (&operations, Type::TEXT_ARRAY),
@@ -39,7 +42,7 @@ pub(super) async fn due(pool: &Pool, asking: &[Asking], limit: u32) -> Result<Ve
         (&limit, Type::INT8),
     ];
     let read = |row: &Row| {
-        Ok(Due {
+        Ok(DueLookup {
             scope: rows::scope(row, "key")?,
             fence: rows::fence(row)?,
             fingerprint: rows::fingerprint(row)?,
@@ -47,7 +50,7 @@ pub(super) async fn due(pool: &Pool, asking: &[Asking], limit: u32) -> Result<Ve
             context: context(row)?,
         })
     };
-    pool.read(QUESTIONS, params).await?.iter().map(read).collect()
+    pool.read(DUE_LOOKUPS, params).await?.iter().map(read).collect()
 }
 
 fn context(row: &Row) -> Result<Option<Bytes>, Error> {
