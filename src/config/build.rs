@@ -45,7 +45,6 @@ use crate::store::{Backlog, sqlite};
 use crate::sweep;
 use crate::telemetry::log;
 
-use self::store_url::read_store_url;
 use self::texts::read_upstream_url;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -89,7 +88,7 @@ impl Builder<'_> {
         let config = Config {
             jwt,
             server: self.server(&file.server),
-            gateway: self.gateway(file, &file.store),
+            gateway: self.gateway(file, &store.kind),
             admin: self.admin(&file.admin),
             upstreams,
             digest_key_file: self.digest_key(&file.server, &store, &routes),
@@ -186,14 +185,17 @@ impl Builder<'_> {
         }
     }
 
-    fn gateway(&self, file: &File, store: &file::Store) -> gateway::Settings {
+    fn gateway(&self, file: &File, kind: &StoreKind) -> gateway::Settings {
+        let store = &file.store;
         let raw = &file.server;
         let host = self.host(&file.upstream.host);
         let statement = value_or(&store.timeout, STATEMENT_TIMEOUT);
-        let postgres = store.url.as_ref().is_some_and(|url| url.value.starts_with("postgres"));
         // A statement that was sent ends with its own time-out; the rest is for a commit on its way. SQLite has no
         // backend that could commit later: one look tells.
-        let doubt_window = if postgres { (2 * statement).max(30 * SECOND) } else { Duration::ZERO };
+        let doubt_window = match kind {
+            StoreKind::Postgres(_) => (2 * statement).max(30 * SECOND),
+            StoreKind::Sqlite(_) => Duration::ZERO,
+        };
         gateway::Settings {
             forwarding: Forwarding { trusted: self.networks(&raw.trusted_proxies), host },
             reserve_timeout: value_or(&store.reserve_timeout, 5 * SECOND),
@@ -366,9 +368,8 @@ impl Builder<'_> {
                 "must be at least \"3s\": it is renewed three times in it",
             );
         }
-        let kind =
-            raw.url.as_ref().and_then(|url| self.checked(url, |text| read_store_url(text, raw)));
-        let kind = kind.unwrap_or_else(|| StoreKind::Sqlite(sqlite::Location::new("oncegate.db")));
+        let default = || StoreKind::Sqlite(sqlite::Location::new("oncegate.db"));
+        let kind = self.store_kind(raw).unwrap_or_else(default);
         Store {
             spill: self.spill(&raw.spill, &kind),
             keys: Arc::new(self.keys(raw)),

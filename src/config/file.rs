@@ -222,6 +222,9 @@ sections! {
     /// `[store]`
     Store {
         url: text,
+        url_file: text,
+        password_file: text,
+        ca_file: text,
         lease: duration,
         migrate: flag,
         wait_at_start: duration_or("forever"),

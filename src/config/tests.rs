@@ -126,7 +126,9 @@ fn variables_override_the_file() {
     let text =
         with("upstream.connect_timeout = \"1s\"\n[[route]]\nmethod = \"POST\"\npath = \"/a\"\n");
     let (config, warnings) = load(&text, &variables).unwrap();
-    assert!(matches!(&config.store.kind, StoreKind::Postgres(pg) if pg.url == "postgres://db/x"));
+    assert!(
+        matches!(&config.store.kind, StoreKind::Postgres(pg) if pg.access.location() == "postgres://db:5432/x")
+    );
     assert_eq!(config.upstreams[DEFAULT_UPSTREAM].connect_timeout, Duration::from_secs(7));
     assert_eq!(config.gateway.in_flight_max, 12);
     assert!(config.server.accept.half_close);

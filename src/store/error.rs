@@ -35,9 +35,6 @@ impl Error {
 /// Why a store could not be opened or migrated: what was wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// `store.url` is not understood.
-    #[error("store.url is not valid: {0}")]
-    Url(String),
     /// The database cannot be opened, or refuses this program: no time mends that.
     #[error("cannot open the store at {place}")]
     Connect {
@@ -122,8 +119,7 @@ impl OpenError {
     pub fn may_pass(&self) -> bool {
         match self {
             Self::Away { .. } | Self::Interrupted { .. } => true,
-            Self::Url(_)
-            | Self::Connect { .. }
+            Self::Connect { .. }
             | Self::Migration { .. }
             | Self::Encoding { .. }
             | Self::NewerSchema { .. }

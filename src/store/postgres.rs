@@ -14,6 +14,7 @@
 //! When the process dies in the middle of a statement, the statement either committed or it did not; leases tell
 //! the other replicas, and the reservation's or completion's own words say which it was when it is run again.
 
+pub mod access;
 mod complete;
 mod connection;
 mod connector;
@@ -27,6 +28,7 @@ mod operate;
 mod order;
 mod outbox;
 mod own;
+mod passfile;
 mod pool;
 mod queue;
 mod records;
@@ -39,14 +41,11 @@ mod takeover;
 mod tls;
 mod write_probe;
 
-use std::fmt;
-use std::str::FromStr as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
-use tokio_postgres::Config;
 use uuid::Uuid;
 
 use super::batch::{BatchPermit, Batcher, RunError};
@@ -63,31 +62,24 @@ use crate::record::event::notice::Notice;
 use crate::record::event::subscription::Subscriber;
 use crate::record::{Attempt, Fence, OwnerId, Record, RecordId, Scope, Status};
 use crate::tasks::{self, Vital};
-use crate::telemetry;
+use access::Access;
 use connection::{Connection, Effect};
-use connector::{Connector, location};
+use connector::Connector;
 use migrate::Schema;
 use pool::{Dedicated, Pool, Retryable};
 use write_probe::WriteProbe;
 
 /// How to reach the database.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Settings {
-    /// `postgres://user@host/database`, with several hosts and `target_session_attrs` for fail-over.
-    pub url: String,
+    /// Where it is, and who asks there.
+    pub access: Access,
     /// Most connections at a time, the heartbeat's not counted. Two of them belong to reservations and completions.
     pub connections: u32,
     /// How long one statement may take.
     pub statement_timeout: Duration,
     /// How long connecting, or waiting for a free connection, may take.
     pub connect_timeout: Duration,
-}
-
-/// Without the URL, which may hold a password.
-impl fmt::Debug for Settings {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Settings").field("connections", &self.connections).finish_non_exhaustive()
-    }
 }
 
 /// A database of Postgres.
@@ -109,8 +101,7 @@ impl Postgres {
     /// Connects. Changes nothing in the database: see [`Postgres::migrate`].
     ///
     /// # Errors
-    /// [`OpenError::Url`] where the URL is not understood, [`OpenError::Away`] where the database is not reached now,
-    /// [`OpenError::Connect`] where it refuses.
+    /// [`OpenError::Away`] where the database is not reached now, [`OpenError::Connect`] where it refuses.
     pub async fn open(settings: Settings) -> Result<Self, OpenError> {
         let (connector, location) = connector(&settings)?;
         let mut first = connector.connect().await.map_err(|cause| unreached(&location, cause))?;
@@ -199,36 +190,13 @@ fn on_a_thread_of_their_own(
     Ok(())
 }
 
-/// What is wrong with the URL of a server, as far as it can be told without asking it.
-///
-/// # Errors
-/// A text that repeats nothing of the URL, which may hold a password.
-pub fn check_url(url: &str) -> Result<(), String> {
-    let config = Config::from_str(url).map_err(|error| telemetry::causes(&error))?;
-    match config.get_ports().contains(&0) {
-        true => Err("has the port 0, which is none; a port is a number from 1 to 65535".to_owned()),
-        false => Ok(()),
-    }
-}
-
 /// How to reach the database, and where it is, without secrets.
 fn connector(settings: &Settings) -> Result<(Connector, String), OpenError> {
-    // The error's own text never repeats the URL, which may hold a password.
-    let mut config = Config::from_str(&settings.url)
-        .map_err(|error| OpenError::Url(telemetry::causes(&error)))?;
-    if config.get_application_name().is_none() {
-        config.application_name("oncegate");
-    }
-    config.connect_timeout(settings.connect_timeout);
-    config.keepalives_idle(Duration::from_secs(30));
-    if config.get_tcp_user_timeout().is_none() {
-        config.tcp_user_timeout(settings.statement_timeout.saturating_mul(2));
-    }
-    let location = location(&config);
-    let tls = tls::connector(config.get_ssl_mode())
-        .map_err(|cause| OpenError::Connect { place: location.clone(), cause })?;
-    let Settings { statement_timeout, connect_timeout, .. } = *settings;
-    Ok((Connector::new(&config, tls, connect_timeout, statement_timeout), location))
+    let Settings { access, statement_timeout, connect_timeout, .. } = settings;
+    let place = access.location();
+    let tls = tls::connector(access.tls())
+        .map_err(|cause| OpenError::Connect { place: place.clone(), cause })?;
+    Ok((Connector::new(access, tls, *connect_timeout, *statement_timeout), place))
 }
 
 /// Asks whether the database takes writes: one that only reads is as good as away.

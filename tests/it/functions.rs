@@ -25,6 +25,7 @@ use tokio_postgres::error::SqlState;
 use tokio_postgres::{Client, NoTls};
 use uuid::Uuid;
 
+use crate::postgres::access;
 use crate::support::client::Answer as Got;
 use crate::support::fleet::{self, command, order, sending};
 use crate::support::process::{self, Gateway, eventually};
@@ -635,7 +636,7 @@ impl Bench {
     async fn new() -> Self {
         let place = Place::new(Which::Postgres).await;
         let store = Postgres::open(Settings {
-            url: place.url.clone(),
+            access: access(&place.url),
             connections: 4,
             statement_timeout: Duration::from_secs(20),
             connect_timeout: Duration::from_secs(5),

@@ -37,6 +37,7 @@ mod commands;
 mod cors;
 mod crash;
 mod crash_points;
+mod database_setup;
 mod database_tls;
 mod dead;
 mod doubt;

@@ -12,6 +12,7 @@ use oncegate::record::{
     Answer, Attempt, Fence, Fingerprint, KeptBody, Key, Operation, OwnerId, RecordId, Scope,
     Spelling, State, Status, Tenant,
 };
+use oncegate::store::postgres::access::{Access, Additions};
 use oncegate::store::postgres::{Postgres, Settings};
 use oncegate::store::{
     Acknowledgement, Changed, Chosen, Claim, Completion, DeadFilter, Error, EventFilter,
@@ -29,9 +30,14 @@ use crate::support::postgres::{Cluster, plans};
 const LEASE: Duration = Duration::from_secs(60);
 const DAY: Duration = Duration::from_secs(86_400);
 
+/// What a URL says alone.
+pub(crate) fn access(url: &str) -> Access {
+    Access::read(url, &Additions::default()).unwrap().0
+}
+
 pub(crate) fn settings(url: &str) -> Settings {
     Settings {
-        url: url.to_owned(),
+        access: access(url),
         connections: 8,
         statement_timeout: Duration::from_secs(20),
         connect_timeout: Duration::from_secs(5),

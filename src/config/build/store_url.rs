@@ -1,4 +1,4 @@
-//! `store.url`: a SQLite file or a Postgres server.
+//! `store.url` or `store.url_file`, and what belongs to it: a SQLite file or a Postgres server.
 //!
 //! A URL of a file is read once, here, and nowhere handed on as text: what means nothing is refused, since a parameter that
 //! became part of a name would be another, empty database, which executes every key again.
@@ -9,31 +9,101 @@ use std::os::unix::ffi::OsStringExt as _;
 use percent_encoding::percent_decode_str;
 
 use crate::config::StoreKind;
+use crate::config::diagnostics::Spanned;
 use crate::config::file;
 use crate::relay::address::port_problem;
 use crate::store::postgres;
+use crate::store::postgres::access::{Access, Additions, can_be_split};
 use crate::store::sqlite::Location;
 
-use super::{SECOND, STATEMENT_TIMEOUT, value_or};
+use super::{Builder, SECOND, STATEMENT_TIMEOUT, value_or};
 
 /// How the URL of a file is written.
 const HOW: &str = "write \"sqlite:PATH\", \"sqlite://PATH\" or \"sqlite:///absolute/path\"";
 
-pub(super) fn read_store_url(text: &str, raw: &file::Store) -> Result<StoreKind, String> {
+impl Builder<'_> {
+    /// Which store there is; none: the default, or a mistake that is reported.
+    pub(super) fn store_kind(&self, raw: &file::Store) -> Option<StoreKind> {
+        let url = self.store_url(raw)?;
+        let additions = Additions {
+            password: raw.password_file.as_ref().and_then(|file| self.store_password(file)),
+            ca_file: raw.ca_file.as_ref().map(|file| self.readable(file)),
+            variables: self.variables.clone(),
+        };
+        let location = &url.location;
+        match read_store_url(&url.value, raw, &additions) {
+            Ok((kind, warning)) => {
+                if let Some(warning) = warning {
+                    self.diagnostics.warning(location, warning);
+                }
+                self.none_of_postgres(raw, &kind);
+                Some(kind)
+            }
+            Err(wrong) => {
+                self.diagnostics.mistake(location, wrong);
+                None
+            }
+        }
+    }
+
+    fn store_url(&self, raw: &file::Store) -> Option<Spanned<String>> {
+        match (&raw.url, &raw.url_file) {
+            (Some(_), Some(file)) => {
+                self.diagnostics
+                    .mistake(&file.location, "stands beside store.url; keep one of them");
+                None
+            }
+            (url, None) => url.clone(),
+            (None, Some(file)) => {
+                let text = self.secret_text(file)?;
+                Some(Spanned { value: text.trim().to_owned(), location: file.location.clone() })
+            }
+        }
+    }
+
+    /// A password that ends in white space does so before the end of its line.
+    fn store_password(&self, file: &Spanned<String>) -> Option<String> {
+        let text = self.secret_text(file)?;
+        let password = text.trim_end_matches(['\r', '\n']);
+        if password.is_empty() || password.contains('\n') {
+            let wrong = "must hold the password on one line, and nothing else";
+            self.diagnostics.mistake(&file.location, wrong);
+        }
+        Some(password.to_owned())
+    }
+
+    fn none_of_postgres(&self, raw: &file::Store, kind: &StoreKind) {
+        if let StoreKind::Postgres(_) = kind {
+            return;
+        }
+        for file in [&raw.password_file, &raw.ca_file].into_iter().flatten() {
+            let wrong = "belongs to Postgres, and the store is a SQLite file; leave it out";
+            self.diagnostics.mistake(&file.location, wrong);
+        }
+    }
+}
+
+fn read_store_url(
+    text: &str,
+    raw: &file::Store,
+    additions: &Additions,
+) -> Result<(StoreKind, Option<String>), String> {
     if let Some(rest) = text.strip_prefix("sqlite:") {
-        return read_location(rest).map(StoreKind::Sqlite);
+        return Ok((StoreKind::Sqlite(read_location(rest)?), None));
     }
     if text.starts_with("postgres://") || text.starts_with("postgresql://") {
+        can_be_split(text)?;
         if let Some(wrong) = port_problem(text) {
             return Err(wrong);
         }
-        postgres::check_url(text)?;
-        return Ok(StoreKind::Postgres(postgres::Settings {
-            url: text.to_owned(),
+        let (access, warning) = Access::read(text, additions)?;
+        let settings = postgres::Settings {
+            access,
             connections: value_or(&raw.connections, 10),
             statement_timeout: value_or(&raw.timeout, STATEMENT_TIMEOUT),
             connect_timeout: value_or(&raw.connect_timeout, 3 * SECOND),
-        }));
+        };
+        return Ok((StoreKind::Postgres(settings), warning));
     }
     // The text may hold a password: it is not repeated.
     Err("must begin with \"sqlite:\" and a path, or with \"postgres://\"".to_owned())

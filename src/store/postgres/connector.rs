@@ -13,6 +13,7 @@ use tokio_postgres::Config;
 use tokio_postgres::config::{Host, LoadBalanceHosts};
 use tokio_postgres_rustls::MakeRustlsConnect;
 
+use super::access::{Access, location};
 use super::connection::{Connection, Shared};
 use super::health::Health;
 use super::refusal::NoHost;
@@ -30,15 +31,21 @@ pub(super) struct Connector {
 }
 
 impl Connector {
-    /// To the hosts of `config`: connecting to one of them, and one statement, may take so long.
+    /// To the hosts that `access` names: connecting to one of them, and one statement, may take so long.
     pub(super) fn new(
-        config: &Config,
+        access: &Access,
         tls: MakeRustlsConnect,
         connect_timeout: Duration,
         statement_timeout: Duration,
     ) -> Self {
+        let mut config = access.config().clone();
+        config.connect_timeout(connect_timeout);
+        if config.get_tcp_user_timeout().is_none() {
+            config.tcp_user_timeout(statement_timeout.saturating_mul(2));
+        }
+        let hosts = each_host(&config).into_iter().map(|host| access.with_its_password(host));
         Self {
-            hosts: each_host(config).into(),
+            hosts: hosts.collect(),
             random: config.get_load_balance_hosts() == LoadBalanceHosts::Random,
             last: Arc::default(),
             shared: Shared {
@@ -174,25 +181,6 @@ fn without_hosts(config: &Config) -> Config {
         .channel_binding(config.get_channel_binding())
         .load_balance_hosts(config.get_load_balance_hosts());
     one
-}
-
-/// Where the database is, without user or password.
-pub(super) fn location(config: &Config) -> String {
-    let ports = config.get_ports();
-    let hosts: Vec<String> = config
-        .get_hosts()
-        .iter()
-        .enumerate()
-        .map(|(n, host)| {
-            let port = ports.get(n).or(ports.first()).copied().unwrap_or(5432);
-            match host {
-                Host::Tcp(name) => format!("{name}:{port}"),
-                #[cfg(unix)]
-                Host::Unix(path) => format!("{}:{port}", path.display()),
-            }
-        })
-        .collect();
-    format!("postgres://{}/{}", hosts.join(","), config.get_dbname().unwrap_or_default())
 }
 
 impl ManageConnection for Connector {

@@ -1,58 +1,127 @@
 //! TLS to the database, by the URL's `sslmode`.
 //!
-//! `require` checks the server's certificate against the system's roots (or `SSL_CERT_FILE`). `prefer`, the
-//! default, takes TLS where the server offers it and falls back to plain text where it does not: it protects
-//! against listeners only, so it takes any certificate, as other clients of Postgres do. `disable` speaks plain
-//! text.
+//! `verify-full` takes a certificate that one of the roots has signed and that names the host; `verify-ca` looks at the roots
+//! only; `require` is `verify-full`, which is more than libpq does. `prefer`, the default, takes TLS where the server offers it
+//! and falls back to plain text where it does not: it protects against listeners only, so it takes any certificate, as other
+//! clients of Postgres do. `disable` speaks plain text.
 //!
 //! Any certificate includes those that rustls' verifier does not read, of X.509 version 1 for example, as `openssl x509` makes
 //! them from a request without extensions. Only the key is needed of it: the server must sign the handshake with that.
 
 use std::sync::Arc;
 
+use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{
     CryptoProvider, WebPkiSupportedAlgorithms, ring, verify_tls12_signature,
     verify_tls13_signature, verify_tls13_signature_with_raw_key,
 };
+use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName, SubjectPublicKeyInfoDer, UnixTime};
 use rustls::{
     CertificateError, ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme,
 };
-use tokio_postgres::config::SslMode;
 use tokio_postgres_rustls::MakeRustlsConnect;
 use x509_cert::Certificate;
 use x509_cert::der::{Decode as _, Encode as _};
 use x509_cert::spki::SubjectPublicKeyInfoOwned;
 
+use super::access::{Roots, Tls};
 use crate::store::Cause;
 
 /// How TLS is spoken in this mode.
-pub(super) fn connector(mode: SslMode) -> Result<MakeRustlsConnect, Cause> {
+pub(super) fn connector(tls: &Tls) -> Result<MakeRustlsConnect, Cause> {
     let provider = Arc::new(ring::default_provider());
     let config = ClientConfig::builder_with_provider(Arc::clone(&provider))
         .with_safe_default_protocol_versions()?;
-    let config = if mode == SslMode::Prefer {
-        config
+    let config = match tls {
+        Tls::Prefer => config
             .dangerous()
             .with_custom_certificate_verifier(Arc::new(AnyCertificate(provider)))
-            .with_no_client_auth()
-    } else {
-        config.with_root_certificates(system_roots(mode)).with_no_client_auth()
+            .with_no_client_auth(),
+        Tls::VerifyCa(roots) => {
+            let roots = Arc::new(trusted(roots)?);
+            let inner = WebPkiServerVerifier::builder_with_provider(roots, provider).build()?;
+            config
+                .dangerous()
+                .with_custom_certificate_verifier(Arc::new(AnyName(inner)))
+                .with_no_client_auth()
+        }
+        Tls::VerifyFull(roots) => {
+            config.with_root_certificates(trusted(roots)?).with_no_client_auth()
+        }
+        Tls::Disable => config.with_root_certificates(RootCertStore::empty()).with_no_client_auth(),
     };
     Ok(MakeRustlsConnect::new(config))
 }
 
-fn system_roots(mode: SslMode) -> RootCertStore {
-    let mut roots = RootCertStore::empty();
-    if mode != SslMode::Disable {
-        let found = rustls_native_certs::load_native_certs();
-        for error in &found.errors {
-            tracing::warn!(%error, "a root certificate of the system cannot be read");
+/// The certificates that may sign the server's.
+fn trusted(roots: &Roots) -> Result<RootCertStore, Cause> {
+    let mut store = RootCertStore::empty();
+    match roots {
+        Roots::System => {
+            let found = rustls_native_certs::load_native_certs();
+            for error in &found.errors {
+                tracing::warn!(%error, "a root certificate of the system cannot be read");
+            }
+            store.add_parsable_certificates(found.certs);
         }
-        roots.add_parsable_certificates(found.certs);
+        Roots::File(path) => {
+            let wrong = |cause: Cause| format!("the roots in {}: {cause}", path.display());
+            for certificate in CertificateDer::pem_file_iter(path).map_err(|e| wrong(e.into()))? {
+                store.add(certificate.map_err(|e| wrong(e.into()))?)?;
+            }
+            if store.is_empty() {
+                return Err(wrong("there is no certificate in it (PEM)".into()).into());
+            }
+        }
     }
-    roots
+    Ok(store)
+}
+
+/// Takes a certificate of one of the roots, whichever host it names.
+#[derive(Debug)]
+struct AnyName(Arc<WebPkiServerVerifier>);
+
+impl ServerCertVerifier for AnyName {
+    fn verify_server_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        name: &ServerName<'_>,
+        ocsp: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        // The name is looked at last, after the chain.
+        match self.0.verify_server_cert(certificate, intermediates, name, ocsp, now) {
+            Err(Error::InvalidCertificate(
+                CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
+            )) => Ok(ServerCertVerified::assertion()),
+            verified => verified,
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.0.verify_tls12_signature(message, certificate, signed)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.0.verify_tls13_signature(message, certificate, signed)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.0.supported_verify_schemes()
+    }
 }
 
 /// Takes any certificate, and still demands that the server holds its key.

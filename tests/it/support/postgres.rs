@@ -106,6 +106,14 @@ impl Cluster {
         }
     }
 
+    /// From now on every role but the administrator needs its password.
+    pub(crate) fn ask_for_passwords(&self) {
+        let rules =
+            "host all postgres 127.0.0.1/32 trust\nhost all all 127.0.0.1/32 scram-sha-256\n";
+        std::fs::write(self.home.join("data/pg_hba.conf"), rules).unwrap();
+        self.set("password_encryption = 'scram-sha-256'");
+    }
+
     /// The port on 127.0.0.1.
     pub(crate) fn port(&self) -> u16 {
         self.port
