@@ -17,6 +17,7 @@ pub mod route;
 
 pub mod explain;
 pub mod fault;
+pub mod identity;
 pub mod tasks;
 pub mod telemetry;
 

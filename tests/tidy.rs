@@ -112,7 +112,7 @@ fn imports(code: &str) -> BTreeSet<String> {
 fn allowed(module: &str) -> Option<&'static [&'static str]> {
     let top = module.split('/').next().unwrap();
     match top {
-        "backoff" | "clock" => Some(&[]),
+        "backoff" | "clock" | "identity" => Some(&[]),
         "record" => Some(&["record"]),
         "fingerprint" => Some(&["fingerprint", "record"]),
         // A derived key reads the body as the fingerprint does.
@@ -124,7 +124,7 @@ fn allowed(module: &str) -> Option<&'static [&'static str]> {
         "tasks" => Some(&["tasks", "backoff", "telemetry"]),
         // It says in the log where it ends the process.
         "fault" => Some(&["fault", "telemetry"]),
-        "store" => Some(&["store", "backoff", "record", "tasks", "telemetry", "fault"]),
+        "store" => Some(&["store", "backoff", "identity", "record", "tasks", "telemetry", "fault"]),
         "gateway" => Some(&[
             "gateway",
             "backoff",
@@ -134,6 +134,7 @@ fn allowed(module: &str) -> Option<&'static [&'static str]> {
             "scope",
             "fingerprint",
             "record",
+            "identity",
             "tasks",
             "telemetry",
             "fault",

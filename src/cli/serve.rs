@@ -40,8 +40,8 @@ use crate::{relay, sweep};
 /// How long after the grace the end of the process waits for outcomes on their way into the spill, and for its tasks.
 const LEAVE_MAX: Duration = Duration::from_secs(1);
 
-/// How long it waits for the spill's file to be closed.
-const CLOSE_MAX: Duration = Duration::from_millis(500);
+/// How long it waits for the spill's file to be closed; one that was taken away at the last moment is copied before.
+const CLOSE_MAX: Duration = Duration::from_millis(800);
 
 /// Why `serve` did not start.
 #[derive(Debug, thiserror::Error)]

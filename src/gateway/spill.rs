@@ -8,9 +8,10 @@
 //! - An outcome counts as kept when its entry is synced, and not before. What is waiting shares one write and one sync;
 //!   a thread of its own does both, so nothing of it blocks the runtime.
 //! - Each process has a file of its own and holds its lock (`disk`): processes may share a folder.
+//! - A file that somebody removes, renames or replaces is noticed, and all that it held moves to a new one (`writer`).
 //! - A file names its database and is never written into another one.
-//! - It is bounded. While it is nearly full, or an outcome that had no room is pending in memory only, nothing new is
-//!   reserved ([`Spill::is_full`]).
+//! - It is bounded. While it is nearly full, or an outcome that had no room is pending in memory only, or its file was taken
+//!   away and none can be made, nothing new is reserved ([`Spill::is_full`]).
 //! - Draining is fenced by record and attempt, so what was written before is found as written, and what was taken over
 //!   meanwhile is left alone: such an outcome goes to the audit table. It is done before the process marks or serves
 //!   anything, and before its own file is made: on a full disk, that is what makes room.
@@ -142,10 +143,12 @@ impl Spill {
 
     /// Whether nothing new may be reserved: what it would come to might not be kept.
     pub(super) fn is_full(&self) -> bool {
-        self.level.is_high() || self.level.unkept.load(Ordering::Relaxed) > 0
+        self.level.is_high()
+            || self.level.is_gone()
+            || self.level.unkept.load(Ordering::Relaxed) > 0
     }
 
-    /// A reservation was refused because the spill is full.
+    /// A reservation was refused because the spill is full, or has no file to write to.
     pub(super) fn refused(&self) {
         self.level.metrics.spill_refused();
     }

@@ -73,7 +73,7 @@ metrics! {
     spill_bytes: Gauge => "spill_bytes", "Size of the outcomes in the spill";
     spill_drained: Family<ByDrained, Counter> => "spill_drained", "Outcomes that left the spill, by what became of them";
     spill_turned_away: Counter => "spill_turned_away", "Outcomes that the spill did not take: they are kept in memory alone";
-    spill_refused: Counter => "spill_refused", "Reservations refused because the spill is full";
+    spill_refused: Counter => "spill_refused", "Reservations refused because the spill is full or cannot be written";
     spill_left_files: Gauge => "spill_left_files", "Spill files that were left alone: of another database, of a newer format, or damaged";
 
     tunnels_open: Gauge => "tunnels_open", "Connections that are tunnels after a switch of protocols";
@@ -275,7 +275,7 @@ impl Metrics {
         self.spill_turned_away.inc();
     }
 
-    /// A reservation was refused because the spill is full.
+    /// A reservation was refused because the spill is full or cannot be written.
     pub fn spill_refused(&self) {
         self.spill_refused.inc();
     }

@@ -81,6 +81,7 @@ mod servers;
 mod shutdown;
 mod smuggling;
 mod spill;
+mod spill_gone;
 mod sqlite;
 mod standby;
 mod store;

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
@@ -17,6 +17,7 @@ use oncegate::gateway::accept::{self, Listener};
 use oncegate::gateway::spill::{Disk, Spill};
 use oncegate::gateway::upstream::Upstream;
 use oncegate::gateway::{self, Serve};
+use oncegate::identity::Astray;
 use oncegate::lease;
 use oncegate::scope::DigestKey;
 use oncegate::telemetry::Metrics;
@@ -95,14 +96,14 @@ impl Cut {
 }
 
 /// What the callers got: the API's answer, which counts as kept, and of which nobody knows yet when it expires.
-fn assert_kept(answer: &Answer) {
+pub(crate) fn assert_kept(answer: &Answer) {
     assert_eq!(answer.status, StatusCode::CREATED, "{answer:?}");
     assert_eq!(answer.header("oncegate-stored"), None);
     assert_eq!(answer.header("oncegate-expires"), None);
 }
 
 /// How often an outcome left the spill this way.
-async fn drained(admin: SocketAddr, result: &str) -> usize {
+pub(crate) async fn drained(admin: SocketAddr, result: &str) -> usize {
     let text = get("/metrics").to(admin).await.body;
     let text = String::from_utf8_lossy(&text).into_owned();
     let name = format!("oncegate_spill_drained_total{{result=\"{result}\"}} ");
@@ -110,14 +111,14 @@ async fn drained(admin: SocketAddr, result: &str) -> usize {
 }
 
 /// The files in a folder, by how their names end.
-fn files(folder: &std::path::Path, ending: &str) -> Vec<PathBuf> {
+pub(crate) fn files(folder: &Path, ending: &str) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).expect("the spill's folder");
     let paths = entries.map(|entry| entry.expect("an entry").path());
     paths.filter(|path| path.extension().is_some_and(|end| end == ending)).collect()
 }
 
 /// The log is read beside the test, and may come a moment later.
-async fn said(gateway: &Gateway, text: &str) {
+pub(crate) async fn said(gateway: &Gateway, text: &str) {
     eventually(text, async || gateway.log().contains(text)).await;
 }
 
@@ -210,7 +211,7 @@ async fn the_next_process_completes_what_a_killed_one_kept_before_it_marks_anyth
 }
 
 /// A database file that nobody else can write to until this is dropped.
-fn locked(place: &Place) -> rusqlite::Connection {
+pub(crate) fn locked(place: &Place) -> rusqlite::Connection {
     let db = rusqlite::Connection::open(place.folder.path().join("oncegate.db")).unwrap();
     db.busy_timeout(PATIENCE).unwrap();
     db.execute_batch("BEGIN IMMEDIATE").unwrap();
@@ -248,7 +249,7 @@ async fn on_sqlite_the_spill_is_drained_before_the_last_process_s_records_are_ma
     assert_kept(&kept);
     let folder = place.folder.path().join("oncegate.db.spill");
     let [file] = &files(&folder, "spill")[..] else { panic!("one file") };
-    let mode = |path: &std::path::Path| std::fs::metadata(path).unwrap().permissions().mode();
+    let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode();
     assert_eq!((mode(&folder) & 0o777, mode(file) & 0o777), (0o700, 0o600));
     gateway.kill9();
     drop(lost.await);
@@ -285,6 +286,15 @@ impl Disk for SlowDisk {
         Ok(())
     }
     fn truncate(&mut self, _: u64) -> std::io::Result<()> {
+        Ok(())
+    }
+    fn path(&self) -> &Path {
+        Path::new("slow")
+    }
+    fn stands(&self) -> Result<(), Astray> {
+        Ok(())
+    }
+    fn renew(&mut self, _: &[u8], _: u64) -> std::io::Result<()> {
         Ok(())
     }
     fn remove(self: Box<Self>) {}

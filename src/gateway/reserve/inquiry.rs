@@ -119,7 +119,7 @@ impl<'a> Inquiry<'a> {
     /// The refusal of what may not be begun now. The store is there: this is no reason to go past it.
     fn no_room(&self) -> Option<Next> {
         if self.single_flight.retrier.spill().is_full() {
-            tracing::warn!("no reservation is made while the spill is full");
+            tracing::warn!("no reservation is made while the spill is full or cannot be written");
             self.single_flight.retrier.spill().refused();
             return Some(Next::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps)));
         }

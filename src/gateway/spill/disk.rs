@@ -1,14 +1,21 @@
 //! The spill's own file: made, locked for the life of the process, written, and removed when nothing in it is pending.
 //!
-//! What must stay true: a file belongs to whoever holds its lock, and the kernel gives the lock back when a process dies,
-//! however it dies. So several processes may share a folder, and none touches the file of a living one.
+//! What must stay true:
+//!
+//! - A file belongs to whoever holds its lock, and the kernel gives the lock back when a process dies, however it dies. So
+//!   several processes may share a folder, and none touches the file of a living one.
+//! - The next process looks into the folder and nowhere else. A file that the folder does not lead to any more is lost with
+//!   its process, so its content moves to a new one. That is locked before anything stands in it, and the old one is let go
+//!   after all of it does.
 
 use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
-use std::io;
-use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::io::{self, Read as _, Seek as _, SeekFrom};
+use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use uuid::Uuid;
+
+use crate::identity::{Astray, Identity};
 
 /// How the name of a file ends that may hold outcomes.
 pub(super) const ENDING: &str = "spill";
@@ -58,6 +65,22 @@ pub trait Disk: Send + 'static {
     /// It is as long as it was.
     fn truncate(&mut self, length: u64) -> io::Result<()>;
 
+    /// Where it is, or was before somebody took it away.
+    fn path(&self) -> &Path;
+
+    /// Whether its path leads to it, so that the next process finds it.
+    ///
+    /// # Errors
+    /// It is found no more. Who writes to it meets no error.
+    fn stands(&self) -> Result<(), Astray>;
+
+    /// Goes on in a new file of the same folder, which is made where there is none: with this header, and behind that with all
+    /// that the old file holds as far as `end`. It is durable when this returns.
+    ///
+    /// # Errors
+    /// It is the file that it was, and nothing of a new one is left.
+    fn renew(&mut self, header: &[u8], end: u64) -> io::Result<()>;
+
     /// Removes the file: nothing in it is pending.
     fn remove(self: Box<Self>);
 }
@@ -72,10 +95,14 @@ pub(super) struct OwnFile {
 impl OwnFile {
     /// Makes a file of a new name in this folder, and the folder where there is none. Both are for their owner only.
     pub(super) fn create(folder: &Path) -> io::Result<Self> {
+        // The next process is told the same name, and not what has become of this one's working folder.
+        let folder = &std::path::absolute(folder)?;
         for _ in 0..TRIES {
             make_folder(folder)?;
             let path = folder.join(format!("{}.{ENDING}", Uuid::new_v4()));
-            let made = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
+            let mut options = OpenOptions::new();
+            options.read(true).write(true).create_new(true).mode(0o600);
+            let made = options.open(&path);
             let file = match made {
                 Ok(file) => file,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
@@ -103,9 +130,13 @@ impl OwnFile {
         Ok(ours)
     }
 
-    /// Where it is.
-    pub(super) fn path(&self) -> &Path {
-        &self.path
+    /// Takes over what another file holds from `from` to `end`.
+    fn copy(&mut self, mut other: &File, from: u64, end: u64) -> io::Result<()> {
+        let length = end.saturating_sub(from);
+        other.seek(SeekFrom::Start(from))?;
+        self.file.seek(SeekFrom::Start(from))?;
+        let copied = io::copy(&mut other.take(length), &mut self.file)?;
+        if copied == length { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
     }
 }
 
@@ -122,7 +153,34 @@ impl Disk for OwnFile {
         self.file.set_len(length)
     }
 
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn stands(&self) -> Result<(), Astray> {
+        Identity::of(&self.file)?.is_at(&self.path)
+    }
+
+    fn renew(&mut self, header: &[u8], end: u64) -> io::Result<()> {
+        let mut new = Self::create(self.path.parent().unwrap_or(Path::new("/")))?;
+        let filled = new
+            .write(header, 0)
+            .and_then(|()| new.copy(&self.file, header.len() as u64, end))
+            .and_then(|()| new.sync())
+            .and_then(|()| new.stands().map_err(io::Error::other));
+        if let Err(error) = filled {
+            Box::new(new).remove();
+            return Err(error);
+        }
+        *self = new;
+        Ok(())
+    }
+
     fn remove(self: Box<Self>) {
+        // What stands in its place is somebody else's.
+        if self.stands().is_err() {
+            return;
+        }
         if let Err(error) = std::fs::remove_file(&self.path) {
             let path = self.path.display();
             tracing::warn!(%error, %path, "an empty spill file was not removed");
@@ -149,11 +207,11 @@ fn lock(file: &File) -> io::Result<bool> {
 
 /// Whether the path still leads to this very file.
 fn is_still_at(file: &File, path: &Path) -> io::Result<bool> {
-    let ours = file.metadata()?;
-    match std::fs::metadata(path) {
-        Ok(found) => Ok((found.dev(), found.ino()) == (ours.dev(), ours.ino())),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(error),
+    match Identity::of(file)?.is_at(path) {
+        Ok(()) => Ok(true),
+        Err(Astray::Replaced) => Ok(false),
+        Err(Astray::Unseen(error)) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(Astray::Unseen(error)) => Err(error),
     }
 }
 
@@ -191,6 +249,8 @@ pub(super) fn probe(folder: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt as _;
+
     use super::*;
 
     fn mode(path: &Path) -> u32 {
@@ -211,6 +271,52 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
         drop(taken);
         assert!(take_over(&path).unwrap().is_none(), "it is gone");
+    }
+
+    #[test]
+    fn a_file_that_is_taken_away_goes_on_in_a_new_one_that_is_locked_as_the_old_one_was() {
+        let home = tempfile::tempdir().unwrap();
+        let folder = home.path().join("spill");
+        let mut held = OwnFile::create(&folder).unwrap();
+        held.write(b"head-one-two-rest", 0).unwrap();
+        held.stands().unwrap();
+        let old = held.path().to_owned();
+        let taken_away = home.path().join("elsewhere");
+        std::fs::rename(&folder, &taken_away).unwrap();
+        assert!(matches!(held.stands(), Err(Astray::Unseen(_))));
+        let old_elsewhere = taken_away.join(old.file_name().unwrap());
+        assert!(take_over(&old_elsewhere).unwrap().is_none(), "it is in use until it is copied");
+
+        held.renew(b"HEAD", 12).unwrap();
+        held.stands().unwrap();
+        assert_ne!(held.path(), old);
+        assert_eq!(std::fs::read(held.path()).unwrap(), b"HEAD-one-two");
+        assert_eq!((mode(&folder), mode(held.path())), (0o700, 0o600));
+        assert!(take_over(held.path()).unwrap().is_none(), "its holder lives");
+        assert!(take_over(&old_elsewhere).unwrap().is_some(), "what was let go is anybody's");
+
+        std::fs::write(home.path().join("theirs"), "theirs").unwrap();
+        std::fs::rename(home.path().join("theirs"), held.path()).unwrap();
+        assert!(matches!(held.stands(), Err(Astray::Replaced)));
+        let path = held.path().to_owned();
+        Box::new(held).remove();
+        assert_eq!(std::fs::read(path).unwrap(), b"theirs", "it is not ours to remove");
+    }
+
+    #[test]
+    fn where_no_new_file_can_be_made_the_old_one_is_held_and_nothing_new_is_left() {
+        let home = tempfile::tempdir().unwrap();
+        let folder = home.path().join("volume/spill");
+        let mut held = OwnFile::create(&folder).unwrap();
+        held.write(b"head-one", 0).unwrap();
+        std::fs::remove_dir_all(home.path().join("volume")).unwrap();
+        std::fs::write(home.path().join("volume"), "").unwrap();
+        assert!(held.renew(b"head", 8).is_err());
+        std::fs::remove_file(home.path().join("volume")).unwrap();
+        assert!(held.renew(b"head", 9).is_err(), "there is not so much to copy");
+        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
+        held.renew(b"head", 8).unwrap();
+        assert_eq!(std::fs::read(held.path()).unwrap(), b"head-one");
     }
 
     #[test]

@@ -5,17 +5,22 @@
 //! - An outcome is answered for only after the sync that made it durable.
 //! - An offset of the file is used again only after the file was truncated, which happens when nothing in it is pending.
 //! - A failed write or sync promises nothing, and what was kept before it stays kept.
+//! - What is synced into a file that the next process does not find is not kept. So each sync is followed by a look at the
+//!   file's path, and while anything is pending there is one each second, and one at the end. Where the file is gone, all of
+//!   it moves to a new one; until that succeeds nothing counts as kept, and nothing new is reserved.
 
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::Receiver;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
 use super::disk::Disk;
 use super::format::{Checksum, ENTRY_HEADER, Entry, FileHeader, HEADER, Kind};
+use crate::backoff::Backoff;
 use crate::telemetry::Metrics;
 
 /// Most orders that share one sync.
@@ -23,6 +28,12 @@ const BATCH_MAX: usize = 64;
 
 /// From this share of its room on, in eighths, a spill is full for new reservations: the rest is for what runs.
 const HIGH_EIGHTHS: u64 = 7;
+
+/// How often the file is looked for while anything in it is pending.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// Longest pause between two tries to make a new file; they double from [`LOOK_EVERY`].
+const PAUSE_MAX: Duration = Duration::from_secs(8);
 
 /// Who waits for an entry to be durable.
 type Reply = oneshot::Sender<Result<Entry, NotKept>>;
@@ -44,6 +55,8 @@ pub(super) enum NotKept {
     NoRoom,
     #[error("the disk did not take it: {0}")]
     Disk(String),
+    #[error("the spill's file was taken away, and no new one can be made: {0}")]
+    Gone(String),
     #[error("it could not be sealed: {0}")]
     Unsealed(String),
     #[error("the spill is closed")]
@@ -54,6 +67,8 @@ pub(super) enum NotKept {
 pub(super) struct Level {
     bytes_max: u64,
     bytes: AtomicU64,
+    /// The file was taken away, and there is no new one yet.
+    gone: AtomicBool,
     /// Outcomes that are pending in memory only.
     pub(super) unkept: AtomicU64,
     pub(super) metrics: Arc<Metrics>,
@@ -61,7 +76,8 @@ pub(super) struct Level {
 
 impl Level {
     pub(super) fn new(bytes_max: u64, metrics: Arc<Metrics>) -> Self {
-        Self { bytes_max, bytes: AtomicU64::new(0), unkept: AtomicU64::new(0), metrics }
+        let (bytes, unkept, gone) = (AtomicU64::new(0), AtomicU64::new(0), AtomicBool::new(false));
+        Self { bytes_max, bytes, gone, unkept, metrics }
     }
 
     fn set(&self, entries: usize, bytes: u64) {
@@ -72,6 +88,19 @@ impl Level {
     pub(super) fn is_high(&self) -> bool {
         self.bytes.load(Ordering::Relaxed) >= self.bytes_max / 8 * HIGH_EIGHTHS
     }
+
+    pub(super) fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Relaxed)
+    }
+}
+
+/// A file that was taken away, and in whose place none could be made.
+struct Gone {
+    /// What is in the way.
+    why: String,
+    /// From the last try to the next one.
+    pause: Duration,
+    backoff: Backoff,
 }
 
 pub(super) struct Writer {
@@ -81,6 +110,9 @@ pub(super) struct Writer {
     end: u64,
     /// What is pending, by offset.
     pending: HashMap<u64, Checksum>,
+    /// When the file was looked for last.
+    looked: Instant,
+    gone: Option<Gone>,
     level: Arc<Level>,
 }
 
@@ -95,28 +127,123 @@ impl Writer {
             disk.remove();
             return Err(error);
         }
-        Ok(Self { disk, header, end: HEADER, pending: HashMap::new(), level })
+        let (pending, looked) = (HashMap::new(), Instant::now());
+        Ok(Self { disk, header, end: HEADER, pending, looked, gone: None, level })
     }
 
     /// Works until the spill is closed or dropped.
     pub(super) fn run(mut self, orders: &Receiver<Order>) {
         let mut closed = None;
-        while closed.is_none()
-            && let Ok(order) = orders.recv()
-        {
-            let more = orders.try_iter().take(BATCH_MAX - 1);
-            closed = self.batch(std::iter::once(order).chain(more));
+        while closed.is_none() {
+            match self.next(orders) {
+                Ok(order) => {
+                    let more = orders.try_iter().take(BATCH_MAX - 1);
+                    closed = self.batch(std::iter::once(order).chain(more));
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
+            if self.until_look() == Some(Duration::ZERO) {
+                // What it comes to the log tells, and the level.
+                drop(self.look());
+            }
         }
-        let left = self.pending.len();
-        // Either way the file is let go before that is told.
-        if left == 0 {
-            self.disk.remove();
-        } else {
-            drop(self.disk);
-        }
+        let left = self.end();
         if let Some(closed) = closed {
             // Nobody waits any more.
             closed.send(left).ok();
+        }
+    }
+
+    /// Waits for an order, and no longer than until the file is to be looked for.
+    fn next(&self, orders: &Receiver<Order>) -> Result<Order, RecvTimeoutError> {
+        match self.until_look() {
+            Some(left) => orders.recv_timeout(left),
+            None => orders.recv().map_err(|_| RecvTimeoutError::Disconnected),
+        }
+    }
+
+    /// How long until the file is to be looked for. `None`: nobody would miss it.
+    fn until_look(&self) -> Option<Duration> {
+        let pause = match &self.gone {
+            Some(gone) => gone.pause,
+            None if self.pending.is_empty() => return None,
+            None => LOOK_EVERY,
+        };
+        Some(pause.saturating_sub(self.looked.elapsed()))
+    }
+
+    /// Lets the file go, before that is told. How many outcomes the next process finds.
+    fn end(mut self) -> usize {
+        let left = self.pending.len();
+        if left == 0 {
+            self.disk.remove();
+            return 0;
+        }
+        if self.look().is_ok() {
+            return left;
+        }
+        let path = self.disk.path().display();
+        tracing::error!(
+            outcomes = left, %path,
+            "the process ends, its spill file was taken away, and no new one can be made: these outcomes are lost"
+        );
+        0
+    }
+
+    /// Sees to it that the next process finds the file: where it was taken away, all of it moves to a new one.
+    fn look(&mut self) -> Result<(), NotKept> {
+        self.looked = Instant::now();
+        let Err(error) = self.disk.stands() else {
+            if self.gone.is_some() {
+                let path = self.disk.path().display();
+                tracing::warn!(%path, "the spill file is in its place again");
+            }
+            self.set_gone(None);
+            return Ok(());
+        };
+        let (was, entries) = (self.disk.path().display().to_string(), self.pending.len());
+        match self.disk.renew(&self.header.encode(), self.end) {
+            Ok(()) => {
+                let path = self.disk.path().display();
+                tracing::error!(
+                    was, %error, %path, entries,
+                    "somebody removed, renamed or replaced the spill file: all that it held is in a new one"
+                );
+                self.set_gone(None);
+                Ok(())
+            }
+            Err(cause) => {
+                let why = cause.to_string();
+                if self.gone.is_none() {
+                    tracing::error!(
+                        was, %error, why, entries,
+                        "somebody removed, renamed or replaced the spill file, and no new one can be made: until one can, its \
+                         outcomes are in memory only and nothing new is reserved; it is tried again and again"
+                    );
+                }
+                let mut backoff = match self.gone.take() {
+                    Some(gone) => gone.backoff,
+                    None => Backoff::new(LOOK_EVERY, PAUSE_MAX),
+                };
+                let gone = Gone { why: why.clone(), pause: backoff.pause(), backoff };
+                self.set_gone(Some(gone));
+                Err(NotKept::Gone(why))
+            }
+        }
+    }
+
+    fn set_gone(&mut self, gone: Option<Gone>) {
+        self.level.gone.store(gone.is_some(), Ordering::Relaxed);
+        self.gone = gone;
+    }
+
+    /// Returns when all that was written is durable where the next process finds it.
+    fn make_durable(&mut self) -> Result<(), NotKept> {
+        self.disk.sync().map_err(|error| NotKept::Disk(error.to_string()))?;
+        match (&self.gone, self.until_look()) {
+            (Some(gone), Some(left)) if !left.is_zero() => Err(NotKept::Gone(gone.why.clone())),
+            _ => self.look(),
         }
     }
 
@@ -170,16 +297,13 @@ impl Writer {
             }
             told.push((reply, written));
         }
-        let synced = if self.end == begun { Ok(()) } else { self.disk.sync() };
-        if let Err(error) = synced {
+        let durable = if self.end == begun { Ok(()) } else { self.make_durable() };
+        if let Err(why) = durable {
             // What of it is durable nobody knows. Where it cannot be cut off, what follows is written behind it.
             if self.disk.truncate(begun).is_ok() {
                 self.end = begun;
             }
-            let why = error.to_string();
-            let lost = |result: Result<Entry, NotKept>| {
-                result.and_then(|_| Err(NotKept::Disk(why.clone())))
-            };
+            let lost = |result: Result<Entry, NotKept>| result.and_then(|_| Err(why.clone()));
             return told.into_iter().map(|(reply, result)| (reply, lost(result))).collect();
         }
         let kept = told.iter().filter_map(|(_, result)| result.as_ref().ok());
@@ -207,11 +331,13 @@ impl Writer {
 mod tests {
     use parking_lot::Mutex;
     use std::os::unix::fs::FileExt as _;
+    use std::path::Path;
     use std::sync::mpsc;
 
     use uuid::Uuid;
 
     use super::*;
+    use crate::identity::Astray;
 
     /// A file in memory that says what was done to it, and fails on demand.
     #[derive(Clone, Default)]
@@ -224,6 +350,14 @@ mod tests {
         full: bool,
         unsyncable: bool,
         removed: bool,
+        /// Somebody took it away.
+        gone: bool,
+        /// And there can be no new one.
+        unrenewable: bool,
+        /// How often a new one was tried.
+        renewals: usize,
+        /// Told of each new one.
+        renewed: Option<mpsc::Sender<()>>,
     }
 
     impl Disk for Paper {
@@ -248,6 +382,29 @@ mod tests {
 
         fn truncate(&mut self, length: u64) -> io::Result<()> {
             self.0.lock().bytes.truncate(usize::try_from(length).unwrap());
+            Ok(())
+        }
+
+        fn path(&self) -> &Path {
+            Path::new("paper")
+        }
+
+        fn stands(&self) -> Result<(), Astray> {
+            if self.0.lock().gone { Err(Astray::Replaced) } else { Ok(()) }
+        }
+
+        fn renew(&mut self, header: &[u8], end: u64) -> io::Result<()> {
+            let mut sheet = self.0.lock();
+            sheet.renewals += 1;
+            if sheet.unrenewable {
+                return Err(io::ErrorKind::ReadOnlyFilesystem.into());
+            }
+            sheet.bytes[..header.len()].copy_from_slice(header);
+            sheet.bytes.truncate(usize::try_from(end).unwrap());
+            sheet.gone = false;
+            if let Some(renewed) = &sheet.renewed {
+                renewed.send(()).unwrap();
+            }
             Ok(())
         }
 
@@ -344,6 +501,91 @@ mod tests {
         paper.0.lock().full = false;
         assert!(keep(&mut writer, &[b"after"])[0].is_ok());
         assert_eq!(found(&paper, &header), [b"before".to_vec(), b"after".to_vec()]);
+    }
+
+    #[test]
+    fn what_is_synced_into_a_file_that_was_taken_away_counts_once_all_is_in_a_new_one() {
+        let (paper, mut writer, header) = writer(1000);
+        assert!(keep(&mut writer, &[b"before"])[0].is_ok());
+        assert_eq!(paper.0.lock().renewals, 0);
+        paper.0.lock().gone = true;
+        assert!(keep(&mut writer, &[b"after"])[0].is_ok());
+        assert_eq!(paper.0.lock().renewals, 1);
+        assert!(!writer.level.is_gone());
+        assert_eq!(found(&paper, &header), [b"before".to_vec(), b"after".to_vec()]);
+    }
+
+    #[test]
+    fn while_no_new_file_can_be_made_nothing_counts_as_kept_and_it_is_tried_with_a_pause() {
+        let (paper, mut writer, header) = writer(1000);
+        assert!(keep(&mut writer, &[b"before"])[0].is_ok());
+        {
+            let mut sheet = paper.0.lock();
+            (sheet.gone, sheet.unrenewable) = (true, true);
+        }
+        for _ in 0..3 {
+            assert!(matches!(keep(&mut writer, &[b"lost"])[0], Err(NotKept::Gone(_))));
+            assert_eq!(paper.0.lock().renewals, 1, "the pause is not over");
+            assert!(writer.level.is_gone());
+            // However long this machine sleeps.
+            writer.looked = Instant::now() + Duration::from_secs(60);
+        }
+        for longest in [1, 2, 4, 8, 8].map(Duration::from_secs) {
+            let pause = writer.gone.as_ref().unwrap().pause;
+            assert!(longest / 2 <= pause && pause <= longest, "{pause:?} of {longest:?}");
+            assert!(writer.look().is_err());
+        }
+        paper.0.lock().unrenewable = false;
+        writer.look().unwrap();
+        assert!(!writer.level.is_gone());
+        assert!(keep(&mut writer, &[b"after"])[0].is_ok());
+        assert_eq!(found(&paper, &header), [b"before".to_vec(), b"after".to_vec()]);
+    }
+
+    #[test]
+    fn a_file_that_is_in_its_place_again_needs_no_new_one() {
+        let (paper, mut writer, header) = writer(1000);
+        {
+            let mut sheet = paper.0.lock();
+            (sheet.gone, sheet.unrenewable) = (true, true);
+        }
+        assert!(keep(&mut writer, &[b"lost"])[0].is_err());
+        assert!(writer.until_look().is_some(), "also where nothing is pending");
+        paper.0.lock().gone = false;
+        writer.look().unwrap();
+        assert!(keep(&mut writer, &[b"after"])[0].is_ok());
+        assert_eq!(paper.0.lock().renewals, 1);
+        assert_eq!(found(&paper, &header), [b"after".to_vec()]);
+        assert!(!writer.level.is_gone());
+    }
+
+    #[test]
+    fn a_file_that_is_taken_away_after_its_sync_is_missed_while_anything_is_pending() {
+        let (paper, mut writer, header) = writer(1000);
+        assert_eq!(writer.until_look(), None, "nobody would miss it");
+        assert!(keep(&mut writer, &[b"before"])[0].is_ok());
+        let ((orders, queue), (renewed, renewals)) = (mpsc::channel(), mpsc::channel());
+        {
+            let mut sheet = paper.0.lock();
+            (sheet.gone, sheet.renewed) = (true, Some(renewed));
+        }
+        let running = std::thread::spawn(move || writer.run(&queue));
+        renewals.recv_timeout(Duration::from_secs(30)).expect("a new file, with no order");
+        drop(orders);
+        running.join().unwrap();
+        assert_eq!(found(&paper, &header), [b"before".to_vec()]);
+    }
+
+    #[test]
+    fn a_file_that_is_taken_away_is_missed_at_the_end() {
+        let (paper, mut writer, header) = writer(1000);
+        assert!(keep(&mut writer, &[b"before"])[0].is_ok());
+        paper.0.lock().gone = true;
+        let (orders, queue) = mpsc::channel();
+        drop(orders);
+        writer.run(&queue);
+        let renewals = paper.0.lock().renewals;
+        assert_eq!((renewals, found(&paper, &header)), (1, vec![b"before".to_vec()]));
     }
 
     #[test]

@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::super::{Error, OpenError};
+use crate::identity::Identity;
 
 /// The files that SQLite keeps beside the database: its log, and the locks and index of that log.
 const BESIDE: [&str; 2] = ["-wal", "-shm"];
@@ -147,16 +148,13 @@ fn is_cut(database: &File, path: &Path) -> std::io::Result<bool> {
 #[derive(Clone)]
 pub(super) struct OpenFiles(Arc<[(PathBuf, Identity)]>);
 
-/// Device and inode.
-type Identity = (u64, u64);
-
 impl OpenFiles {
     /// Of a database that is open.
     pub(super) fn of(path: &Path) -> std::io::Result<Self> {
-        let mut files = vec![(path.to_owned(), identity(path)?)];
+        let mut files = vec![(path.to_owned(), Identity::at(path)?)];
         for path in BESIDE.map(|end| beside(&resolved(path), end)) {
             // Some file systems need none: what is not there cannot be lost.
-            files.extend(identity(&path).ok().map(|identity| (path, identity)));
+            files.extend(Identity::at(&path).ok().map(|identity| (path, identity)));
         }
         Ok(Self(files.into()))
     }
@@ -164,18 +162,10 @@ impl OpenFiles {
     /// Whether each path still leads to its file.
     pub(super) fn check(&self) -> Result<(), Error> {
         for (path, opened) in self.0.iter() {
-            let why = match identity(path) {
-                Ok(found) if found == *opened => continue,
-                Ok(_) => "another file stands in its place".to_owned(),
-                Err(error) => error.to_string(),
-            };
-            return Err(Error::Unavailable(format!("{}: {why}", path.display()).into()));
+            if let Err(astray) = opened.is_at(path) {
+                return Err(Error::Unavailable(format!("{}: {astray}", path.display()).into()));
+            }
         }
         Ok(())
     }
-}
-
-fn identity(path: &Path) -> std::io::Result<Identity> {
-    let found = std::fs::metadata(path)?;
-    Ok((found.dev(), found.ino()))
 }
