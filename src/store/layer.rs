@@ -68,3 +68,18 @@ macro_rules! verbs {
     };
 }
 pub(super) use verbs;
+
+/// Implements a trait of the store: a line for each verb, with the future that does it.
+macro_rules! implement {
+    ($name:ident for $store:ty, $this:ident: {
+        $($verb:ident($($arg:ident: $kind:ty),*) -> $done:ty = $does:expr;)*
+    }) => {
+        #[async_trait::async_trait]
+        impl $name for $store {
+            $(async fn $verb(&$this $(, $arg: $kind)*) -> Result<$done, $crate::store::Error> {
+                $does.await
+            })*
+        }
+    };
+}
+pub(super) use implement;

@@ -28,6 +28,7 @@ mod operate;
 mod order;
 mod outbox;
 mod own;
+mod param;
 mod passfile;
 mod pool;
 mod queue;
@@ -49,6 +50,7 @@ use parking_lot::Mutex;
 use uuid::Uuid;
 
 use super::batch::{BatchPermit, Batcher, RunError};
+use super::layer::implement;
 use super::{
     Acknowledgement, Acted, AttemptRow, AuditRow, Cause, Changed, Chosen, Claim, Claimed,
     Completion, DeadFilter, DueLookup, Error, EventAction, EventFilter, EventRow, Gauges,
@@ -218,230 +220,90 @@ impl Retryable for Ping {
     }
 }
 
-#[async_trait]
-impl Records for Postgres {
-    async fn heartbeat(&self, owner: OwnerId, lease: Duration) -> Result<Heartbeat, Error> {
-        leases::heartbeat(&self.heartbeats, owner, lease).await
-    }
-
-    async fn retire(&self, owner: OwnerId) -> Result<(), Error> {
-        leases::retire(&self.pool, owner).await
-    }
-
-    async fn reserve(&self, proposal: Proposal, deadline: Instant) -> Result<Reserved, Error> {
+implement! { Records for Postgres, self: {
+    heartbeat(owner: OwnerId, lease: Duration) -> Heartbeat =
+        leases::heartbeat(&self.heartbeats, owner, lease);
+    retire(owner: OwnerId) -> () = leases::retire(&self.pool, owner);
+    reserve(proposal: Proposal, deadline: Instant) -> Reserved = async {
         self.reservations.submit(proposal, deadline).await?
-    }
-
-    async fn take_over(&self, proposal: Proposal, from: Takeover) -> Result<Changed, Error> {
-        takeover::take_over(&self.pool, &proposal, from).await
-    }
-
-    async fn raise(&self, proposal: Proposal, fence: Fence) -> Result<Changed, Error> {
-        takeover::raise(&self.pool, &proposal, fence).await
-    }
-
-    async fn find(&self, scope: &Scope) -> Result<Option<Record>, Error> {
-        records::find(&self.pool, scope).await
-    }
-
-    async fn complete(
-        &self,
-        completion: Arc<Completion>,
-        deadline: Instant,
-    ) -> Result<Settled, Error> {
-        complete::complete(&self.completions, completion, deadline).await
-    }
-
-    async fn release(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error> {
-        records::release(&self.pool, scope, fence).await
-    }
-
-    async fn mark_unknown(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error> {
-        records::mark_unknown(&self.pool, scope, fence).await
-    }
-
-    async fn mark_dead(&self, only: Option<(&Scope, Fence)>, limit: u32) -> Result<u64, Error> {
+    };
+    take_over(proposal: Proposal, from: Takeover) -> Changed =
+        takeover::take_over(&self.pool, &proposal, from);
+    raise(proposal: Proposal, fence: Fence) -> Changed =
+        takeover::raise(&self.pool, &proposal, fence);
+    find(scope: &Scope) -> Option<Record> = records::find(&self.pool, scope);
+    complete(completion: Arc<Completion>, deadline: Instant) -> Settled =
+        complete::complete(&self.completions, completion, deadline);
+    release(scope: &Scope, fence: Fence) -> Changed = records::release(&self.pool, scope, fence);
+    mark_unknown(scope: &Scope, fence: Fence) -> Changed =
+        records::mark_unknown(&self.pool, scope, fence);
+    mark_dead(only: Option<(&Scope, Fence)>, limit: u32) -> u64 = async {
         match only {
             Some((scope, fence)) => records::mark_one_dead(&self.pool, scope, fence).await,
             None => records::mark_dead(&self.pool, limit).await,
         }
-    }
-
-    async fn incarnation(&self) -> Result<Incarnation, Error> {
-        own::incarnation(&self.pool).await
-    }
-
-    async fn statuses(&self, ids: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error> {
-        own::statuses(&self.pool, ids).await
-    }
-
-    async fn reinstate(&self, proposal: Proposal, attempt: Attempt) -> Result<Reinstated, Error> {
-        own::reinstate(&self.pool, &proposal, attempt).await
-    }
-
-    async fn open_of(
-        &self,
-        owner: OwnerId,
-        from: ScanFrom,
-        limit: u32,
-    ) -> Result<OpenPiece, Error> {
-        own::open_of(&self.pool, owner, from, limit).await
-    }
-
-    async fn due_lookups(&self, rules: &[LookupRule], limit: u32) -> Result<Vec<DueLookup>, Error> {
-        lookups::due(&self.pool, rules, limit).await
-    }
-
-    async fn unresolved(&self, id: RecordId) -> Result<Option<Unresolved>, Error> {
-        lookups::unresolved(&self.pool, id).await
-    }
-
-    async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error> {
-        complete::note_late(&self.pool, late).await
-    }
-
-    async fn unannounced(&self, which: Unannounced, limit: u32) -> Result<Vec<Notice>, Error> {
-        notices::unannounced(&self.pool, which, limit).await
-    }
-
-    async fn announce(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error> {
-        notices::announce(&self.pool, notice, event).await
-    }
-
-    async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {
+    };
+    incarnation() -> Incarnation = own::incarnation(&self.pool);
+    statuses(ids: &[RecordId]) -> Vec<(Fence, Status)> = own::statuses(&self.pool, ids);
+    reinstate(proposal: Proposal, attempt: Attempt) -> Reinstated =
+        own::reinstate(&self.pool, &proposal, attempt);
+    open_of(owner: OwnerId, from: ScanFrom, limit: u32) -> OpenPiece =
+        own::open_of(&self.pool, owner, from, limit);
+    due_lookups(rules: &[LookupRule], limit: u32) -> Vec<DueLookup> =
+        lookups::due(&self.pool, rules, limit);
+    unresolved(id: RecordId) -> Option<Unresolved> = lookups::unresolved(&self.pool, id);
+    note_late_outcome(late: &LateOutcome) -> () = complete::note_late(&self.pool, late);
+    unannounced(which: Unannounced, limit: u32) -> Vec<Notice> =
+        notices::unannounced(&self.pool, which, limit);
+    announce(notice: &Notice, event: Option<&Event>) -> Changed =
+        notices::announce(&self.pool, notice, event);
+    sweep_records(limit: u32) -> u64 = async {
         let from = *self.swept_to.lock();
         let (gone, to) = records::sweep(&self.pool, limit, from).await?;
         *self.swept_to.lock() = to;
         Ok(gone)
-    }
+    };
+    sweep_leases() -> u64 = leases::sweep(&self.pool);
+}}
 
-    async fn sweep_leases(&self) -> Result<u64, Error> {
-        leases::sweep(&self.pool).await
-    }
-}
+implement! { Outbox for Postgres, self: {
+    claim(claim: &Claim) -> Vec<Claimed> = outbox::claim(&self.pool, claim);
+    acknowledge(sink: &str, order: Order, verdicts: &[Acknowledgement]) -> Vec<Uuid> =
+        outbox::acknowledge(&self.pool, sink, order, verdicts);
+    next_due(sink: &str) -> Option<Duration> = outbox::next_due(&self.pool, sink);
+    wake_deferred(sink: &str, order: Order, from: Option<&str>) -> Woken =
+        order::wake_deferred(&self.pool, sink, order, from);
+    sweep_events(retention: Duration, limit: u32) -> u64 =
+        outbox::sweep(&self.pool, retention, limit);
+}}
 
-#[async_trait]
-impl Outbox for Postgres {
-    async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {
-        outbox::claim(&self.pool, claim).await
-    }
+implement! { Sinks for Postgres, self: {
+    sinks(reclaim: Reclaim) -> Vec<SinkState> = sinks::states(&self.pool, reclaim);
+    change_sink(sink: &str, no: i64, change: &SinkChange) -> Changed =
+        sinks::change(&self.pool, sink, no, change);
+    operate_sink(sink: &str, order: SinkOrder, by: &Operator) -> Changed =
+        sinks::operate(&self.pool, sink, order, by);
+    last_failure(sink: &str) -> Option<String> = sinks::last_failure(&self.pool, sink);
+}}
 
-    async fn acknowledge(
-        &self,
-        sink: &str,
-        order: Order,
-        verdicts: &[Acknowledgement],
-    ) -> Result<Vec<Uuid>, Error> {
-        outbox::acknowledge(&self.pool, sink, order, verdicts).await
-    }
-
-    async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
-        outbox::next_due(&self.pool, sink).await
-    }
-
-    async fn wake_deferred(
-        &self,
-        sink: &str,
-        order: Order,
-        from: Option<&str>,
-    ) -> Result<Woken, Error> {
-        order::wake_deferred(&self.pool, sink, order, from).await
-    }
-
-    async fn sweep_events(&self, retention: Duration, limit: u32) -> Result<u64, Error> {
-        outbox::sweep(&self.pool, retention, limit).await
-    }
-}
-
-#[async_trait]
-impl Sinks for Postgres {
-    async fn sinks(&self, reclaim: Reclaim) -> Result<Vec<SinkState>, Error> {
-        sinks::states(&self.pool, reclaim).await
-    }
-
-    async fn change_sink(
-        &self,
-        sink: &str,
-        no: i64,
-        change: &SinkChange,
-    ) -> Result<Changed, Error> {
-        sinks::change(&self.pool, sink, no, change).await
-    }
-
-    async fn operate_sink(
-        &self,
-        sink: &str,
-        order: SinkOrder,
-        by: &Operator,
-    ) -> Result<Changed, Error> {
-        sinks::operate(&self.pool, sink, order, by).await
-    }
-
-    async fn last_failure(&self, sink: &str) -> Result<Option<String>, Error> {
-        sinks::last_failure(&self.pool, sink).await
-    }
-}
-
-#[async_trait]
-impl Operators for Postgres {
-    async fn list_records(&self, filter: &RecordFilter) -> Result<Vec<RecordRow>, Error> {
-        show::list_records(&self.pool, filter).await
-    }
-
-    async fn show_record(&self, id: RecordId) -> Result<Option<RecordRow>, Error> {
-        show::show_record(&self.pool, id).await
-    }
-
-    async fn list_events(&self, filter: &EventFilter) -> Result<Vec<EventRow>, Error> {
-        show::list_events(&self.pool, filter).await
-    }
-
-    async fn operator_release(
-        &self,
-        fence: Fence,
-        completed: bool,
-        by: &Operator,
-    ) -> Result<Acted, Error> {
-        operate::release(&self.pool, fence, completed, by).await
-    }
-
-    async fn operator_complete(
-        &self,
-        completion: &Completion,
-        by: &Operator,
-    ) -> Result<Acted, Error> {
-        operate::complete(&self.pool, completion, by).await
-    }
-
-    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
-        events::act(&self.pool, EventAction::Redeliver, which, by).await
-    }
-
-    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
-        events::act(&self.pool, EventAction::Discard, which, by).await
-    }
-
-    async fn count_dead(&self, which: &DeadFilter) -> Result<u64, Error> {
-        events::count_dead(&self.pool, which).await
-    }
-
-    async fn attempts_of(&self, event: Uuid) -> Result<Vec<AttemptRow>, Error> {
-        events::attempts_of(&self.pool, event).await
-    }
-
-    async fn audit_of(&self, record: RecordId) -> Result<Vec<AuditRow>, Error> {
-        show::audit_of(&self.pool, record).await
-    }
-
-    async fn acted_on(&self, window: Duration) -> Result<Vec<RecordId>, Error> {
-        show::acted_on(&self.pool, window).await
-    }
-
-    async fn database_id(&self) -> Result<Uuid, Error> {
-        show::database_id(&self.pool).await
-    }
-
-    async fn ping(&self) -> Result<(), Error> {
+implement! { Operators for Postgres, self: {
+    list_records(filter: &RecordFilter) -> Vec<RecordRow> = show::list_records(&self.pool, filter);
+    show_record(id: RecordId) -> Option<RecordRow> = show::show_record(&self.pool, id);
+    list_events(filter: &EventFilter) -> Vec<EventRow> = show::list_events(&self.pool, filter);
+    operator_release(fence: Fence, completed: bool, by: &Operator) -> Acted =
+        operate::release(&self.pool, fence, completed, by);
+    operator_complete(completion: &Completion, by: &Operator) -> Acted =
+        operate::complete(&self.pool, completion, by);
+    redeliver(which: &Chosen, by: &Operator) -> Touched =
+        events::act(&self.pool, EventAction::Redeliver, which, by);
+    discard(which: &Chosen, by: &Operator) -> Touched =
+        events::act(&self.pool, EventAction::Discard, which, by);
+    count_dead(which: &DeadFilter) -> u64 = events::count_dead(&self.pool, which);
+    attempts_of(event: Uuid) -> Vec<AttemptRow> = events::attempts_of(&self.pool, event);
+    audit_of(record: RecordId) -> Vec<AuditRow> = show::audit_of(&self.pool, record);
+    acted_on(window: Duration) -> Vec<RecordId> = show::acted_on(&self.pool, window);
+    database_id() -> Uuid = show::database_id(&self.pool);
+    ping() -> () = async {
         self.reservations.works()?;
         self.completions.works()?;
         // Once more on another connection: the one at hand may be the last of a server that has been failed over.
@@ -450,13 +312,7 @@ impl Operators for Postgres {
             result => result?,
         }
         self.write_probe.writes_work().await
-    }
-
-    async fn unreached(&self) -> Result<Option<String>, Error> {
-        Ok(self.pool.unreached())
-    }
-
-    async fn gauges(&self) -> Result<Gauges, Error> {
-        show::gauges(&self.pool).await
-    }
-}
+    };
+    unreached() -> Option<String> = async { Ok(self.pool.unreached()) };
+    gauges() -> Gauges = show::gauges(&self.pool);
+}}

@@ -41,6 +41,7 @@ use self::records::Completer;
 pub use self::thread::all_closed;
 use self::thread::{Busy, Nudge, Role, Tx, Worker, checkpoints, connect};
 use super::batch::{BatchPermit, Batcher, RunError, Work};
+use super::layer::implement;
 use super::{
     Acknowledgement, Acted, AttemptRow, AuditRow, Cause, Changed, Chosen, Claim, Claimed,
     Completion, DeadFilter, DueLookup, Error, EventAction, EventFilter, EventRow, Gauges,
@@ -364,113 +365,75 @@ impl Work for Completions {
     }
 }
 
-#[async_trait]
-impl Records for Sqlite {
-    async fn heartbeat(&self, owner: OwnerId, lease: Duration) -> Result<Heartbeat, Error> {
-        self.writer.write_surely(move |tx| records::heartbeat(tx, owner, lease)).await
-    }
-
-    async fn retire(&self, owner: OwnerId) -> Result<(), Error> {
-        self.writer.write(move |tx| records::retire(tx, owner)).await
-    }
-
-    async fn reserve(&self, proposal: Proposal, deadline: Instant) -> Result<Reserved, Error> {
-        self.reservations.submit(proposal, deadline).await
-    }
-
-    async fn take_over(&self, proposal: Proposal, from: Takeover) -> Result<Changed, Error> {
-        self.writer.write(move |tx| takeover::take_over(tx, &proposal, from)).await
-    }
-
-    async fn raise(&self, proposal: Proposal, fence: Fence) -> Result<Changed, Error> {
-        self.writer.write(move |tx| takeover::raise(tx, &proposal, fence)).await
-    }
-
-    async fn find(&self, scope: &Scope) -> Result<Option<Record>, Error> {
-        let scope = scope.clone();
-        self.reader.read(move |tx| records::find(tx, &scope)).await
-    }
-
-    async fn complete(
-        &self,
-        completion: Arc<Completion>,
-        deadline: Instant,
-    ) -> Result<Settled, Error> {
-        self.completions.submit_shared(completion, deadline).await
-    }
-
-    async fn release(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error> {
-        let scope = scope.clone();
-        self.writer.write(move |tx| records::release(tx, &scope, fence)).await
-    }
-
-    async fn mark_unknown(&self, scope: &Scope, fence: Fence) -> Result<Changed, Error> {
-        let scope = scope.clone();
-        self.writer.write(move |tx| records::mark_unknown(tx, &scope, fence)).await
-    }
-
-    async fn mark_dead(&self, only: Option<(&Scope, Fence)>, limit: u32) -> Result<u64, Error> {
-        let only = only.map(|(scope, fence)| (scope.clone(), fence));
-        self.writer.write(move |tx| records::mark_dead(tx, only.as_ref(), limit)).await
-    }
-
-    async fn incarnation(&self) -> Result<Incarnation, Error> {
-        self.reader.read(own::incarnation).await
-    }
-
-    async fn statuses(&self, ids: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error> {
-        let ids = ids.to_vec();
-        self.lists.read(move |tx| own::statuses(tx, &ids)).await
-    }
-
-    async fn reinstate(&self, proposal: Proposal, attempt: Attempt) -> Result<Reinstated, Error> {
-        self.writer.write(move |tx| own::reinstate(tx, &proposal, attempt)).await
-    }
-
-    async fn open_of(
-        &self,
-        owner: OwnerId,
-        from: ScanFrom,
-        limit: u32,
-    ) -> Result<OpenPiece, Error> {
-        self.lists.read(move |tx| own::open_of(tx, owner, from, limit)).await
-    }
-
-    async fn due_lookups(&self, rules: &[LookupRule], limit: u32) -> Result<Vec<DueLookup>, Error> {
-        let rules = rules.to_vec();
-        self.lists.read(move |tx| lookups::due(tx, &rules, limit)).await
-    }
-
-    async fn unresolved(&self, id: RecordId) -> Result<Option<Unresolved>, Error> {
-        self.reader.read(move |tx| lookups::unresolved(tx, id)).await
-    }
-
-    async fn note_late_outcome(&self, late: &LateOutcome) -> Result<(), Error> {
-        let late = late.clone();
-        self.writer.write(move |tx| operator::note_late(tx, &late)).await
-    }
-
-    async fn unannounced(&self, which: Unannounced, limit: u32) -> Result<Vec<Notice>, Error> {
-        self.lists.read(move |tx| notices::unannounced(tx, which, limit)).await
-    }
-
-    async fn announce(&self, notice: &Notice, event: Option<&Event>) -> Result<Changed, Error> {
-        let (notice, event) = (notice.clone(), event.cloned());
-        self.writer.write(move |tx| notices::announce(tx, &notice, event.as_ref())).await
-    }
-
-    async fn sweep_records(&self, limit: u32) -> Result<u64, Error> {
-        self.writer.write(move |tx| records::sweep(tx, limit)).await
-    }
-
-    async fn sweep_leases(&self) -> Result<u64, Error> {
-        self.writer.write(records::sweep_leases).await
-    }
+/// Implements a trait of the store: a line for each verb. `[write]`, `[read]`, `[list]`: what one of the threads does in a
+/// transaction, with arguments of its own. `[]`: a future.
+macro_rules! implement_by_thread {
+    ($name:ident for $store:ty, $this:ident: {
+        $($verb:ident($($arg:ident: $kind:ty),*) -> $done:ty = [$($thread:ident)?] $does:expr;)*
+    }) => {
+        implement! { $name for $store, $this: {
+            $($verb($($arg: $kind),*) -> $done =
+                implement_by_thread!(@ $this, [$($thread)?], [$($arg),*], $does);)*
+        }}
+    };
+    (@ $this:ident, [], [$($arg:ident),*], $does:expr) => { $does };
+    (@ $this:ident, [write], [$($arg:ident),*], $does:expr) => {{
+        $(let $arg = $arg.to_owned();)*
+        $this.writer.write($does)
+    }};
+    (@ $this:ident, [read], [$($arg:ident),*], $does:expr) => {{
+        $(let $arg = $arg.to_owned();)*
+        $this.reader.read($does)
+    }};
+    (@ $this:ident, [list], [$($arg:ident),*], $does:expr) => {{
+        $(let $arg = $arg.to_owned();)*
+        $this.lists.read($does)
+    }};
 }
 
-#[async_trait]
-impl Outbox for Sqlite {
-    async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error> {
+implement_by_thread! { Records for Sqlite, self: {
+    heartbeat(owner: OwnerId, lease: Duration) -> Heartbeat =
+        [] self.writer.write_surely(move |tx| records::heartbeat(tx, owner, lease));
+    retire(owner: OwnerId) -> () = [write] move |tx| records::retire(tx, owner);
+    reserve(proposal: Proposal, deadline: Instant) -> Reserved =
+        [] self.reservations.submit(proposal, deadline);
+    take_over(proposal: Proposal, from: Takeover) -> Changed =
+        [write] move |tx| takeover::take_over(tx, &proposal, from);
+    raise(proposal: Proposal, fence: Fence) -> Changed =
+        [write] move |tx| takeover::raise(tx, &proposal, fence);
+    find(scope: &Scope) -> Option<Record> = [read] move |tx| records::find(tx, &scope);
+    complete(completion: Arc<Completion>, deadline: Instant) -> Settled =
+        [] self.completions.submit_shared(completion, deadline);
+    release(scope: &Scope, fence: Fence) -> Changed =
+        [write] move |tx| records::release(tx, &scope, fence);
+    mark_unknown(scope: &Scope, fence: Fence) -> Changed =
+        [write] move |tx| records::mark_unknown(tx, &scope, fence);
+    mark_dead(only: Option<(&Scope, Fence)>, limit: u32) -> u64 = [] async {
+        let only = only.map(|(scope, fence)| (scope.clone(), fence));
+        self.writer.write(move |tx| records::mark_dead(tx, only.as_ref(), limit)).await
+    };
+    incarnation() -> Incarnation = [read] own::incarnation;
+    statuses(ids: &[RecordId]) -> Vec<(Fence, Status)> = [list] move |tx| own::statuses(tx, &ids);
+    reinstate(proposal: Proposal, attempt: Attempt) -> Reinstated =
+        [write] move |tx| own::reinstate(tx, &proposal, attempt);
+    open_of(owner: OwnerId, from: ScanFrom, limit: u32) -> OpenPiece =
+        [list] move |tx| own::open_of(tx, owner, from, limit);
+    due_lookups(rules: &[LookupRule], limit: u32) -> Vec<DueLookup> =
+        [list] move |tx| lookups::due(tx, &rules, limit);
+    unresolved(id: RecordId) -> Option<Unresolved> = [read] move |tx| lookups::unresolved(tx, id);
+    note_late_outcome(late: &LateOutcome) -> () = [write] move |tx| operator::note_late(tx, &late);
+    unannounced(which: Unannounced, limit: u32) -> Vec<Notice> =
+        [list] move |tx| notices::unannounced(tx, which, limit);
+    announce(notice: &Notice, event: Option<&Event>) -> Changed = [] async {
+        let (notice, event) = (notice.clone(), event.cloned());
+        self.writer.write(move |tx| notices::announce(tx, &notice, event.as_ref())).await
+    };
+    sweep_records(limit: u32) -> u64 = [write] move |tx| records::sweep(tx, limit);
+    sweep_leases() -> u64 = [write] records::sweep_leases;
+}}
+
+implement_by_thread! { Outbox for Sqlite, self: {
+    claim(claim: &Claim) -> Vec<Claimed> = [] async {
         let end = Instant::now() + LOOK_MAX;
         loop {
             let claim = claim.clone();
@@ -479,148 +442,54 @@ impl Outbox for Sqlite {
                 return Ok(claimed);
             }
         }
-    }
-
-    async fn acknowledge(
-        &self,
-        sink: &str,
-        order: Order,
-        verdicts: &[Acknowledgement],
-    ) -> Result<Vec<Uuid>, Error> {
-        let (sink, verdicts) = (sink.to_owned(), verdicts.to_vec());
-        self.writer.write(move |tx| outbox::acknowledge(tx, &sink, order, &verdicts)).await
-    }
-
-    async fn next_due(&self, sink: &str) -> Result<Option<Duration>, Error> {
-        let sink = sink.to_owned();
-        self.reader.read(move |tx| outbox::next_due(tx, &sink)).await
-    }
-
-    async fn wake_deferred(
-        &self,
-        sink: &str,
-        order: Order,
-        from: Option<&str>,
-    ) -> Result<Woken, Error> {
+    };
+    acknowledge(sink: &str, order: Order, verdicts: &[Acknowledgement]) -> Vec<Uuid> =
+        [write] move |tx| outbox::acknowledge(tx, &sink, order, &verdicts);
+    next_due(sink: &str) -> Option<Duration> = [read] move |tx| outbox::next_due(tx, &sink);
+    wake_deferred(sink: &str, order: Order, from: Option<&str>) -> Woken = [] async {
         let (sink, from) = (sink.to_owned(), from.map(str::to_owned));
         self.writer.write(move |tx| order::wake_deferred(tx, &sink, order, from)).await
-    }
+    };
+    sweep_events(retention: Duration, limit: u32) -> u64 =
+        [write] move |tx| outbox::sweep(tx, retention, limit);
+}}
 
-    async fn sweep_events(&self, retention: Duration, limit: u32) -> Result<u64, Error> {
-        self.writer.write(move |tx| outbox::sweep(tx, retention, limit)).await
-    }
-}
+implement_by_thread! { Sinks for Sqlite, self: {
+    sinks(reclaim: Reclaim) -> Vec<SinkState> = [read] move |tx| sinks::states(tx, reclaim);
+    change_sink(sink: &str, no: i64, change: &SinkChange) -> Changed =
+        [write] move |tx| sinks::change(tx, &sink, no, &change);
+    operate_sink(sink: &str, order: SinkOrder, by: &Operator) -> Changed =
+        [write] move |tx| sinks::operate(tx, &sink, order, &by);
+    last_failure(sink: &str) -> Option<String> = [list] move |tx| sinks::last_failure(tx, &sink);
+}}
 
-#[async_trait]
-impl Sinks for Sqlite {
-    async fn sinks(&self, reclaim: Reclaim) -> Result<Vec<SinkState>, Error> {
-        self.reader.read(move |tx| sinks::states(tx, reclaim)).await
-    }
-
-    async fn change_sink(
-        &self,
-        sink: &str,
-        no: i64,
-        change: &SinkChange,
-    ) -> Result<Changed, Error> {
-        let (sink, change) = (sink.to_owned(), change.clone());
-        self.writer.write(move |tx| sinks::change(tx, &sink, no, &change)).await
-    }
-
-    async fn operate_sink(
-        &self,
-        sink: &str,
-        order: SinkOrder,
-        by: &Operator,
-    ) -> Result<Changed, Error> {
-        let (sink, by) = (sink.to_owned(), by.clone());
-        self.writer.write(move |tx| sinks::operate(tx, &sink, order, &by)).await
-    }
-
-    async fn last_failure(&self, sink: &str) -> Result<Option<String>, Error> {
-        let sink = sink.to_owned();
-        self.lists.read(move |tx| sinks::last_failure(tx, &sink)).await
-    }
-}
-
-#[async_trait]
-impl Operators for Sqlite {
-    async fn list_records(&self, filter: &RecordFilter) -> Result<Vec<RecordRow>, Error> {
-        let filter = filter.clone();
-        self.lists.read(move |tx| show::list_records(tx, &filter)).await
-    }
-
-    async fn show_record(&self, id: RecordId) -> Result<Option<RecordRow>, Error> {
-        self.lists.read(move |tx| show::show_record(tx, id)).await
-    }
-
-    async fn list_events(&self, filter: &EventFilter) -> Result<Vec<EventRow>, Error> {
-        let filter = filter.clone();
-        self.lists.read(move |tx| show::list_events(tx, &filter)).await
-    }
-
-    async fn operator_release(
-        &self,
-        fence: Fence,
-        completed: bool,
-        by: &Operator,
-    ) -> Result<Acted, Error> {
-        let by = by.clone();
-        self.writer.write(move |tx| operator::release(tx, fence, completed, &by)).await
-    }
-
-    async fn operator_complete(
-        &self,
-        completion: &Completion,
-        by: &Operator,
-    ) -> Result<Acted, Error> {
-        let (completion, by) = (completion.clone(), by.clone());
-        self.writer.write(move |tx| operator::complete(tx, &completion, &by)).await
-    }
-
-    async fn redeliver(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
-        self.act(EventAction::Redeliver, which, by).await
-    }
-
-    async fn discard(&self, which: &Chosen, by: &Operator) -> Result<Touched, Error> {
-        self.act(EventAction::Discard, which, by).await
-    }
-
-    async fn count_dead(&self, which: &DeadFilter) -> Result<u64, Error> {
-        let which = which.clone();
-        self.lists.read(move |tx| events::count_dead(tx, &which)).await
-    }
-
-    async fn attempts_of(&self, event: Uuid) -> Result<Vec<AttemptRow>, Error> {
-        self.lists.read(move |tx| events::attempts_of(tx, event)).await
-    }
-
-    async fn audit_of(&self, record: RecordId) -> Result<Vec<AuditRow>, Error> {
-        self.lists.read(move |tx| operator::audit_of(tx, record)).await
-    }
-
-    async fn acted_on(&self, window: Duration) -> Result<Vec<RecordId>, Error> {
-        self.reader.read(move |tx| operator::acted_on(tx, window)).await
-    }
-
-    async fn database_id(&self) -> Result<Uuid, Error> {
-        self.reader.read(show::database_id).await
-    }
-
-    /// A file is there, or it is not.
-    async fn unreached(&self) -> Result<Option<String>, Error> {
-        Ok(None)
-    }
-
-    async fn ping(&self) -> Result<(), Error> {
+implement_by_thread! { Operators for Sqlite, self: {
+    list_records(filter: &RecordFilter) -> Vec<RecordRow> =
+        [list] move |tx| show::list_records(tx, &filter);
+    show_record(id: RecordId) -> Option<RecordRow> = [list] move |tx| show::show_record(tx, id);
+    list_events(filter: &EventFilter) -> Vec<EventRow> =
+        [list] move |tx| show::list_events(tx, &filter);
+    operator_release(fence: Fence, completed: bool, by: &Operator) -> Acted =
+        [write] move |tx| operator::release(tx, fence, completed, &by);
+    operator_complete(completion: &Completion, by: &Operator) -> Acted =
+        [write] move |tx| operator::complete(tx, &completion, &by);
+    redeliver(which: &Chosen, by: &Operator) -> Touched =
+        [] self.act(EventAction::Redeliver, which, by);
+    discard(which: &Chosen, by: &Operator) -> Touched =
+        [] self.act(EventAction::Discard, which, by);
+    count_dead(which: &DeadFilter) -> u64 = [list] move |tx| events::count_dead(tx, &which);
+    attempts_of(event: Uuid) -> Vec<AttemptRow> = [list] move |tx| events::attempts_of(tx, event);
+    audit_of(record: RecordId) -> Vec<AuditRow> = [list] move |tx| operator::audit_of(tx, record);
+    acted_on(window: Duration) -> Vec<RecordId> = [read] move |tx| operator::acted_on(tx, window);
+    database_id() -> Uuid = [read] show::database_id;
+    ping() -> () = [] async {
         self.reservations.works()?;
         self.completions.works()?;
         self.writer.works().await?;
         let answers = |tx: &Tx<'_>| tx.first("SELECT 1 FROM oncegate_meta", [], |_| Ok(()));
         self.reader.read(answers).await.map(drop)
-    }
-
-    async fn gauges(&self) -> Result<Gauges, Error> {
-        self.lists.read(show::gauges).await
-    }
-}
+    };
+    // A file is there, or it is not.
+    unreached() -> Option<String> = [] async { Ok(None) };
+    gauges() -> Gauges = [list] show::gauges;
+}}

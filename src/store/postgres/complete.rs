@@ -12,15 +12,15 @@ use std::time::{Duration, Instant, SystemTime};
 
 use async_trait::async_trait;
 use tokio_postgres::Row;
-use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::connection::{Effect, Param, Params};
+use super::connection::Effect;
+use super::param::{Param, Params};
 use super::pool::{Dedicated, LockForms, Pool};
 use super::records::committed;
-use super::rows::{attempt, get, seconds};
+use super::rows::{get, seconds};
 use crate::backoff::Backoff;
-use crate::record::{KeptBody, RecordId, Scope, encode_headers};
+use crate::record::{Attempt, KeptBody, Key, Operation, RecordId, Scope, Tenant, encode_headers};
 use crate::store::batch::{Batcher, RunError, Work};
 use crate::store::{Completion, Error, LateOutcome, Settled};
 
@@ -124,35 +124,35 @@ WHERE r.id = ANY ($1::uuid[]) AND r.status = 'completed'";
 /// Completions as parallel arrays: parameters 1 to 19.
 #[derive(Default)]
 pub(super) struct Columns<'a> {
-    ids: Vec<Uuid>,
-    attempts: Vec<i32>,
-    tenants: Vec<&'a str>,
-    operations: Vec<&'a str>,
-    keys: Vec<&'a str>,
+    ids: Vec<RecordId>,
+    attempts: Vec<Attempt>,
+    tenants: Vec<&'a Tenant>,
+    operations: Vec<&'a Operation>,
+    keys: Vec<&'a Key>,
     statuses: Vec<i32>,
     headers: Vec<Vec<u8>>,
     bodies: Vec<Option<&'a [u8]>>,
     retentions: Vec<f64>,
-    event_records: Vec<Uuid>,
+    records: Vec<RecordId>,
     event_ids: Vec<Uuid>,
     event_keys: Vec<&'a str>,
     positions: Vec<i32>,
     kinds: Vec<&'a str>,
-    ordering_keys: Vec<Option<&'a str>>,
+    order_keys: Vec<Option<&'a str>>,
     payloads: Vec<&'a [u8]>,
     wanted: Vec<bool>,
-    sink_events: Vec<Uuid>,
+    deliveries: Vec<Uuid>,
     sinks: Vec<&'a str>,
 }
 
 impl<'a> Columns<'a> {
     pub(super) fn add(&mut self, completion: &'a Completion) {
         let Completion { scope, fence, answer, retention, events } = completion;
-        self.ids.push(fence.id.into());
-        self.attempts.push(attempt(fence.attempt));
-        self.tenants.push(scope.tenant.as_str());
-        self.operations.push(scope.operation.as_str());
-        self.keys.push(scope.key.as_str());
+        self.ids.push(fence.id);
+        self.attempts.push(fence.attempt);
+        self.tenants.push(&scope.tenant);
+        self.operations.push(&scope.operation);
+        self.keys.push(&scope.key);
         self.statuses.push(answer.status.as_u16().into());
         self.headers.push(encode_headers(&answer.headers, &answer.spelling));
         self.bodies.push(match &answer.body {
@@ -161,42 +161,41 @@ impl<'a> Columns<'a> {
         });
         self.retentions.push(seconds(*retention));
         for event in events {
-            self.event_records.push(fence.id.into());
+            self.records.push(fence.id);
             self.event_ids.push(event.id);
             self.event_keys.push(&event.key);
             self.positions.push(event.position.into());
             self.kinds.push(&event.kind);
-            self.ordering_keys.push(event.ordering_key.as_deref());
+            self.order_keys.push(event.ordering_key.as_deref());
             self.payloads.push(&event.payload);
             self.wanted.push(!event.sinks.is_empty());
             for sink in &event.sinks {
-                self.sink_events.push(event.id);
+                self.deliveries.push(event.id);
                 self.sinks.push(sink);
             }
         }
     }
 
     pub(super) fn params(&self) -> Vec<Param<'_>> {
+        let Self {
+            ids,
+            attempts,
+            tenants,
+            operations,
+            keys,
+            statuses,
+            headers,
+            bodies,
+            retentions,
+            ..
+        } = self;
+        let Self { records, event_ids, event_keys, positions, kinds, order_keys, payloads, .. } =
+            self;
+        let Self { wanted, deliveries, sinks, .. } = self;
         vec![
-            (&self.ids, Type::UUID_ARRAY),
-            (&self.attempts, Type::INT4_ARRAY),
-            (&self.tenants, Type::TEXT_ARRAY),
-            (&self.operations, Type::TEXT_ARRAY),
-            (&self.keys, Type::TEXT_ARRAY),
-            (&self.statuses, Type::INT4_ARRAY),
-            (&self.headers, Type::BYTEA_ARRAY),
-            (&self.bodies, Type::BYTEA_ARRAY),
-            (&self.retentions, Type::FLOAT8_ARRAY),
-            (&self.event_records, Type::UUID_ARRAY),
-            (&self.event_ids, Type::UUID_ARRAY),
-            (&self.event_keys, Type::TEXT_ARRAY),
-            (&self.positions, Type::INT4_ARRAY),
-            (&self.kinds, Type::TEXT_ARRAY),
-            (&self.ordering_keys, Type::TEXT_ARRAY),
-            (&self.payloads, Type::BYTEA_ARRAY),
-            (&self.wanted, Type::BOOL_ARRAY),
-            (&self.sink_events, Type::UUID_ARRAY),
-            (&self.sinks, Type::TEXT_ARRAY),
+            ids, attempts, tenants, operations, keys, statuses, headers, bodies, retentions,
+            records, event_ids, event_keys, positions, kinds, order_keys, payloads, wanted,
+            deliveries, sinks,
         ]
     }
 }
@@ -206,14 +205,8 @@ INSERT INTO audit_log (id, who, action, record_id, why, detail) VALUES ($1, $2, 
 ON CONFLICT (id) DO NOTHING";
 
 pub(super) async fn note_late(pool: &Pool, late: &LateOutcome) -> Result<(), Error> {
-    let params: Params<'_> = &[
-        (&late.id(), Type::UUID),
-        (&LateOutcome::WHO, Type::TEXT),
-        (&LateOutcome::ACTION, Type::TEXT),
-        (&Uuid::from(late.fence.id), Type::UUID),
-        (&late.summary(), Type::TEXT),
-        (&late.detail().to_string(), Type::TEXT),
-    ];
+    let (who, action, detail) = (LateOutcome::WHO, LateOutcome::ACTION, late.detail().to_string());
+    let params: Params<'_> = &[&late.id(), &who, &action, &late.fence.id, &late.summary(), &detail];
     pool.write(NOTE_LATE, params).await.map(drop)
 }
 
@@ -248,13 +241,10 @@ impl Work for Completions {
             rows.iter().map(tried).collect::<Result<_, Error>>().map_err(RunError::from)?;
         let fenced = Tried::Settled(Settled::Fenced);
         let of = |item: &Arc<Completion>| *tried.get(&item.fence.id).unwrap_or(&fenced);
-        let met: Vec<Uuid> = items
-            .iter()
-            .filter(|item| of(item) == fenced)
-            .map(|item| item.fence.id.into())
-            .collect();
+        let met = items.iter().filter(|item| of(item) == fenced);
+        let met: Vec<RecordId> = met.map(|item| item.fence.id).collect();
         if !met.is_empty() {
-            let params: Params<'_> = &[(&met, Type::UUID_ARRAY)];
+            let params: Params<'_> = &[&met];
             self.0.run(Effect::Write, CONFIRM_COMPLETED, params).await.map_err(committed)?;
         }
         Ok(items.iter().map(of).collect())

@@ -15,11 +15,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use tokio::task::AbortHandle;
-use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Config, Row};
 use tokio_postgres_rustls::MakeRustlsConnect;
 
 use super::health::Health;
+use super::param::Params;
 use super::sqlstate::{self, Meaning};
 use crate::store::batch::RunError;
 use crate::store::{Cause, Error};
@@ -28,12 +28,6 @@ use crate::telemetry::causes;
 
 /// A statement that takes longer is worth a line in the log.
 const SLOW: Duration = Duration::from_secs(1);
-
-/// Parameters with their types: nothing is asked of the server before the statement is sent.
-pub(super) type Params<'a> = &'a [Param<'a>];
-
-/// One parameter.
-pub(super) type Param<'a> = (&'a (dyn ToSql + Sync), Type);
 
 /// What a statement does, which decides what a lost answer means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -153,7 +147,8 @@ impl Connection {
         params: Params<'_>,
     ) -> Result<Vec<Row>, Failure> {
         let begun = Instant::now();
-        let running = self.client.query_typed(sql, params);
+        let params: Vec<_> = params.iter().map(|param| param.typed()).collect();
+        let running = self.client.query_typed(sql, &params);
         let result = tokio::time::timeout(self.shared.statement_timeout, running).await;
         let took = begun.elapsed();
         let statement = name(sql);

@@ -12,11 +12,11 @@ use std::time::SystemTime;
 
 use async_trait::async_trait;
 use tokio_postgres::Row;
-use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::connection::{Connection, Params, Transaction};
+use super::connection::{Connection, Transaction};
 use super::order::{self, Ended};
+use super::param::Params;
 use super::pool::{Pool, Retryable};
 use super::rows::{self, get, seconds, unsigned};
 use crate::fault::{self, Point};
@@ -180,7 +180,7 @@ ORDER BY d.sink, m.ordering_key";
 /// Lets those go on that waited behind discarded events. To be called in the transaction that discarded them, after it did.
 async fn free_keys(transaction: &mut Transaction<'_>, ids: &[Uuid]) -> Result<(), RunError> {
     let mut by_sink: BTreeMap<String, Ended> = BTreeMap::new();
-    for row in &transaction.run(ORDERED, &[(&ids, Type::UUID_ARRAY)]).await? {
+    for row in &transaction.run(ORDERED, &[&ids]).await? {
         let ended = by_sink.entry(get(row, "sink")?).or_default();
         ended.add(get(row, "event_id")?, get(row, "ordering_key")?, false);
     }
@@ -231,13 +231,8 @@ impl Retryable for One<'_> {
     type Done = Vec<(String, EventStatus)>;
 
     async fn run(&self, connection: &mut Connection) -> Result<Self::Done, RunError> {
-        let params: Params<'_> = &[
-            (&self.id, Type::UUID),
-            (&self.sink, Type::TEXT),
-            (&self.by.who, Type::TEXT),
-            (&self.by.why, Type::TEXT),
-            (&self.not_taken, Type::BOOL),
-        ];
+        let params: Params<'_> =
+            &[&self.id, &self.sink, &self.by.who, &self.by.why, &self.not_taken];
         let mut transaction = connection.begin(BEGIN).await?;
         let mut all = Vec::new();
         let statements = match self.action {
@@ -246,10 +241,7 @@ impl Retryable for One<'_> {
         };
         for sql in statements {
             for row in &transaction.run(sql, params).await? {
-                let was = get(row, "was")?;
-                let was = EventStatus::parse(was)
-                    .ok_or_else(|| rows::unreadable(format!("no such status: {was}")))?;
-                all.push((get(row, "sink")?, was));
+                all.push((get(row, "sink")?, rows::parsed(row, "was", EventStatus::parse)?));
             }
         }
         if self.action == EventAction::Discard && !all.is_empty() {
@@ -406,12 +398,7 @@ impl Retryable for Piece<'_> {
             EventAction::Redeliver => REDELIVER_PAGE,
             EventAction::Discard => DISCARD_PAGE,
         };
-        let params: Params<'_> = &[
-            (&columns.0, Type::UUID_ARRAY),
-            (&columns.1, Type::TEXT_ARRAY),
-            (&columns.2, Type::INT4_ARRAY),
-            (&self.audit, Type::UUID),
-        ];
+        let params: Params<'_> = &[&columns.0, &columns.1, &columns.2, &self.audit];
         let changed = rows::count(&transaction.run(sql, params).await?)?;
         if changed > 0 {
             self.note(&mut transaction, self.total + changed).await?;
@@ -440,43 +427,31 @@ impl Piece<'_> {
         let (filter, after) = (self.filter, &self.after);
         let since = filter.since.map(seconds);
         let params: Params<'_> = &[
-            (&self.before, Type::TIMESTAMPTZ),
-            (&filter.sink, Type::TEXT),
-            (&filter.kind, Type::TEXT),
-            (&filter.tenant, Type::TEXT),
-            (&filter.operation, Type::TEXT),
-            (&since, Type::FLOAT8),
-            (&after.sink, Type::TEXT),
-            (&after.at, Type::TIMESTAMPTZ),
-            (&after.event, Type::UUID),
-            (&PIECE, Type::INT8),
+            &self.before,
+            &filter.sink,
+            &filter.kind,
+            &filter.tenant,
+            &filter.operation,
+            &since,
+            &after.sink,
+            &after.at,
+            &after.event,
+            &PIECE,
         ];
         transaction.run(PAGE, params).await
     }
 
     async fn note(&self, transaction: &mut Transaction<'_>, total: u64) -> Result<(), RunError> {
         let (action, detail) = (self.action.name(), self.filter.detail(total));
-        let params: Params<'_> = &[
-            (&self.audit, Type::UUID),
-            (&self.by.who, Type::TEXT),
-            (&action, Type::TEXT),
-            (&self.by.why, Type::TEXT),
-            (&detail, Type::TEXT),
-        ];
+        let params: Params<'_> = &[&self.audit, &self.by.who, &action, &self.by.why, &detail];
         transaction.run(AUDIT, params).await.map(drop)
     }
 }
 
 pub(super) async fn count_dead(pool: &Pool, filter: &DeadFilter) -> Result<u64, Error> {
     let (before, since) = (None::<SystemTime>, filter.since.map(seconds));
-    let params: Params<'_> = &[
-        (&before, Type::TIMESTAMPTZ),
-        (&filter.sink, Type::TEXT),
-        (&filter.kind, Type::TEXT),
-        (&filter.tenant, Type::TEXT),
-        (&filter.operation, Type::TEXT),
-        (&since, Type::FLOAT8),
-    ];
+    let params: Params<'_> =
+        &[&before, &filter.sink, &filter.kind, &filter.tenant, &filter.operation, &since];
     rows::count(&pool.read(COUNT, params).await?)
 }
 
@@ -488,7 +463,7 @@ WHERE event_id = $1 AND outcome = 'sent'
 ORDER BY sink, claim_no";
 
 pub(super) async fn attempts_of(pool: &Pool, event: Uuid) -> Result<Vec<AttemptRow>, Error> {
-    let rows = pool.read(ATTEMPTS_OF, &[(&event, Type::UUID)]).await?;
+    let rows = pool.read(ATTEMPTS_OF, &[&event]).await?;
     rows.iter().map(attempt).collect()
 }
 

@@ -5,10 +5,8 @@
 
 use std::time::Duration;
 
-use tokio_postgres::types::Type;
-use uuid::Uuid;
-
-use super::connection::{Effect, Params};
+use super::connection::Effect;
+use super::param::Params;
 use super::pool::{Dedicated, Pool};
 use super::rows::{self, seconds};
 use crate::record::OwnerId;
@@ -28,7 +26,7 @@ pub(super) async fn heartbeat(
     owner: OwnerId,
     lease: Duration,
 ) -> Result<Heartbeat, Error> {
-    let params: Params<'_> = &[(&Uuid::from(owner), Type::UUID), (&seconds(lease), Type::FLOAT8)];
+    let params: Params<'_> = &[&owner, &seconds(lease)];
     let rows =
         connection.run(Effect::Write, HEARTBEAT, params).await.map_err(RunError::into_error)?;
     Ok(if rows.is_empty() { Heartbeat::Ended } else { Heartbeat::Renewed })
@@ -39,7 +37,7 @@ UPDATE oncegate_owners SET lease_until = clock_timestamp()
 WHERE owner = $1 AND lease_until > clock_timestamp()";
 
 pub(super) async fn retire(pool: &Pool, owner: OwnerId) -> Result<(), Error> {
-    pool.write(RETIRE, &[(&Uuid::from(owner), Type::UUID)]).await.map(drop)
+    pool.write(RETIRE, &[&owner]).await.map(drop)
 }
 
 // Far longer than a process sleeps: an owner id that is swept could begin anew.

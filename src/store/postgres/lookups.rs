@@ -1,11 +1,8 @@
 //! About which unknown records the upstream may be asked, by what `oncegate_unknown` holds of them.
 
-use bytes::Bytes;
 use tokio_postgres::Row;
-use tokio_postgres::types::Type;
-use uuid::Uuid;
 
-use super::connection::Params;
+use super::param::Params;
 use super::pool::Pool;
 use super::rows::{self, duration, get, seconds};
 use crate::record::RecordId;
@@ -35,26 +32,17 @@ pub(super) async fn due(
     let lost: Vec<f64> = rules.iter().map(|rule| seconds(rule.delay.after_loss)).collect();
     let orphaned: Vec<f64> = rules.iter().map(|rule| seconds(rule.delay.after_lease)).collect();
     let limit = i64::from(limit);
-    let params: Params<'_> = &[
-        (&operations, Type::TEXT_ARRAY),
-        (&lost, Type::FLOAT8_ARRAY),
-        (&orphaned, Type::FLOAT8_ARRAY),
-        (&limit, Type::INT8),
-    ];
+    let params: Params<'_> = &[&operations, &lost, &orphaned, &limit];
     let read = |row: &Row| {
         Ok(DueLookup {
             scope: rows::scope(row, "key")?,
             fence: rows::fence(row)?,
             fingerprint: rows::fingerprint(row)?,
             caller: rows::caller(row)?,
-            context: context(row)?,
+            context: rows::bytes(row, "request_context")?,
         })
     };
     pool.read(DUE_LOOKUPS, params).await?.iter().map(read).collect()
-}
-
-fn context(row: &Row) -> Result<Option<Bytes>, Error> {
-    Ok(get::<Option<&[u8]>>(row, "request_context")?.map(Bytes::copy_from_slice))
 }
 
 const UNRESOLVED: &str = "-- unresolved
@@ -64,7 +52,7 @@ FROM idempotency_records r JOIN oncegate_unknown u ON u.id = r.id
 WHERE r.id = $1 AND r.status = 'unknown'";
 
 pub(super) async fn unresolved(pool: &Pool, id: RecordId) -> Result<Option<Unresolved>, Error> {
-    let rows = pool.read(UNRESOLVED, &[(&Uuid::from(id), Type::UUID)]).await?;
+    let rows = pool.read(UNRESOLVED, &[&id]).await?;
     let read = |row: &Row| {
         Ok(Unresolved {
             since: get(row, "since")?,
@@ -72,7 +60,7 @@ pub(super) async fn unresolved(pool: &Pool, id: RecordId) -> Result<Option<Unres
             orphaned: get(row, "orphaned")?,
             asked: rows::unsigned(get(row, "asked")?),
             next_ask_at: get(row, "next_ask_at")?,
-            context: context(row)?,
+            context: rows::bytes(row, "request_context")?,
         })
     };
     rows.first().map(read).transpose()

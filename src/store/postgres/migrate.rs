@@ -8,7 +8,6 @@ use std::cmp::Ordering;
 
 use tokio_postgres::Row;
 use tokio_postgres::error::SqlState;
-use tokio_postgres::types::Type;
 
 use super::connection::{Connection, Effect, Transaction};
 use super::refusal;
@@ -22,84 +21,35 @@ struct Migration {
     sql: &'static str,
 }
 
+/// Each by its version, its name, and its file.
+macro_rules! migrations {
+    ($($version:literal, $name:literal, $file:literal;)*) => {
+        &[$(Migration {
+            version: $version,
+            name: $name,
+            sql: include_str!(concat!("../../../migrations/postgres/", $file)),
+        }),*]
+    };
+}
+
 /// In the order of their versions.
-const MIGRATIONS: &[Migration] = &[
-    Migration {
-        version: 1,
-        name: "records",
-        sql: include_str!("../../../migrations/postgres/0001_records.sql"),
-    },
-    Migration {
-        version: 2,
-        name: "outbox",
-        sql: include_str!("../../../migrations/postgres/0002_outbox.sql"),
-    },
-    Migration {
-        version: 3,
-        name: "unknown",
-        sql: include_str!("../../../migrations/postgres/0003_unknown.sql"),
-    },
-    Migration {
-        version: 4,
-        name: "functions",
-        sql: include_str!("../../../migrations/postgres/0004_functions.sql"),
-    },
-    Migration {
-        version: 5,
-        name: "claim_owner",
-        sql: include_str!("../../../migrations/postgres/0005_claim_owner.sql"),
-    },
-    Migration {
-        version: 6,
-        name: "unwanted",
-        sql: include_str!("../../../migrations/postgres/0006_unwanted.sql"),
-    },
-    Migration {
-        version: 7,
-        name: "batches",
-        sql: include_str!("../../../migrations/postgres/0007_batches.sql"),
-    },
-    Migration {
-        version: 8,
-        name: "sinks",
-        sql: include_str!("../../../migrations/postgres/0008_sinks.sql"),
-    },
-    Migration {
-        version: 9,
-        name: "order",
-        sql: include_str!("../../../migrations/postgres/0009_order.sql"),
-    },
-    Migration {
-        version: 10,
-        name: "attempts",
-        sql: include_str!("../../../migrations/postgres/0010_attempts.sql"),
-    },
-    Migration {
-        version: 11,
-        name: "event_filters",
-        sql: include_str!("../../../migrations/postgres/0011_event_filters.sql"),
-    },
-    Migration {
-        version: 12,
-        name: "audit_events",
-        sql: include_str!("../../../migrations/postgres/0012_audit_events.sql"),
-    },
-    Migration {
-        version: 13,
-        name: "relay",
-        sql: include_str!("../../../migrations/postgres/0013_relay.sql"),
-    },
-    Migration {
-        version: 14,
-        name: "no_jit",
-        sql: include_str!("../../../migrations/postgres/0014_no_jit.sql"),
-    },
-    Migration {
-        version: 15,
-        name: "wake",
-        sql: include_str!("../../../migrations/postgres/0015_wake.sql"),
-    },
-];
+const MIGRATIONS: &[Migration] = migrations! {
+    1, "records", "0001_records.sql";
+    2, "outbox", "0002_outbox.sql";
+    3, "unknown", "0003_unknown.sql";
+    4, "functions", "0004_functions.sql";
+    5, "claim_owner", "0005_claim_owner.sql";
+    6, "unwanted", "0006_unwanted.sql";
+    7, "batches", "0007_batches.sql";
+    8, "sinks", "0008_sinks.sql";
+    9, "order", "0009_order.sql";
+    10, "attempts", "0010_attempts.sql";
+    11, "event_filters", "0011_event_filters.sql";
+    12, "audit_events", "0012_audit_events.sql";
+    13, "relay", "0013_relay.sql";
+    14, "no_jit", "0014_no_jit.sql";
+    15, "wake", "0015_wake.sql";
+};
 
 /// The version that this program knows.
 fn known() -> u32 {
@@ -188,7 +138,7 @@ async fn apply(transaction: &mut Transaction<'_>, migration: &Migration) -> Resu
     transaction.plain(migration.sql).await?;
     fault::point(Point::Migrating).await;
     let version = i32::try_from(migration.version).unwrap_or(i32::MAX);
-    transaction.run(NOTE, &[(&version, Type::INT4), (&migration.name, Type::TEXT)]).await?;
+    transaction.run(NOTE, &[&version, &migration.name]).await?;
     tracing::info!(version, name = migration.name, "migrated the store");
     Ok(())
 }

@@ -6,12 +6,10 @@
 use std::time::SystemTime;
 
 use tokio_postgres::Row;
-use tokio_postgres::types::Type;
-use uuid::Uuid;
 
-use super::connection::Params;
+use super::param::Params;
 use super::pool::Pool;
-use super::rows::{self, attempt, get};
+use super::rows::{self, get};
 use crate::record::event::Event;
 use crate::record::event::notice::{Notice, NoticeKind, Resolution};
 use crate::record::{Key, Operation, Scope, Tenant};
@@ -44,8 +42,7 @@ pub(super) async fn unannounced(
     which: Unannounced,
     limit: u32,
 ) -> Result<Vec<Notice>, Error> {
-    let params: Params<'_> =
-        &[(&i64::from(limit), Type::INT8), (&(which == Unannounced::All), Type::BOOL)];
+    let params: Params<'_> = &[&i64::from(limit), &(which == Unannounced::All)];
     pool.read(NOTICES, params).await?.iter().map(notice).collect()
 }
 
@@ -122,17 +119,17 @@ pub(super) async fn announce(
 ) -> Result<Changed, Error> {
     let scope = notice.scope.as_ref().filter(|_| event.is_some());
     let params: Params<'_> = &[
-        (&Uuid::from(notice.record), Type::UUID),
-        (&attempt(notice.attempt), Type::INT4),
-        (&event.map(|event| event.id), Type::UUID),
-        (&event.map(|event| event.key.as_str()), Type::TEXT),
-        (&event.map(|event| event.kind.as_str()), Type::TEXT),
-        (&scope.map(|scope| scope.tenant.as_str()), Type::TEXT),
-        (&scope.map(|scope| scope.operation.as_str()), Type::TEXT),
-        (&scope.map(|scope| scope.key.as_str()), Type::TEXT),
-        (&event.and_then(|event| event.ordering_key.as_deref()), Type::TEXT),
-        (&event.map(|event| &event.payload[..]), Type::BYTEA),
-        (&event.map(|event| &event.sinks[..]).unwrap_or_default(), Type::TEXT_ARRAY),
+        &notice.record,
+        &notice.attempt,
+        &event.map(|event| event.id),
+        &event.map(|event| event.key.as_str()),
+        &event.map(|event| event.kind.as_str()),
+        &scope.map(|scope| &scope.tenant),
+        &scope.map(|scope| &scope.operation),
+        &scope.map(|scope| &scope.key),
+        &event.and_then(|event| event.ordering_key.as_deref()),
+        &event.map(|event| &event.payload[..]),
+        &event.map(|event| &event.sinks[..]).unwrap_or_default(),
     ];
     let sql = match notice.kind {
         NoticeKind::Unknown => ANNOUNCE_UNKNOWN,

@@ -2,13 +2,12 @@
 //! record that a live owner works on.
 
 use tokio_postgres::Row;
-use tokio_postgres::types::Type;
 use uuid::Uuid;
 
 use super::complete::{Columns, queue_messages, write_messages};
-use super::connection::Params;
+use super::param::{Param, Params};
 use super::pool::Pool;
-use super::rows::{self, attempt, get};
+use super::rows::{self, get};
 use crate::record::{Attempt, Fence, OwnerId, Status};
 use crate::store::{Acted, Completion, Error, Objection, Operator};
 
@@ -38,13 +37,7 @@ pub(super) async fn release(
     completed: bool,
     by: &Operator,
 ) -> Result<Acted, Error> {
-    let params: Params<'_> = &[
-        (&Uuid::from(fence.id), Type::UUID),
-        (&attempt(fence.attempt), Type::INT4),
-        (&completed, Type::BOOL),
-        (&by.who, Type::TEXT),
-        (&by.why, Type::TEXT),
-    ];
+    let params: Params<'_> = &[&fence.id, &fence.attempt, &completed, &by.who, &by.why];
     acted(&pool.write(RELEASE, params).await?, fence, completed)
 }
 
@@ -92,8 +85,7 @@ pub(super) async fn complete(
     let mut columns = Columns::default();
     columns.add(completion);
     let mut params = columns.params();
-    params.push((&by.who, Type::TEXT));
-    params.push((&by.why, Type::TEXT));
+    params.extend([&by.who as Param<'_>, &by.why]);
     acted(&pool.write(COMPLETE, &params).await?, completion.fence, false)
 }
 

@@ -20,10 +20,10 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use tokio_postgres::Row;
-use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::connection::{Connection, Params, Transaction};
+use super::connection::{Connection, Transaction};
+use super::param::Params;
 use super::pool::{Pool, Retryable};
 use super::queue::{
     BEGIN_BY_INDEX, Beginning, Columns, FINISH, FREE, beginning, claimable, claimed, lane,
@@ -181,14 +181,8 @@ impl Retryable for ClaimingInOrder<'_> {
             return Ok(OrderedClaims { claimed: Vec::new(), again: false });
         };
         let (orphans, window) = (*reclaim == Reclaim::ExpiredOrOrphaned, self.window);
-        let params: Params<'_> = &[
-            (sink, Type::TEXT),
-            (&lane(*which), Type::INT2),
-            (&i64::from(window), Type::INT8),
-            (&floor, Type::FLOAT8),
-            (&orphans, Type::BOOL),
-            (&place, Type::TIMESTAMPTZ),
-        ];
+        let params: Params<'_> =
+            &[sink, &lane(*which), &i64::from(window), &floor, &orphans, &place];
         let rows = transaction.run(WINDOW_OF, params).await?;
         if rows.is_empty() || *limit == 0 {
             transaction.commit().await?;
@@ -198,21 +192,21 @@ impl Retryable for ClaimingInOrder<'_> {
         let locked = if keys.is_empty() {
             Vec::new()
         } else {
-            let params: Params<'_> = &[(sink, Type::TEXT), (&keys, Type::TEXT_ARRAY)];
+            let params: Params<'_> = &[sink, &keys];
             let rows = transaction.run(LOCK_TURNS, params).await?;
             rows.iter().map(|row| get(row, "ordering_key")).collect::<Result<Vec<String>, _>>()?
         };
         let params: Params<'_> = &[
-            (sink, Type::TEXT),
-            (&ids, Type::UUID_ARRAY),
-            (&locked, Type::TEXT_ARRAY),
-            (&i64::from(*limit), Type::INT8),
-            (&seconds(*lease), Type::FLOAT8),
-            (&Uuid::from(*owner), Type::UUID),
-            (&orphans, Type::BOOL),
-            (&(self.on_dead == OnDead::Block), Type::BOOL),
-            (&seconds(DEFER_MAX), Type::FLOAT8),
-            (&keys, Type::TEXT_ARRAY),
+            sink,
+            &ids,
+            &locked,
+            &i64::from(*limit),
+            &seconds(*lease),
+            owner,
+            &orphans,
+            &(self.on_dead == OnDead::Block),
+            &seconds(DEFER_MAX),
+            &keys,
         ];
         let found = transaction.run(CLAIM_IN_ORDER, params).await?;
         transaction.commit().await?;
@@ -291,15 +285,9 @@ pub(super) async fn pass_on(
     if ended.ids.is_empty() {
         return Ok(());
     }
-    let params: Params<'_> = &[
-        (&sink, Type::TEXT),
-        (&ended.ids, Type::UUID_ARRAY),
-        (&ended.keys, Type::TEXT_ARRAY),
-        (&ended.blocks, Type::BOOL_ARRAY),
-    ];
+    let params: Params<'_> = &[&sink, &ended.ids, &ended.keys, &ended.blocks];
     transaction.run(END_TURNS, params).await?;
-    let params: Params<'_> =
-        &[(&sink, Type::TEXT), (&ended.keys, Type::TEXT_ARRAY), (&ended.ids, Type::UUID_ARRAY)];
+    let params: Params<'_> = &[&sink, &ended.keys, &ended.ids];
     transaction.run(WAKE, params).await?;
     Ok(())
 }
@@ -398,7 +386,7 @@ impl Retryable for WakingDeferred<'_> {
         let blocks = self.order == Order::Key(OnDead::Block);
         let mut transaction = connection.begin(BEGIN_BY_INDEX).await?;
         if !blocks {
-            let params: Params<'_> = &[(&self.sink, Type::TEXT), (&i64::from(PIECE), Type::INT8)];
+            let params: Params<'_> = &[&self.sink, &i64::from(PIECE)];
             transaction.run(UNBLOCK, params).await?;
         }
         let done = match self.order {
@@ -414,12 +402,8 @@ impl WakingDeferred<'_> {
     async fn all(&self, transaction: &mut Transaction<'_>) -> Result<Woken, RunError> {
         let mut done = Woken::default();
         for which in [Lane::Fresh, Lane::Retry] {
-            let params: Params<'_> = &[
-                (&self.sink, Type::TEXT),
-                (&i64::from(PIECE), Type::INT8),
-                (&seconds(DEFER_MAX), Type::FLOAT8),
-                (&lane(which), Type::INT2),
-            ];
+            let params: Params<'_> =
+                &[&self.sink, &i64::from(PIECE), &seconds(DEFER_MAX), &lane(which)];
             let count = rows::count(&transaction.run(WAKE_ALL, params).await?)?;
             done.count += count;
             // What was woken is not found again: a piece begins where the last one did.
@@ -435,12 +419,7 @@ impl WakingDeferred<'_> {
         transaction: &mut Transaction<'_>,
         blocks: bool,
     ) -> Result<Woken, RunError> {
-        let params: Params<'_> = &[
-            (&self.sink, Type::TEXT),
-            (&self.from, Type::TEXT),
-            (&PIECE, Type::INT4),
-            (&blocks, Type::BOOL),
-        ];
+        let params: Params<'_> = &[&self.sink, &self.from, &PIECE, &blocks];
         let rows = transaction.run(WAKE_HEADS, params).await?;
         let next = rows.first().map_or(Ok(None), |row| get(row, "next"))?;
         Ok(Woken { count: rows::count(&rows)?, next })

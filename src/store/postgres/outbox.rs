@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use tokio_postgres::Row;
-use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::connection::{Connection, Params};
+use super::connection::Connection;
 use super::order::{self, AcknowledgingInOrder};
+use super::param::Params;
 use super::pool::{Pool, Retryable};
 use super::queue::{
     BEGIN_BY_INDEX, Beginning, Columns, FINISH, FLOOR, FREE, beginning, claimed, lane,
@@ -35,7 +35,7 @@ WHERE s.events IS DISTINCT FROM excluded.events";
 pub(super) async fn name_sinks(pool: &Pool, sinks: &[Subscriber]) -> Result<(), Error> {
     let names: Vec<&str> = sinks.iter().map(|sink| sink.sink.as_str()).collect();
     let events: Vec<Option<String>> = sinks.iter().map(|sink| likes(&sink.events)).collect();
-    let params: Params<'_> = &[(&names, Type::TEXT_ARRAY), (&events, Type::TEXT_ARRAY)];
+    let params: Params<'_> = &[&names, &events];
     pool.write(NAME_SINKS, params).await.map(drop)
 }
 
@@ -81,14 +81,14 @@ impl Retryable for Claiming<'_> {
             return Ok(Vec::new());
         };
         let params: Params<'_> = &[
-            (sink, Type::TEXT),
-            (&lane(*which), Type::INT2),
-            (&i64::from(*limit), Type::INT8),
-            (&seconds(*lease), Type::FLOAT8),
-            (&floor, Type::FLOAT8),
-            (&Uuid::from(*owner), Type::UUID),
-            (&(*reclaim == Reclaim::ExpiredOrOrphaned), Type::BOOL),
-            (&place, Type::TIMESTAMPTZ),
+            sink,
+            &lane(*which),
+            &i64::from(*limit),
+            &seconds(*lease),
+            &floor,
+            owner,
+            &(*reclaim == Reclaim::ExpiredOrOrphaned),
+            &place,
         ];
         let rows = transaction.run(CLAIM, params).await?;
         transaction.commit().await?;
@@ -168,7 +168,7 @@ impl Retryable for LookingAhead<'_> {
     type Done = Vec<Row>;
 
     async fn run(&self, connection: &mut Connection) -> Result<Vec<Row>, RunError> {
-        let params: Params<'_> = &[(&self.0, Type::TEXT), (&seconds(FLOOR), Type::FLOAT8)];
+        let params: Params<'_> = &[&self.0, &seconds(FLOOR)];
         let mut transaction = connection.begin(BEGIN_BY_INDEX).await?;
         let rows = transaction.run(NEXT_DUE, params).await?;
         transaction.commit().await?;
@@ -245,10 +245,10 @@ impl Retryable for Sweeping {
 
     async fn run(&self, connection: &mut Connection) -> Result<u64, RunError> {
         let mut transaction = connection.begin(BEGIN_SWEEP).await?;
-        let params: Params<'_> = &[(&self.retention, Type::FLOAT8), (&self.limit, Type::INT8)];
+        let params: Params<'_> = &[&self.retention, &self.limit];
         let old = transaction.run(LOCK_OLD, params).await?;
         let ids: Vec<Uuid> = old.iter().map(|row| get(row, "id")).collect::<Result<_, _>>()?;
-        let params: Params<'_> = &[(&self.retention, Type::FLOAT8), (&ids, Type::UUID_ARRAY)];
+        let params: Params<'_> = &[&self.retention, &ids];
         let gone = rows::count(&transaction.run(DELETE_OLD, params).await?)?;
         transaction.commit().await?;
         Ok(gone)

@@ -3,13 +3,13 @@
 use std::time::SystemTime;
 
 use async_trait::async_trait;
-use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::connection::{Connection, Effect, Params};
+use super::connection::{Connection, Effect};
+use super::param::{Param, Params, fenced};
 use super::pool::{Pool, Retryable};
-use super::rows::{self, attempt, get, seconds};
-use crate::record::{Attempt, Fence, OwnerId, RecordId, Status};
+use super::rows::{self, get, seconds};
+use crate::record::{Attempt, Fence, Fingerprint, OwnerId, RecordId, Status};
 use crate::store::batch::RunError;
 use crate::store::{Error, Incarnation, OpenPiece, Proposal, Reinstated, ScanFrom};
 
@@ -27,7 +27,7 @@ impl Retryable for ReadIncarnation {
 
     async fn run(&self, connection: &mut Connection) -> Result<Incarnation, RunError> {
         let rows = connection.run(Effect::Read, INCARNATION, &[]).await?;
-        let row = rows.first().ok_or_else(|| rows::unreadable("the statement returned no row"))?;
+        let row = rows::only(&rows)?;
         if get(row, "read_only")? {
             connection.is_read_only();
             return Err(Error::Unavailable("the database is read-only".into()).into());
@@ -46,8 +46,7 @@ FROM unnest($1::uuid[]) AS asked(id)
 CROSS JOIN LATERAL (SELECT * FROM idempotency_records r WHERE r.id = asked.id OFFSET 0) r";
 
 pub(super) async fn statuses(pool: &Pool, ids: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error> {
-    let ids: Vec<Uuid> = ids.iter().map(|id| (*id).into()).collect();
-    let rows = pool.read(STATUSES, &[(&ids, Type::UUID_ARRAY)]).await?;
+    let rows = pool.read(STATUSES, &[&ids]).await?;
     rows.iter().map(|row| Ok((rows::fence(row)?, rows::status(row)?))).collect()
 }
 
@@ -81,32 +80,17 @@ pub(super) async fn reinstate(
     proposal: &Proposal,
     at: Attempt,
 ) -> Result<Reinstated, Error> {
-    let scope = &proposal.scope;
-    let (tenant, operation, key) =
-        (scope.tenant.as_str(), scope.operation.as_str(), scope.key.as_str());
-    let (id, owner) = (Uuid::from(proposal.id), Uuid::from(proposal.owner));
-    let hashes = proposal.fingerprint;
-    let (canonical, raw, recipe) =
-        (hashes.canonical.as_slice(), hashes.raw.as_slice(), hashes.recipe.as_slice());
-    let (at, context) = (attempt(at), proposal.context.as_deref());
-    let params: Params<'_> = &[
-        (&tenant, Type::TEXT),
-        (&operation, Type::TEXT),
-        (&key, Type::TEXT),
-        (&id, Type::UUID),
-        (&at, Type::INT4),
-        (&canonical, Type::BYTEA),
-        (&raw, Type::BYTEA),
-        (&recipe, Type::BYTEA),
-        (&owner, Type::UUID),
-        (&proposal.caller, Type::TEXT),
-        (&context, Type::BYTEA),
-        (&seconds(proposal.retention), Type::FLOAT8),
-    ];
-    let Some(rows) = pool.change(REINSTATE, params).await? else {
+    let Proposal { scope, id, owner, caller, fingerprint, .. } = proposal;
+    let (context, retention) = (proposal.context.as_deref(), seconds(proposal.retention));
+    let Fingerprint { canonical, raw, recipe } = fingerprint;
+    let (canonical, raw, recipe) = (canonical.as_slice(), raw.as_slice(), recipe.as_slice());
+    let fence = Fence { id: *id, attempt: at };
+    let mut params = fenced(scope, &fence);
+    params.extend([&canonical as Param<'_>, &raw, &recipe, owner, caller, &context, &retention]);
+    let Some(rows) = pool.change(REINSTATE, &params).await? else {
         return Err(Error::Unavailable("another transaction holds the record".into()));
     };
-    let row = rows.first().ok_or_else(|| rows::unreadable("the statement returned no row"))?;
+    let row = rows::only(&rows)?;
     if get(row, "acted")? {
         return Ok(Reinstated::ActedOn);
     }
@@ -146,13 +130,7 @@ pub(super) async fn open_of(
         ScanFrom::After(at, id) => (Some((at, id)), None),
     };
     let (at, id) = after.unzip();
-    let params: Params<'_> = &[
-        (&Uuid::from(owner), Type::UUID),
-        (&i64::from(limit), Type::INT8),
-        (&at, Type::TIMESTAMPTZ),
-        (&id, Type::UUID),
-        (&ago, Type::FLOAT8),
-    ];
+    let params: Params<'_> = &[&owner, &i64::from(limit), &at, &id, &ago];
     let mut piece = OpenPiece::default();
     for row in &pool.read(OPEN_OF, params).await? {
         match get::<Option<SystemTime>>(row, "created_at")? {

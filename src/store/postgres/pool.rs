@@ -9,9 +9,10 @@ use tokio::sync::Mutex;
 use tokio_postgres::Row;
 use tokio_postgres::error::SqlState;
 
-use super::connection::{Connection, Effect, Params};
+use super::connection::{Connection, Effect};
 use super::connector::Connector;
 use super::health::Health;
+use super::param::Params;
 use crate::store::batch::RunError;
 use crate::store::{Cause, Error};
 use crate::telemetry::causes;

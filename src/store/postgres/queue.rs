@@ -3,10 +3,10 @@
 use std::time::{Duration, SystemTime};
 
 use tokio_postgres::Row;
-use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::connection::{Param, Params, Transaction};
+use super::connection::Transaction;
+use super::param::{Param, Params};
 use super::rows::{duration, get, seconds, unsigned};
 use crate::store::batch::RunError;
 use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Look, Reclaim};
@@ -133,12 +133,8 @@ pub(super) async fn beginning(
         }
         Look::From(share) => f64::from(share) / f64::from(u16::MAX),
     };
-    let params: Params<'_> = &[
-        (&claim.sink, Type::TEXT),
-        (&lane(claim.lane), Type::INT2),
-        (&(claim.reclaim == Reclaim::ExpiredOrOrphaned), Type::BOOL),
-        (&share, Type::FLOAT8),
-    ];
+    let params: Params<'_> =
+        &[&claim.sink, &lane(claim.lane), &(claim.reclaim == Reclaim::ExpiredOrOrphaned), &share];
     let rows = transaction.run(PLACE_OF_CLAIM, params).await?;
     let Some(row) = rows.first() else { return Ok(None) };
     Ok(Some(Beginning { floor: seconds(Duration::MAX), place: Some(get(row, "place")?) }))
@@ -258,22 +254,12 @@ impl Columns {
     /// As [`FINISH`] or [`FREE`] takes them.
     pub(super) fn params<'a>(&'a self, sql: &str, sink: &'a &str) -> Vec<Param<'a>> {
         let finishes = sql == FINISH;
-        let third: Param<'_> = if finishes {
-            (&self.outcomes, Type::TEXT_ARRAY)
-        } else {
-            (&self.delays, Type::FLOAT8_ARRAY)
-        };
-        let mut params: Vec<Param<'_>> = vec![
-            (sink, Type::TEXT),
-            (&self.ids, Type::UUID_ARRAY),
-            (&self.claims, Type::INT4_ARRAY),
-            third,
-            (&self.statuses, Type::INT4_ARRAY),
-            (&self.errors, Type::TEXT_ARRAY),
-        ];
+        let third: Param<'_> = if finishes { &self.outcomes } else { &self.delays };
+        let mut params: Vec<Param<'_>> =
+            vec![sink, &self.ids, &self.claims, third, &self.statuses, &self.errors];
         if !finishes {
-            params.push((&self.attempts, Type::INT4_ARRAY));
-            params.push((&self.refusals, Type::INT4_ARRAY));
+            params.push(&self.attempts);
+            params.push(&self.refusals);
         }
         params
     }

@@ -10,12 +10,12 @@ use std::time::SystemTime;
 
 use async_trait::async_trait;
 use tokio_postgres::Row;
-use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::connection::{Effect, Param, Params};
+use super::connection::Effect;
+use super::param::{Params, fenced};
 use super::pool::{Dedicated, LockForms, Pool};
-use super::rows::{self, attempt, get, record_columns, seconds, unreadable};
+use super::rows::{self, get, record_columns, seconds, unreadable};
 use crate::record::{Attempt, Fence, Record, RecordId, Scope};
 use crate::store::batch::{RunError, Work};
 use crate::store::{Changed, Error, Proposal, Reserved};
@@ -115,30 +115,28 @@ impl Reservations {
         &self,
         items: &[Arc<Proposal>],
     ) -> Result<HashMap<RecordId, Result<Reserved, Error>>, RunError> {
-        let ids: Vec<Uuid> = items.iter().map(|item| item.id.into()).collect();
-        let owners: Vec<Uuid> = items.iter().map(|item| item.owner.into()).collect();
-        let (tenants, operations, keys) = scopes(items.iter().map(|item| &item.scope));
-        let hashes: Vec<&[u8]> =
-            items.iter().map(|item| item.fingerprint.canonical.as_slice()).collect();
-        let raws: Vec<&[u8]> = items.iter().map(|item| item.fingerprint.raw.as_slice()).collect();
-        let recipes: Vec<&[u8]> =
-            items.iter().map(|item| item.fingerprint.recipe.as_slice()).collect();
-        let callers: Vec<Option<&str>> = items.iter().map(|item| item.caller.as_deref()).collect();
-        let contexts: Vec<Option<&[u8]>> =
-            items.iter().map(|item| item.context.as_deref()).collect();
-        let retentions: Vec<f64> = items.iter().map(|item| seconds(item.retention)).collect();
+        let (ids, owners) = (column(items, |p| p.id), column(items, |p| p.owner));
+        let tenants = column(items, |p| &p.scope.tenant);
+        let operations = column(items, |p| &p.scope.operation);
+        let keys = column(items, |p| &p.scope.key);
+        let hashes = column(items, |p| p.fingerprint.canonical.as_slice());
+        let raws = column(items, |p| p.fingerprint.raw.as_slice());
+        let recipes = column(items, |p| p.fingerprint.recipe.as_slice());
+        let (callers, contexts) =
+            (column(items, |p| &p.caller), column(items, |p| p.context.as_deref()));
+        let retentions = column(items, |p| seconds(p.retention));
         let params: Params<'_> = &[
-            (&ids, Type::UUID_ARRAY),
-            (&tenants, Type::TEXT_ARRAY),
-            (&operations, Type::TEXT_ARRAY),
-            (&keys, Type::TEXT_ARRAY),
-            (&hashes, Type::BYTEA_ARRAY),
-            (&raws, Type::BYTEA_ARRAY),
-            (&recipes, Type::BYTEA_ARRAY),
-            (&owners, Type::UUID_ARRAY),
-            (&callers, Type::TEXT_ARRAY),
-            (&contexts, Type::BYTEA_ARRAY),
-            (&retentions, Type::FLOAT8_ARRAY),
+            &ids,
+            &tenants,
+            &operations,
+            &keys,
+            &hashes,
+            &raws,
+            &recipes,
+            &owners,
+            &callers,
+            &contexts,
+            &retentions,
         ];
         let rows = self.0.write(RESERVE, params).await?;
         let outcome = |row: &Row| {
@@ -157,14 +155,11 @@ impl Reservations {
         &self,
         losers: &[&Arc<Proposal>],
     ) -> Result<HashMap<RecordId, Result<Reserved, Error>>, RunError> {
-        let ids: Vec<Uuid> = losers.iter().map(|item| item.id.into()).collect();
-        let (tenants, operations, keys) = scopes(losers.iter().map(|item| &item.scope));
-        let params: Params<'_> = &[
-            (&ids, Type::UUID_ARRAY),
-            (&tenants, Type::TEXT_ARRAY),
-            (&operations, Type::TEXT_ARRAY),
-            (&keys, Type::TEXT_ARRAY),
-        ];
+        let of = || losers.iter().copied();
+        let (ids, tenants) = (column(of(), |p| p.id), column(of(), |p| &p.scope.tenant));
+        let operations = column(of(), |p| &p.scope.operation);
+        let keys = column(of(), |p| &p.scope.key);
+        let params: Params<'_> = &[&ids, &tenants, &operations, &keys];
         let rows = self.0.run(Effect::Read, READ_LOSERS, params).await.map_err(committed)?;
         let outcome = |row: &Row| {
             let proposal = RecordId::from(get::<Uuid>(row, "proposal")?);
@@ -185,7 +180,7 @@ impl Reservations {
         if own.is_empty() {
             return Ok(());
         }
-        let params: Params<'_> = &[(&own, Type::UUID_ARRAY)];
+        let params: Params<'_> = &[&own];
         let rows = self.0.run(Effect::Write, CONFIRM_RESERVED, params).await.map_err(committed)?;
         let sure: Vec<Uuid> = rows.iter().map(|row| get(row, "id")).collect::<Result<_, _>>()?;
         for id in own.into_iter().filter(|id| !sure.contains(id)) {
@@ -210,14 +205,12 @@ pub(super) fn committed(error: RunError) -> RunError {
     }
 }
 
-fn scopes<'a>(
-    scopes: impl Iterator<Item = &'a Scope> + Clone,
-) -> (Vec<&'a str>, Vec<&'a str>, Vec<&'a str>) {
-    (
-        scopes.clone().map(|scope| scope.tenant.as_str()).collect(),
-        scopes.clone().map(|scope| scope.operation.as_str()).collect(),
-        scopes.map(|scope| scope.key.as_str()).collect(),
-    )
+/// One value of each proposal.
+fn column<'a, T>(
+    items: impl IntoIterator<Item = &'a Arc<Proposal>>,
+    value: impl Fn(&'a Proposal) -> T,
+) -> Vec<T> {
+    items.into_iter().map(|item| value(item)).collect()
 }
 
 // Found as this proposal's own already, after an answer that was lost: changed once more, so that it is durable.
@@ -231,43 +224,8 @@ WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3"
 );
 
 pub(super) async fn find(pool: &Pool, scope: &Scope) -> Result<Option<Record>, Error> {
-    let params: Params<'_> = &[
-        (&scope.tenant.as_str(), Type::TEXT),
-        (&scope.operation.as_str(), Type::TEXT),
-        (&scope.key.as_str(), Type::TEXT),
-    ];
+    let params: Params<'_> = &[&scope.tenant, &scope.operation, &scope.key];
     pool.read(FIND, params).await?.first().map(rows::record).transpose()
-}
-
-/// Scope and fence as parameters 1 to 5.
-pub(super) struct Fenced<'a> {
-    tenant: &'a str,
-    operation: &'a str,
-    key: &'a str,
-    id: Uuid,
-    attempt: i32,
-}
-
-impl<'a> Fenced<'a> {
-    pub(super) fn new(scope: &'a Scope, fence: Fence) -> Self {
-        Self {
-            tenant: scope.tenant.as_str(),
-            operation: scope.operation.as_str(),
-            key: scope.key.as_str(),
-            id: fence.id.into(),
-            attempt: attempt(fence.attempt),
-        }
-    }
-
-    pub(super) fn params(&self) -> Vec<Param<'_>> {
-        vec![
-            (&self.tenant, Type::TEXT),
-            (&self.operation, Type::TEXT),
-            (&self.key, Type::TEXT),
-            (&self.id, Type::UUID),
-            (&self.attempt, Type::INT4),
-        ]
-    }
 }
 
 /// What a change of one record found; `None`: somebody else's transaction held the row.
@@ -329,7 +287,7 @@ WITH lost AS (
 
 pub(super) async fn release(pool: &Pool, scope: &Scope, fence: Fence) -> Result<Changed, Error> {
     let sql = if fence.attempt == Attempt::FIRST { RELEASE_FIRST } else { RELEASE_LATER };
-    changed(pool.change(sql, &Fenced::new(scope, fence).params()).await?)
+    changed(pool.change(sql, &fenced(scope, &fence)).await?)
 }
 
 const MARK_UNKNOWN: &str = concat!(
@@ -347,7 +305,7 @@ pub(super) async fn mark_unknown(
     scope: &Scope,
     fence: Fence,
 ) -> Result<Changed, Error> {
-    changed(pool.change(MARK_UNKNOWN, &Fenced::new(scope, fence).params()).await?)
+    changed(pool.change(MARK_UNKNOWN, &fenced(scope, &fence)).await?)
 }
 
 const MARK_ONE_DEAD: &str = concat!(
@@ -365,7 +323,7 @@ WITH lost AS (
 );
 
 pub(super) async fn mark_one_dead(pool: &Pool, scope: &Scope, fence: Fence) -> Result<u64, Error> {
-    match pool.change(MARK_ONE_DEAD, &Fenced::new(scope, fence).params()).await? {
+    match pool.change(MARK_ONE_DEAD, &fenced(scope, &fence)).await? {
         Some(rows) => rows::count(&rows),
         None => Ok(0),
     }
@@ -398,7 +356,7 @@ WHERE o.lease_until <= clock_timestamp() - interval '1 minute' AND NOT o.cleared
                   WHERE r.owner = o.owner AND r.status = 'in_progress')";
 
 pub(super) async fn mark_dead(pool: &Pool, limit: u32) -> Result<u64, Error> {
-    let lost = rows::count(&pool.write(MARK_DEAD, &[(&i64::from(limit), Type::INT8)]).await?)?;
+    let lost = rows::count(&pool.write(MARK_DEAD, &[&i64::from(limit)]).await?)?;
     if lost == 0 {
         pool.write(CLEAR_DEAD, &[]).await?;
     }
@@ -454,8 +412,7 @@ pub(super) async fn sweep(pool: &Pool, limit: u32, from: Cursor) -> Result<(u64,
     let limit = i64::from(limit);
     let look = limit.saturating_mul(10).clamp(1000, 20_000);
     let (at, id) = from.unzip();
-    let params: Params<'_> =
-        &[(&limit, Type::INT8), (&look, Type::INT8), (&at, Type::TIMESTAMPTZ), (&id, Type::UUID)];
+    let params: Params<'_> = &[&limit, &look, &at, &id];
     let rows = pool.write(SWEEP_RECORDS, params).await?;
     let cursor: Cursor = match rows.first() {
         Some(row) => get::<Option<_>>(row, "created_at")?.zip(get::<Option<_>>(row, "id")?),

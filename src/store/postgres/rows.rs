@@ -1,6 +1,6 @@
 //! Rows as values, and values as rows. A row that cannot be read fails only what asked for it.
 
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::StatusCode;
@@ -24,21 +24,39 @@ pub(super) fn unreadable(what: impl Into<Cause>) -> Error {
     Error::Unreadable(what.into())
 }
 
+/// A column with one of the values that `parse` knows.
+pub(super) fn parsed<T>(
+    row: &Row,
+    column: &str,
+    parse: impl FnOnce(&str) -> Option<T>,
+) -> Result<T, Error> {
+    let text: &str = get(row, column)?;
+    parse(text).ok_or_else(|| unreadable(format!("{column} has no such value: {text}")))
+}
+
+/// The one row that a statement always returns.
+pub(super) fn only(rows: &[Row]) -> Result<&Row, Error> {
+    rows.first().ok_or_else(|| unreadable("the statement returned no row"))
+}
+
 /// The first row's number of changed rows, as our changing statements return it.
 pub(super) fn count(rows: &[Row]) -> Result<u64, Error> {
-    let row = rows.first().ok_or_else(|| unreadable("the statement returned no row"))?;
-    let count: i64 = get(row, "count")?;
-    Ok(u64::try_from(count).unwrap_or(0))
+    number(only(rows)?)
+}
+
+/// What a row counts.
+pub(super) fn number(row: &Row) -> Result<u64, Error> {
+    get::<i64>(row, "count").map(|count| u64::try_from(count).unwrap_or(0))
+}
+
+/// Bytes, where they are kept.
+pub(super) fn bytes(row: &Row, column: &str) -> Result<Option<Bytes>, Error> {
+    Ok(get::<Option<&[u8]>>(row, column)?.map(Bytes::copy_from_slice))
 }
 
 /// A number that the column's type allows to be negative and that never is.
 pub(super) fn unsigned(number: i32) -> u32 {
     u32::try_from(number).unwrap_or(0)
-}
-
-/// Attempts as stored. Nobody gets beyond two thousand million.
-pub(super) fn attempt(attempt: Attempt) -> i32 {
-    i32::try_from(attempt.number()).unwrap_or(i32::MAX)
 }
 
 /// Seconds of the database as a duration; what lies in the past is zero.
@@ -76,8 +94,7 @@ pub(super) fn caller(row: &Row) -> Result<Option<Caller>, Error> {
 }
 
 pub(super) fn status(row: &Row) -> Result<Status, Error> {
-    let text: &str = get(row, "status")?;
-    Status::parse(text).ok_or_else(|| unreadable(format!("no such status: {text}")))
+    parsed(row, "status", Status::parse)
 }
 
 pub(super) fn scope(row: &Row, key: &str) -> Result<Scope, Error> {
@@ -93,13 +110,11 @@ fn answer(row: &Row) -> Result<Option<Answer>, Error> {
     let status = u16::try_from(status).ok().and_then(|status| StatusCode::from_u16(status).ok());
     let headers: Option<&[u8]> = get(row, "response_headers")?;
     let (headers, spelling) = decode_headers(headers.unwrap_or_default()).map_err(unreadable)?;
-    let body: Option<&[u8]> = get(row, "response_body")?;
     Ok(Some(Answer {
         status: status.ok_or_else(|| unreadable("response_status is not a status"))?,
         headers,
         spelling,
-        body: body
-            .map_or(KeptBody::NotRetained, |body| KeptBody::Whole(Bytes::copy_from_slice(body))),
+        body: bytes(row, "response_body")?.map_or(KeptBody::NotRetained, KeptBody::Whole),
     }))
 }
 
@@ -142,7 +157,7 @@ pub(super) fn record_row(row: &Row) -> Result<RecordRow, Error> {
         owner: OwnerId::from(get::<Uuid>(row, "owner")?),
         owner_lives: get(row, "owner_lives")?,
         caller: get(row, "caller")?,
-        context: get::<Option<&[u8]>>(row, "request_context")?.map(Bytes::copy_from_slice),
+        context: bytes(row, "request_context")?,
         created_at: get(row, "created_at")?,
         completed_at: get(row, "completed_at")?,
         expires_at: get(row, "expires_at")?,
@@ -151,7 +166,6 @@ pub(super) fn record_row(row: &Row) -> Result<RecordRow, Error> {
 }
 
 pub(super) fn event_row(row: &Row) -> Result<EventRow, Error> {
-    let status: &str = get(row, "status")?;
     Ok(EventRow {
         id: get(row, "id")?,
         event_key: get(row, "event_key")?,
@@ -161,10 +175,9 @@ pub(super) fn event_row(row: &Row) -> Result<EventRow, Error> {
         sink: get(row, "sink")?,
         ordering_key: get(row, "ordering_key")?,
         payload: Bytes::copy_from_slice(get(row, "payload")?),
-        status: EventStatus::parse(status)
-            .ok_or_else(|| unreadable(format!("no such status: {status}")))?,
+        status: parsed(row, "status", EventStatus::parse)?,
         attempts: unsigned(get(row, "attempts")?),
-        next_attempt_at: get::<Option<SystemTime>>(row, "next_attempt_at")?,
+        next_attempt_at: get(row, "next_attempt_at")?,
         last_error: get(row, "last_error")?,
         created_at: get(row, "created_at")?,
         age: duration(get(row, "age")?),

@@ -3,11 +3,9 @@
 
 use std::time::Duration;
 
-use tokio_postgres::Row;
-use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::connection::Params;
+use super::param::Params;
 use super::pool::Pool;
 use super::rows::{self, duration, get, record_columns, seconds};
 use crate::record::{RecordId, Status};
@@ -71,14 +69,14 @@ pub(super) async fn list_records(
     let (after, after_id) = filter.after.unzip();
     let limit = i64::from(filter.limit);
     let params: Params<'_> = &[
-        (&filter.tenant, Type::TEXT),
-        (&filter.operation, Type::TEXT),
-        (&filter.key, Type::TEXT),
-        (&status, Type::TEXT),
-        (&since, Type::FLOAT8),
-        (&after, Type::TIMESTAMPTZ),
-        (&after_id, Type::UUID),
-        (&limit, Type::INT8),
+        &filter.tenant,
+        &filter.operation,
+        &filter.key,
+        &status,
+        &since,
+        &after,
+        &after_id,
+        &limit,
     ];
     pool.read(sql, params).await?.iter().map(rows::record_row).collect()
 }
@@ -95,7 +93,7 @@ WHERE r.id = $1"
 );
 
 pub(super) async fn show_record(pool: &Pool, id: RecordId) -> Result<Option<RecordRow>, Error> {
-    let rows = pool.read(SHOW_RECORD, &[(&Uuid::from(id), Type::UUID)]).await?;
+    let rows = pool.read(SHOW_RECORD, &[&id]).await?;
     rows.first().map(rows::record_row).transpose()
 }
 
@@ -117,7 +115,6 @@ WHERE ($1 IS NULL OR id = $1) AND ($2 IS NULL OR record_id = $2)
 ORDER BY created_at DESC, id DESC, sink DESC LIMIT $12";
 
 pub(super) async fn list_events(pool: &Pool, filter: &EventFilter) -> Result<Vec<EventRow>, Error> {
-    let record = filter.record.map(Uuid::from);
     let status = filter.status.map(EventStatus::as_str);
     let since = filter.since.map(seconds);
     let after = filter.after.as_ref();
@@ -125,19 +122,19 @@ pub(super) async fn list_events(pool: &Pool, filter: &EventFilter) -> Result<Vec
         (after.map(|after| after.0), after.map(|after| after.1), after.map(|after| &after.2));
     let limit = i64::from(filter.limit);
     let params: Params<'_> = &[
-        (&filter.id, Type::UUID),
-        (&record, Type::UUID),
-        (&filter.tenant, Type::TEXT),
-        (&filter.operation, Type::TEXT),
-        (&filter.key, Type::TEXT),
-        (&filter.sink, Type::TEXT),
-        (&status, Type::TEXT),
-        (&since, Type::FLOAT8),
-        (&after_at, Type::TIMESTAMPTZ),
-        (&after_id, Type::UUID),
-        (&after_sink, Type::TEXT),
-        (&limit, Type::INT8),
-        (&filter.kind, Type::TEXT),
+        &filter.id,
+        &filter.record,
+        &filter.tenant,
+        &filter.operation,
+        &filter.key,
+        &filter.sink,
+        &status,
+        &since,
+        &after_at,
+        &after_id,
+        &after_sink,
+        &limit,
+        &filter.kind,
     ];
     pool.read(LIST_EVENTS, params).await?.iter().map(rows::event_row).collect()
 }
@@ -153,7 +150,7 @@ WHERE m.record_id = $1
 ORDER BY at, id, event_id";
 
 pub(super) async fn audit_of(pool: &Pool, record: RecordId) -> Result<Vec<AuditRow>, Error> {
-    let rows = pool.read(AUDIT_OF, &[(&Uuid::from(record), Type::UUID)]).await?;
+    let rows = pool.read(AUDIT_OF, &[&record]).await?;
     rows.iter().map(rows::audit_row).collect()
 }
 
@@ -163,7 +160,7 @@ WHERE at >= (SELECT clock_timestamp() - make_interval(secs => $1))
   AND record_id IS NOT NULL AND action IN ('record.release', 'record.complete')";
 
 pub(super) async fn acted_on(pool: &Pool, window: Duration) -> Result<Vec<RecordId>, Error> {
-    let rows = pool.read(ACTED_ON, &[(&seconds(window), Type::FLOAT8)]).await?;
+    let rows = pool.read(ACTED_ON, &[&seconds(window)]).await?;
     rows.iter().map(|row| get::<Uuid>(row, "record_id").map(RecordId::from)).collect()
 }
 
@@ -172,8 +169,7 @@ SELECT database_id FROM oncegate_meta";
 
 pub(super) async fn database_id(pool: &Pool) -> Result<Uuid, Error> {
     let rows = pool.read(DATABASE_ID, &[]).await?;
-    let row = rows.first().ok_or_else(|| rows::unreadable("oncegate_meta has no row"))?;
-    get(row, "database_id")
+    get(rows::only(&rows)?, "database_id")
 }
 
 const PENDING: &str = "-- gauge_pending
@@ -197,18 +193,14 @@ pub(super) async fn gauges(pool: &Pool) -> Result<Gauges, Error> {
     let mut gauges = Gauges::default();
     for row in &pool.read(PENDING, &[]).await? {
         let oldest = duration(get(row, "oldest")?);
-        gauges.pending.push((get(row, "sink")?, number(row)?, oldest));
+        gauges.pending.push((get(row, "sink")?, rows::number(row)?, oldest));
     }
     for row in &pool.read(DEAD, &[]).await? {
-        gauges.dead.push((get(row, "sink")?, number(row)?));
+        gauges.dead.push((get(row, "sink")?, rows::number(row)?));
     }
     for row in &pool.read(BLOCKED, &[]).await? {
-        gauges.blocked.push((get(row, "sink")?, number(row)?));
+        gauges.blocked.push((get(row, "sink")?, rows::number(row)?));
     }
     gauges.unknown_records = rows::count(&pool.read(UNKNOWN, &[]).await?)?;
     Ok(gauges)
-}
-
-fn number(row: &Row) -> Result<u64, Error> {
-    get::<i64>(row, "count").map(|count| u64::try_from(count).unwrap_or(0))
 }

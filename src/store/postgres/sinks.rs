@@ -1,10 +1,8 @@
 //! The states of the sinks, for all replicas: one row each, each change of it a statement that is fenced by its number.
 
 use tokio_postgres::Row;
-use tokio_postgres::types::Type;
-use uuid::Uuid;
 
-use super::connection::Params;
+use super::param::Params;
 use super::pool::Pool;
 use super::queue::clean;
 use super::rows::{self, duration, get, seconds, unsigned};
@@ -27,21 +25,14 @@ FROM s ORDER BY sink";
 
 pub(super) async fn states(pool: &Pool, reclaim: Reclaim) -> Result<Vec<SinkState>, Error> {
     let orphans = reclaim == Reclaim::ExpiredOrOrphaned;
-    pool.read(STATES, &[(&orphans, Type::BOOL)]).await?.iter().map(state).collect()
+    pool.read(STATES, &[&orphans]).await?.iter().map(state).collect()
 }
 
 fn state(row: &Row) -> Result<SinkState, Error> {
-    let reason = match get::<Option<&str>>(row, "pause_reason")? {
+    let pause = match get::<Option<&str>>(row, "pause_reason")? {
         None => None,
-        Some(text) => Some(
-            PauseReason::parse(text)
-                .ok_or_else(|| rows::unreadable(format!("no such reason: {text}")))?,
-        ),
-    };
-    let pause = match reason {
-        None => None,
-        Some(reason) => Some(Pause {
-            reason,
+        Some(_) => Some(Pause {
+            reason: rows::parsed(row, "pause_reason", PauseReason::parse)?,
             probe: probe(row)?,
             failed_probes: unsigned(get(row, "failed_probes")?),
             note: get(row, "note")?,
@@ -114,17 +105,12 @@ pub(super) async fn change(
 ) -> Result<Changed, Error> {
     let (sql, reason, again, count, error) = match change {
         SinkChange::Probe { owner, lease, reclaim } => {
-            let params: Params<'_> = &[
-                (&sink, Type::TEXT),
-                (&no, Type::INT8),
-                (&Uuid::from(*owner), Type::UUID),
-                (&seconds(*lease), Type::FLOAT8),
-                (&(*reclaim == Reclaim::ExpiredOrOrphaned), Type::BOOL),
-            ];
+            let params: Params<'_> =
+                &[&sink, &no, owner, &seconds(*lease), &(*reclaim == Reclaim::ExpiredOrOrphaned)];
             return Ok(changed(&pool.write(PROBE, params).await?));
         }
         SinkChange::Resume => {
-            let params: Params<'_> = &[(&sink, Type::TEXT), (&no, Type::INT8)];
+            let params: Params<'_> = &[&sink, &no];
             return Ok(changed(&pool.write(RESUME, params).await?));
         }
         SinkChange::Pause { trouble, error, failed_probes } => {
@@ -136,14 +122,8 @@ pub(super) async fn change(
         }
         SinkChange::ProbeIdle { again } => (PROBE_ENDED, None, Some(*again), 0, None),
     };
-    let params: Params<'_> = &[
-        (&sink, Type::TEXT),
-        (&no, Type::INT8),
-        (&reason.map(PauseReason::as_str), Type::TEXT),
-        (&again.map(seconds), Type::FLOAT8),
-        (&count, Type::INT4),
-        (&error, Type::TEXT),
-    ];
+    let params: Params<'_> =
+        &[&sink, &no, &reason.map(PauseReason::as_str), &again.map(seconds), &count, &error];
     Ok(changed(&pool.write(sql, params).await?))
 }
 
@@ -196,12 +176,7 @@ pub(super) async fn operate(
         SinkOrder::Pause => OPERATOR_PAUSE,
         SinkOrder::Resume => OPERATOR_RESUME,
     };
-    let params: Params<'_> = &[
-        (&sink, Type::TEXT),
-        (&by.who, Type::TEXT),
-        (&by.why, Type::TEXT),
-        (&order.action(), Type::TEXT),
-    ];
+    let params: Params<'_> = &[&sink, &by.who, &by.why, &order.action()];
     Ok(changed(&pool.write(sql, params).await?))
 }
 
@@ -217,6 +192,6 @@ SELECT coalesce(
     ORDER BY finished_at DESC, event_id DESC LIMIT 1)) AS last_error";
 
 pub(super) async fn last_failure(pool: &Pool, sink: &str) -> Result<Option<String>, Error> {
-    let rows = pool.read(LAST_FAILURE, &[(&sink, Type::TEXT)]).await?;
+    let rows = pool.read(LAST_FAILURE, &[&sink]).await?;
     rows.first().map(|row| get(row, "last_error")).transpose().map(Option::flatten)
 }

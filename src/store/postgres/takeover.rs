@@ -1,12 +1,10 @@
 //! Records that go over to another owner, or on to their next attempt.
 
-use tokio_postgres::types::Type;
-use uuid::Uuid;
-
+use super::param::{Param, fenced};
 use super::pool::Pool;
-use super::records::{Fenced, changed};
+use super::records::changed;
 use super::rows::seconds;
-use crate::record::{Fence, LookupDelay};
+use crate::record::{Fence, Fingerprint, LookupDelay};
 use crate::store::{Changed, Error, LookupTrigger, Proposal, Takeover};
 
 const TAKE_OVER_EXPIRED: &str = "-- take_over_expired
@@ -14,8 +12,8 @@ WITH taken AS (
     UPDATE idempotency_records r
     SET id = $6, attempt = 1, status = 'in_progress', request_hash = $7, raw_hash = $8, recipe = $9,
         owner = $10, caller = $11, request_context = $12,
-        retention = make_interval(secs => $13), created_at = clock_timestamp(), completed_at = NULL, expires_at = NULL, response_status = NULL,
-        response_headers = NULL, response_body = NULL
+        retention = make_interval(secs => $13), created_at = clock_timestamp(), completed_at = NULL,
+        expires_at = NULL, response_status = NULL, response_headers = NULL, response_body = NULL
     WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 AND r.id = $4 AND r.attempt = $5
       AND r.status = 'completed' AND r.expires_at <= clock_timestamp()
       AND EXISTS (SELECT FROM oncegate_owners o
@@ -66,25 +64,14 @@ pub(super) async fn take_over(
             return take_over_lookup(pool, proposal, fence, delay, by).await;
         }
     };
-    let fenced = Fenced::new(&proposal.scope, fence);
-    let id = Uuid::from(proposal.id);
-    let owner = Uuid::from(proposal.owner);
-    let context = proposal.context.as_deref();
-    let retention = seconds(proposal.retention);
-    let hashes = proposal.fingerprint;
-    let (canonical, raw, recipe) =
-        (hashes.canonical.as_slice(), hashes.raw.as_slice(), hashes.recipe.as_slice());
-    let mut params = fenced.params();
+    let Fingerprint { canonical, raw, recipe } = &proposal.fingerprint;
+    let (context, retention) = (proposal.context.as_deref(), seconds(proposal.retention));
+    let (canonical, raw, recipe) = (canonical.as_slice(), raw.as_slice(), recipe.as_slice());
+    let mut params = fenced(&proposal.scope, &fence);
     if matches!(from, Takeover::Expired(_)) {
-        params.push((&id, Type::UUID));
-        params.push((&canonical, Type::BYTEA));
-        params.push((&raw, Type::BYTEA));
-        params.push((&recipe, Type::BYTEA));
+        params.extend([&proposal.id as Param<'_>, &canonical, &raw, &recipe]);
     }
-    params.push((&owner, Type::UUID));
-    params.push((&proposal.caller, Type::TEXT));
-    params.push((&context, Type::BYTEA));
-    params.push((&retention, Type::FLOAT8));
+    params.extend([&proposal.owner as Param<'_>, &proposal.caller, &context, &retention]);
     let taken = changed(pool.change(sql, &params).await?)?;
     if taken == Changed::No && matches!(from, Takeover::Expired(_)) {
         // It may have waited for its own first run, whose end only a new snapshot shows.
@@ -100,15 +87,10 @@ async fn take_over_lookup(
     delay: LookupDelay,
     by: LookupTrigger,
 ) -> Result<Changed, Error> {
-    let fenced = Fenced::new(&proposal.scope, fence);
-    let owner = Uuid::from(proposal.owner);
     let (lost, orphaned) = (seconds(delay.after_loss), seconds(delay.after_lease));
     let at_once = by == LookupTrigger::Retry;
-    let mut params = fenced.params();
-    params.push((&owner, Type::UUID));
-    params.push((&lost, Type::FLOAT8));
-    params.push((&orphaned, Type::FLOAT8));
-    params.push((&at_once, Type::BOOL));
+    let mut params = fenced(&proposal.scope, &fence);
+    params.extend([&proposal.owner as Param<'_>, &lost, &orphaned, &at_once]);
     changed(pool.change(TAKE_OVER_LOOKUP, &params).await?)
 }
 
@@ -135,15 +117,9 @@ pub(super) async fn raise(
     proposal: &Proposal,
     fence: Fence,
 ) -> Result<Changed, Error> {
-    let fenced = Fenced::new(&proposal.scope, fence);
-    let owner = Uuid::from(proposal.owner);
-    let context = proposal.context.as_deref();
-    let retention = seconds(proposal.retention);
-    let mut params = fenced.params();
-    params.push((&owner, Type::UUID));
-    params.push((&proposal.caller, Type::TEXT));
-    params.push((&context, Type::BYTEA));
-    params.push((&retention, Type::FLOAT8));
+    let (context, retention) = (proposal.context.as_deref(), seconds(proposal.retention));
+    let mut params = fenced(&proposal.scope, &fence);
+    params.extend([&proposal.owner as Param<'_>, &proposal.caller, &context, &retention]);
     match changed(pool.change(RAISE, &params).await?)? {
         // It may have waited for its own first run, whose end only a new snapshot shows.
         Changed::No => changed(pool.change(RAISE, &params).await?),

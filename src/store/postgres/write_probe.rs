@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use tokio_postgres::types::Type;
 use uuid::Uuid;
 
-use super::connection::{Connection, Params};
+use super::connection::Connection;
 use super::health::Health;
+use super::param::Params;
 use super::pool::{Pool, Retryable};
 use crate::store::Error;
 use crate::store::batch::RunError;
@@ -106,9 +106,9 @@ impl Retryable for Trial {
         // Random, so that no compression makes it small.
         let content: Vec<u8> = std::iter::repeat_with(|| fastrand::u8(..)).take(SIZE).collect();
         let mut transaction = connection.begin(BEGIN).await?;
-        let params: Params<'_> = &[(&id, Type::UUID), (&content, Type::BYTEA)];
+        let params: Params<'_> = &[&id, &content];
         transaction.run(WRITE, params).await?;
-        transaction.run(REMOVE, &[(&id, Type::UUID)]).await?;
+        transaction.run(REMOVE, &[&id]).await?;
         transaction.commit().await
     }
 }

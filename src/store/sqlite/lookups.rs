@@ -31,11 +31,7 @@ pub(super) fn due(
     let mut all = Vec::new();
     for LookupRule { operation, delay } in rules {
         let (lost, orphaned) = (micros(delay.after_loss), micros(delay.after_lease));
-        all.extend(tx.rows(
-            SQL,
-            params![tx.now, operation.as_str(), lost, orphaned, limit],
-            read,
-        )?);
+        all.extend(tx.rows(SQL, params![tx.now, operation, lost, orphaned, limit], read)?);
     }
     all.sort_by_key(|(next_ask_at, _)| *next_ask_at);
     all.truncate(usize::try_from(limit).unwrap_or(usize::MAX));
@@ -46,7 +42,7 @@ pub(super) fn unresolved(tx: &Tx<'_>, id: RecordId) -> rusqlite::Result<Option<U
     const SQL: &str = "SELECT u.since, u.orphaned, u.asked, u.next_ask_at, r.request_context
         FROM idempotency_records r JOIN oncegate_unknown u ON u.id = r.id
         WHERE r.id = ?1 AND r.status = 'unknown'";
-    tx.first(SQL, [id.to_string()], |row| {
+    tx.first(SQL, [id], |row| {
         let since: i64 = row.get(0)?;
         Ok(Unresolved {
             since: row::time(since),

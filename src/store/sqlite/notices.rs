@@ -79,7 +79,7 @@ pub(super) fn announce(
         NoticeKind::Unknown => BEGIN,
         NoticeKind::Resolved(_) => END,
     };
-    if tx.execute(sql, params![notice.record.to_string(), notice.attempt.number()])? == 0 {
+    if tx.execute(sql, params![notice.record, notice.attempt])? == 0 {
         return Ok(Changed::No);
     }
     if let (Some(scope), Some(event)) = (&notice.scope, event) {

@@ -33,7 +33,7 @@ pub(super) fn audit(tx: &Tx<'_>, by: &Operator, action: &Action) -> rusqlite::Re
         tx.now,
         by.who,
         action.name,
-        action.record.map(|id| id.to_string()),
+        action.record,
         action.event.map(|id| id.to_string()),
         by.why,
         action.detail.to_string(),
@@ -47,15 +47,9 @@ pub(super) fn audit(tx: &Tx<'_>, by: &Operator, action: &Action) -> rusqlite::Re
 pub(super) fn note_late(tx: &Tx<'_>, late: &LateOutcome) -> rusqlite::Result<()> {
     const SQL: &str = "INSERT INTO audit_log (id, at, who, action, record_id, why, detail)
         VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7) ON CONFLICT (id) DO NOTHING";
-    let params = params![
-        late.id().to_string(),
-        tx.now,
-        LateOutcome::WHO,
-        LateOutcome::ACTION,
-        late.fence.id.to_string(),
-        late.summary(),
-        late.detail().to_string(),
-    ];
+    let (id, detail) = (late.id().to_string(), late.detail().to_string());
+    let (who, action, why) = (LateOutcome::WHO, LateOutcome::ACTION, late.summary());
+    let params = params![id, tx.now, who, action, late.fence.id, why, detail];
     tx.execute(SQL, params).map(drop)
 }
 
@@ -73,7 +67,7 @@ fn look(tx: &Tx<'_>, id: RecordId) -> rusqlite::Result<Option<Seen>> {
     const SQL: &str = "SELECT tenant_id, operation, key, status, attempt, owner, created_at,
           EXISTS (SELECT 1 FROM oncegate_owners o WHERE o.owner = r.owner AND o.lease_until > ?2)
         FROM idempotency_records r WHERE id = ?1";
-    tx.first(SQL, params![id.to_string(), tx.now], |row| {
+    tx.first(SQL, params![id, tx.now], |row| {
         Ok(Seen {
             scope: row::scope(row, 0)?,
             status: row::status(row, 3)?,
@@ -115,7 +109,7 @@ pub(super) fn release(
         Ok(seen) => seen,
         Err(objection) => return Ok(Err(objection)),
     };
-    tx.execute(SQL, params![fence.id.to_string(), fence.attempt.number()])?;
+    tx.execute(SQL, params![fence.id, fence.attempt])?;
     audit(tx, by, &action("record.release", fence, &seen))?;
     Ok(Ok(()))
 }
@@ -161,7 +155,7 @@ pub(super) fn audit_of(tx: &Tx<'_>, record: RecordId) -> rusqlite::Result<Vec<Au
           CROSS JOIN audit_log a ON a.id = x.audit_id
         WHERE m.record_id = ?1
         ORDER BY at, id, event_id";
-    tx.rows(SQL, [record.to_string()], |row| {
+    tx.rows(SQL, [record], |row| {
         Ok(AuditRow {
             id: row::uuid(row, 0)?,
             at: row::time(row.get(1)?),

@@ -96,8 +96,7 @@ fn take_turn(
             WHERE d.event_id = t.event_id AND d.sink = t.sink AND d.outcome = 'dead')))";
     let until = tx.now + micros(claim.lease);
     let (orphans, blocks) = (claim.reclaim == Reclaim::ExpiredOrOrphaned, on_dead == OnDead::Block);
-    let owner = claim.owner.to_string();
-    let params = params![claim.sink, key, id, until, owner, tx.now, orphans, blocks];
+    let params = params![claim.sink, key, id, until, claim.owner, tx.now, orphans, blocks];
     tx.execute(TURN, params).map(|rows| rows > 0)
 }
 
@@ -114,7 +113,7 @@ fn mark(tx: &Tx<'_>, claim: &Claim, id: &str) -> rusqlite::Result<Option<Taken>>
         SET lease_until = ?3, claim_no = claim_no + 1, claimed_by = ?4
         WHERE event_id = ?1 AND sink = ?2 RETURNING event_id, claim_no, attempts, refusals";
     let until = tx.now + micros(claim.lease);
-    let params = params![id, claim.sink, until, claim.owner.to_string()];
+    let params = params![id, claim.sink, until, claim.owner];
     Ok(tx.rows(SQL, params, taken)?.into_iter().next())
 }
 

@@ -33,23 +33,12 @@ pub(super) fn write(
           seq, created_at) VALUES (?1, ?2, ?3, ?4, ?5, ?3) ON CONFLICT (event_id, sink) DO NOTHING";
     const UNWANTED: &str = "INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts,
           finished_at) VALUES (?1, '', 'discarded', 0, 0, ?2)";
-    let id = event.id.to_string();
-    let written = tx.execute(
-        MESSAGE,
-        params![
-            id,
-            event.key,
-            event.position,
-            event.kind,
-            scope.tenant.as_str(),
-            scope.operation.as_str(),
-            scope.key.as_str(),
-            record.to_string(),
-            event.ordering_key,
-            event.payload.as_ref(),
-            tx.now,
-        ],
-    )?;
+    let Scope { tenant, operation, key } = scope;
+    let Event { key: name, kind, position, ordering_key: group, payload, .. } = event;
+    let (id, payload) = (event.id.to_string(), payload.as_ref());
+    let params =
+        params![id, name, position, kind, tenant, operation, key, record, group, payload, tx.now];
+    let written = tx.execute(MESSAGE, params)?;
     if written == 0 {
         return Ok(());
     }
@@ -112,7 +101,7 @@ fn take(tx: &Tx<'_>, claim: &Claim, from: i64) -> rusqlite::Result<Vec<Taken>> {
     );
     let until = tx.now + micros(claim.lease);
     let orphans = claim.reclaim == Reclaim::ExpiredOrOrphaned;
-    let owner = claim.owner.to_string();
+    let owner = claim.owner;
     let params =
         params![until, claim.sink, lane(claim.lane), tx.now, claim.limit, owner, orphans, from];
     tx.rows(SQL, params, taken)

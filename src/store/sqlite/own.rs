@@ -4,7 +4,7 @@ use rusqlite::params;
 
 use super::row::{self, micros};
 use super::thread::Tx;
-use crate::record::{Attempt, Fence, OwnerId, RecordId, Scope, Status};
+use crate::record::{Attempt, Fence, Fingerprint, OwnerId, RecordId, Scope, Status};
 use crate::store::{Incarnation, OpenPiece, Proposal, Reinstated, ScanFrom};
 
 /// Whoever restores a copy into the file that is open (`.restore`, the backup API) makes every connection read the schema
@@ -16,9 +16,8 @@ pub(super) fn incarnation(tx: &Tx<'_>) -> rusqlite::Result<Incarnation> {
 
 pub(super) fn statuses(tx: &Tx<'_>, ids: &[RecordId]) -> rusqlite::Result<Vec<(Fence, Status)>> {
     const SQL: &str = "SELECT id, attempt, status FROM idempotency_records WHERE id = ?1";
-    let one = |id: &RecordId| {
-        tx.first(SQL, [id.to_string()], |row| Ok((row::fence(row, 0)?, row::status(row, 2)?)))
-    };
+    let one =
+        |id: &RecordId| tx.first(SQL, [id], |row| Ok((row::fence(row, 0)?, row::status(row, 2)?)));
     ids.iter().filter_map(|id| one(id).transpose()).collect()
 }
 
@@ -40,33 +39,23 @@ pub(super) fn reinstate(
             caller = excluded.caller, request_context = excluded.request_context,
             retention = excluded.retention
         WHERE r.id = excluded.id AND r.attempt < excluded.attempt AND r.status <> 'completed'";
+    let Proposal { id, owner, caller, fingerprint, .. } = proposal;
     let there = |_: &rusqlite::Row<'_>| Ok(());
-    if tx.first(ACTED, [proposal.id.to_string()], there)?.is_some() {
+    if tx.first(ACTED, [id], there)?.is_some() {
         return Ok(Reinstated::ActedOn);
     }
     let Scope { tenant, operation, key } = &proposal.scope;
-    if tx.first(LIVES, params![proposal.owner.to_string(), tx.now], there)?.is_none() {
+    if tx.first(LIVES, params![owner, tx.now], there)?.is_none() {
         let stands = super::records::find(tx, &proposal.scope)?.is_some();
         return Ok(if stands { Reinstated::No } else { Reinstated::LeaseEnded });
     }
-    let back = tx.execute(
-        SQL,
-        params![
-            proposal.id.to_string(),
-            tenant.as_str(),
-            operation.as_str(),
-            key.as_str(),
-            proposal.fingerprint.canonical.as_slice(),
-            proposal.fingerprint.raw.as_slice(),
-            proposal.fingerprint.recipe.as_slice(),
-            at.number(),
-            proposal.owner.to_string(),
-            proposal.caller,
-            proposal.context.as_deref(),
-            tx.now,
-            micros(proposal.retention),
-        ],
-    )?;
+    let Fingerprint { canonical, raw, recipe } = fingerprint;
+    let (context, retention) = (proposal.context.as_deref(), micros(proposal.retention));
+    let params = params![
+        id, tenant, operation, key, canonical, raw, recipe, at, owner, caller, context, tx.now,
+        retention
+    ];
+    let back = tx.execute(SQL, params)?;
     Ok(if back == 1 { Reinstated::Yes } else { Reinstated::No })
 }
 
@@ -82,7 +71,7 @@ pub(super) fn open_of(
     let read = |row: &rusqlite::Row<'_>| Ok((row::scope(row, 0)?, row::fence(row, 3)?));
     Ok(match from {
         ScanFrom::Oldest | ScanFrom::Ago(_) => {
-            let open = tx.rows(SQL, params![owner.to_string(), limit], read)?;
+            let open = tx.rows(SQL, params![owner, limit], read)?;
             OpenPiece { open, last: None }
         }
         ScanFrom::After(..) => OpenPiece::default(),

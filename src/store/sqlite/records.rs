@@ -13,7 +13,7 @@ use super::row::{self, micros, record_columns};
 use super::thread::Tx;
 use crate::fault::{self, Point};
 use crate::record::{
-    Answer, Attempt, Fence, KeptBody, OwnerId, Record, Scope, State, encode_headers,
+    Answer, Attempt, Fence, Fingerprint, KeptBody, OwnerId, Record, Scope, State, encode_headers,
 };
 
 /// How long a lease is kept after its end, so that a process that slept cannot make it anew.
@@ -34,7 +34,7 @@ pub(super) fn heartbeat(
         ON CONFLICT (owner) DO UPDATE SET lease_until = excluded.lease_until
         WHERE oncegate_owners.lease_until > ?3";
     let until = tx.now + micros(lease);
-    let renewed = tx.execute(SQL, params![owner.to_string(), until, tx.now])?;
+    let renewed = tx.execute(SQL, params![owner, until, tx.now])?;
     Ok(if renewed == 1 { Heartbeat::Renewed } else { Heartbeat::Ended })
 }
 
@@ -42,7 +42,7 @@ pub(super) fn retire(tx: &Tx<'_>, owner: OwnerId) -> rusqlite::Result<()> {
     // The row stays, ended: deleted, a heartbeat that is still under way would make it anew.
     const SQL: &str =
         "UPDATE oncegate_owners SET lease_until = min(lease_until, ?2) WHERE owner = ?1";
-    tx.execute(SQL, params![owner.to_string(), tx.now]).map(drop)
+    tx.execute(SQL, params![owner, tx.now]).map(drop)
 }
 
 pub(super) fn sweep_leases(tx: &Tx<'_>) -> rusqlite::Result<u64> {
@@ -59,25 +59,15 @@ pub(super) fn reserve(tx: &Tx<'_>, proposal: &Proposal) -> rusqlite::Result<Rese
         SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, 'in_progress', 1, ?8, ?9, ?10, ?11, ?12
         WHERE EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?8 AND lease_until > ?11)
         ON CONFLICT (tenant_id, operation, key) DO NOTHING";
+    let Proposal { id, owner, caller, fingerprint, .. } = proposal;
     let Scope { tenant, operation, key } = &proposal.scope;
-    let owner = proposal.owner.to_string();
-    let made = tx.execute(
-        SQL,
-        params![
-            proposal.id.to_string(),
-            tenant.as_str(),
-            operation.as_str(),
-            key.as_str(),
-            proposal.fingerprint.canonical.as_slice(),
-            proposal.fingerprint.raw.as_slice(),
-            proposal.fingerprint.recipe.as_slice(),
-            owner,
-            proposal.caller,
-            proposal.context.as_deref(),
-            tx.now,
-            micros(proposal.retention),
-        ],
-    )?;
+    let Fingerprint { canonical, raw, recipe } = fingerprint;
+    let (context, retention) = (proposal.context.as_deref(), micros(proposal.retention));
+    let params = params![
+        id, tenant, operation, key, canonical, raw, recipe, owner, caller, context, tx.now,
+        retention
+    ];
+    let made = tx.execute(SQL, params)?;
     if made == 1 {
         return Ok(Reserved::Held);
     }
@@ -98,7 +88,7 @@ pub(super) fn is_own(found: &Record, proposal: &Proposal) -> bool {
 }
 
 fn lives(tx: &Tx<'_>, owner: OwnerId) -> rusqlite::Result<bool> {
-    let lives = tx.first(LIVES, params![owner.to_string(), tx.now], |row| row.get(0))?;
+    let lives = tx.first(LIVES, params![owner, tx.now], |row| row.get(0))?;
     Ok(lives.unwrap_or(false))
 }
 
@@ -109,7 +99,7 @@ pub(super) fn find(tx: &Tx<'_>, scope: &Scope) -> rusqlite::Result<Option<Record
         " FROM idempotency_records r WHERE tenant_id = ?2 AND operation = ?3 AND key = ?4"
     );
     let Scope { tenant, operation, key } = scope;
-    let params = params![tx.now, tenant.as_str(), operation.as_str(), key.as_str()];
+    let params = params![tx.now, tenant, operation, key];
     tx.first(SQL, params, |row| row::record(row, tx.now))
 }
 
@@ -143,22 +133,13 @@ pub(super) fn complete(
         KeptBody::NotRetained => None,
     };
     let expires_at = tx.now + micros(completion.retention);
-    let done = tx.execute(
-        SQL,
-        params![
-            tx.now,
-            expires_at,
-            status.as_u16(),
-            encode_headers(headers, spelling),
-            body,
-            i64::from(by == Completer::Operator),
-            tenant.as_str(),
-            operation.as_str(),
-            key.as_str(),
-            completion.fence.id.to_string(),
-            completion.fence.attempt.number(),
-        ],
-    )?;
+    let headers = encode_headers(headers, spelling);
+    let (status, raised) = (status.as_u16(), i64::from(by == Completer::Operator));
+    let Fence { id, attempt } = completion.fence;
+    let params = params![
+        tx.now, expires_at, status, headers, body, raised, tenant, operation, key, id, attempt
+    ];
+    let done = tx.execute(SQL, params)?;
     if done == 0 {
         return Ok(Settled::Fenced);
     }
@@ -182,7 +163,7 @@ pub(super) fn release(tx: &Tx<'_>, scope: &Scope, fence: Fence) -> rusqlite::Res
     let released = fenced(tx, LATER, scope, fence)?;
     if released == Changed::Yes {
         // This attempt did not execute: the doubt about those before it goes on.
-        note(tx, &Doubt { fence, since: tx.now, orphaned: false, goes_on: true })?;
+        note_unknown(tx, &Doubt { fence, since: tx.now, orphaned: false, goes_on: true })?;
     }
     Ok(released)
 }
@@ -193,16 +174,15 @@ pub(super) fn mark_unknown(tx: &Tx<'_>, scope: &Scope, fence: Fence) -> rusqlite
           AND status = 'in_progress'";
     let marked = fenced(tx, SQL, scope, fence)?;
     if marked == Changed::Yes {
-        note(tx, &Doubt { fence, since: tx.now, orphaned: false, goes_on: false })?;
+        note_unknown(tx, &Doubt { fence, since: tx.now, orphaned: false, goes_on: false })?;
     }
     Ok(marked)
 }
 
 fn fenced(tx: &Tx<'_>, sql: &str, scope: &Scope, fence: Fence) -> rusqlite::Result<Changed> {
     let Scope { tenant, operation, key } = scope;
-    let (id, attempt) = (fence.id.to_string(), fence.attempt.number());
-    let params = params![tenant.as_str(), operation.as_str(), key.as_str(), id, attempt];
-    tx.execute(sql, params).map(changed)
+    let Fence { id, attempt } = fence;
+    tx.execute(sql, params![tenant, operation, key, id, attempt]).map(changed)
 }
 
 /// A record that became unknown.
@@ -216,7 +196,7 @@ struct Doubt {
 
 /// Notes it. Of the same attempt it was a look-up that brought no result: the doubt's beginning stays, and the next
 /// look-up waits, from 1 s doubling to 5 min.
-fn note(tx: &Tx<'_>, doubt: &Doubt) -> rusqlite::Result<()> {
+fn note_unknown(tx: &Tx<'_>, doubt: &Doubt) -> rusqlite::Result<()> {
     const SQL: &str = "INSERT INTO oncegate_unknown AS u
           (id, noted_at, attempt, since, orphaned, next_ask_at)
         VALUES (?1, ?2, ?3, ?4, ?5, ?4)
@@ -228,8 +208,7 @@ fn note(tx: &Tx<'_>, doubt: &Doubt) -> rusqlite::Result<()> {
             ?2 + min(300000, 1000 << min(u.asked, 9)) * (500 + abs(random() % 501)),
             excluded.next_ask_at)";
     let Doubt { fence, since, orphaned, goes_on } = doubt;
-    let id = fence.id.to_string();
-    let params = params![id, tx.now, fence.attempt.number(), since, orphaned, goes_on];
+    let params = params![fence.id, tx.now, fence.attempt, since, orphaned, goes_on];
     tx.execute(SQL, params).map(drop)
 }
 
@@ -254,14 +233,13 @@ pub(super) fn mark_dead(
     let found: Vec<(Fence, i64)> = match only {
         None => tx.rows(ALL, params![tx.now, limit], read)?,
         Some((Scope { tenant, operation, key }, fence)) => {
-            let (id, attempt) = (fence.id.to_string(), fence.attempt.number());
-            let (tenant, operation, key) = (tenant.as_str(), operation.as_str(), key.as_str());
+            let Fence { id, attempt } = fence;
             tx.rows(ONE, params![tx.now, tenant, operation, key, id, attempt], read)?
         }
     };
     for (fence, since) in &found {
-        tx.execute(MARK, params![fence.id.to_string(), fence.attempt.number()])?;
-        note(tx, &Doubt { fence: *fence, since: *since, orphaned: true, goes_on: false })?;
+        tx.execute(MARK, params![fence.id, fence.attempt])?;
+        note_unknown(tx, &Doubt { fence: *fence, since: *since, orphaned: true, goes_on: false })?;
     }
     Ok(found.len() as u64)
 }

@@ -6,14 +6,35 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 use http::StatusCode;
-use rusqlite::Row;
-use rusqlite::types::Type;
+use rusqlite::types::{ToSqlOutput, Type};
+use rusqlite::{Row, ToSql};
 use uuid::Uuid;
 
 use crate::record::{
-    Answer, Attempt, Caller, Completed, Fence, Fingerprint, KeptBody, Operation, OwnerId, Record,
-    RecordId, Scope, State, Status, Tenant, decode_headers,
+    Answer, Attempt, Caller, Completed, Fence, Fingerprint, KeptBody, Key, Operation, OwnerId,
+    Record, RecordId, Scope, State, Status, Tenant, decode_headers,
 };
+
+/// Types of ours, as they are stored.
+macro_rules! stored {
+    ($($of:ty: $value:expr;)*) => {
+        $(impl ToSql for $of {
+            fn to_sql(&self) -> rusqlite::Result<ToSqlOutput<'_>> {
+                let value = $value;
+                Ok(value(self).into())
+            }
+        })*
+    };
+}
+
+stored! {
+    RecordId: ToString::to_string;
+    OwnerId: ToString::to_string;
+    Attempt: |attempt: &Attempt| attempt.number();
+    Tenant: Tenant::as_str;
+    Operation: Operation::as_str;
+    Key: Key::as_str;
+}
 
 /// Longest duration that is stored, some hundred thousand years: sums with a time stay within an INTEGER.
 const MICROS_MAX: i64 = i64::MAX / 4;
@@ -100,7 +121,7 @@ pub(super) fn scope(row: &Row<'_>, column: usize) -> rusqlite::Result<Scope> {
     Ok(Scope {
         tenant: Tenant::stored(row.get_ref(column)?.as_str()?),
         operation: Operation::stored(row.get_ref(column + 1)?.as_str()?),
-        key: crate::record::Key::stored(row.get_ref(column + 2)?.as_str()?),
+        key: Key::stored(row.get_ref(column + 2)?.as_str()?),
     })
 }
 

@@ -86,7 +86,7 @@ pub(super) fn list_records(tx: &Tx<'_>, filter: &RecordFilter) -> rusqlite::Resu
 
 pub(super) fn show_record(tx: &Tx<'_>, id: RecordId) -> rusqlite::Result<Option<RecordRow>> {
     let sql = format!("{} AND id = ?", record_columns("response_body"));
-    tx.first(&sql, params![tx.now, id.to_string()], record_row)
+    tx.first(&sql, params![tx.now, id], record_row)
 }
 
 fn event_row(row: &Row<'_>, now: i64) -> rusqlite::Result<EventRow> {

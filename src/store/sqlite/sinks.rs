@@ -7,6 +7,7 @@ use super::super::{
     Trouble,
 };
 use super::operator::{Action, audit};
+use super::records::changed;
 use super::row::{self, left, micros};
 use super::thread::Tx;
 
@@ -68,7 +69,7 @@ pub(super) fn change(
         SinkChange::Probe { owner, lease, reclaim } => {
             let until = tx.now + micros(*lease);
             let orphans = *reclaim == Reclaim::ExpiredOrOrphaned;
-            let params = params![sink, no, owner.to_string(), until, tx.now, orphans];
+            let params = params![sink, no, owner, until, tx.now, orphans];
             tx.execute(PROBE, params).map(changed)
         }
         SinkChange::ProbeFailed { trouble, error } => {
@@ -80,10 +81,6 @@ pub(super) fn change(
         }
         SinkChange::Resume => tx.execute(RESUME, params![sink, no, tx.now]).map(changed),
     }
-}
-
-fn changed(rows: usize) -> Changed {
-    if rows > 0 { Changed::Yes } else { Changed::No }
 }
 
 fn pause(

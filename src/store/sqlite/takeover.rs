@@ -6,7 +6,7 @@ use super::super::{Changed, LookupTrigger, Proposal, Takeover};
 use super::records::{changed, find, is_own};
 use super::row::micros;
 use super::thread::Tx;
-use crate::record::{Fence, LookupDelay, Record, Scope, State};
+use crate::record::{Fence, Fingerprint, LookupDelay, Record, Scope, State};
 
 pub(super) fn take_over(
     tx: &Tx<'_>,
@@ -28,26 +28,16 @@ fn take_over_expired(tx: &Tx<'_>, proposal: &Proposal, fence: Fence) -> rusqlite
         WHERE tenant_id = ?9 AND operation = ?10 AND key = ?11 AND id = ?12 AND attempt = ?13
           AND status = 'completed' AND expires_at <= ?8
           AND EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?5 AND lease_until > ?8)";
+    let Proposal { id, owner, caller, fingerprint, .. } = proposal;
     let Scope { tenant, operation, key } = &proposal.scope;
-    let taken = tx.execute(
-        SQL,
-        params![
-            proposal.id.to_string(),
-            proposal.fingerprint.canonical.as_slice(),
-            proposal.fingerprint.raw.as_slice(),
-            proposal.fingerprint.recipe.as_slice(),
-            proposal.owner.to_string(),
-            proposal.caller,
-            proposal.context.as_deref(),
-            tx.now,
-            tenant.as_str(),
-            operation.as_str(),
-            key.as_str(),
-            fence.id.to_string(),
-            fence.attempt.number(),
-            micros(proposal.retention),
-        ],
-    )?;
+    let Fingerprint { canonical, raw, recipe } = fingerprint;
+    let Fence { id: old, attempt } = fence;
+    let (context, retention) = (proposal.context.as_deref(), micros(proposal.retention));
+    let params = params![
+        id, canonical, raw, recipe, owner, caller, context, tx.now, tenant, operation, key, old,
+        attempt, retention
+    ];
+    let taken = tx.execute(SQL, params)?;
     if taken == 1 {
         return Ok(Changed::Yes);
     }
@@ -80,22 +70,12 @@ fn take_over_lookup(
             AND (?10 OR u.next_ask_at <= ?7) AND u.since + iif(u.orphaned, ?9, ?8) <= ?7)
           AND EXISTS (SELECT 1 FROM oncegate_owners WHERE owner = ?1 AND lease_until > ?7)";
     let Scope { tenant, operation, key } = &proposal.scope;
-    let taken = tx.execute(
-        SQL,
-        params![
-            proposal.owner.to_string(),
-            tenant.as_str(),
-            operation.as_str(),
-            key.as_str(),
-            fence.id.to_string(),
-            fence.attempt.number(),
-            tx.now,
-            micros(delay.after_loss),
-            micros(delay.after_lease),
-            by == LookupTrigger::Retry,
-        ],
-    )?;
-    Ok(changed(taken))
+    let Fence { id, attempt } = fence;
+    let (lost, orphaned) = (micros(delay.after_loss), micros(delay.after_lease));
+    let (owner, at_once) = (proposal.owner, by == LookupTrigger::Retry);
+    let params =
+        params![owner, tenant, operation, key, id, attempt, tx.now, lost, orphaned, at_once];
+    tx.execute(SQL, params).map(changed)
 }
 
 pub(super) fn raise(tx: &Tx<'_>, proposal: &Proposal, fence: Fence) -> rusqlite::Result<Changed> {
@@ -125,19 +105,10 @@ fn next_attempt(
     fence: Fence,
 ) -> rusqlite::Result<usize> {
     let Scope { tenant, operation, key } = &proposal.scope;
-    tx.execute(
-        sql,
-        params![
-            proposal.owner.to_string(),
-            proposal.caller,
-            proposal.context.as_deref(),
-            tenant.as_str(),
-            operation.as_str(),
-            key.as_str(),
-            fence.id.to_string(),
-            fence.attempt.number(),
-            tx.now,
-            micros(proposal.retention),
-        ],
-    )
+    let Fence { id, attempt } = fence;
+    let (owner, caller) = (proposal.owner, &proposal.caller);
+    let (context, retention) = (proposal.context.as_deref(), micros(proposal.retention));
+    let params =
+        params![owner, caller, context, tenant, operation, key, id, attempt, tx.now, retention];
+    tx.execute(sql, params)
 }
