@@ -10,7 +10,7 @@ use clap::{ArgGroup, Args, Subcommand};
 use serde_json::json;
 use uuid::Uuid;
 
-use super::print::{self, Exit, Failure, Table, block, escape, refuse};
+use super::print::{self, Exit, Failure, Out, Table, block, escape, or_dash, refuse};
 use super::records::{events_table, seconds};
 use crate::admin::action::{self, ActionRefusal, ActionReport};
 use crate::admin::detail;
@@ -113,14 +113,11 @@ pub struct RedeliverArgs {
 }
 
 /// What an operator asks for.
-#[derive(Debug)]
-pub struct ActionRequest<'a> {
-    /// What is done.
-    pub action: EventAction,
-    /// To which events.
-    pub args: &'a SelectArgs,
+struct ActionRequest<'a> {
+    action: EventAction,
+    args: &'a SelectArgs,
     /// Of a redelivery: also to the sinks that took it.
-    pub all_sinks: bool,
+    all_sinks: bool,
 }
 
 impl SelectArgs {
@@ -145,17 +142,17 @@ fn dead(text: &str) -> Result<EventStatus, String> {
 /// Runs the command that was typed; `configured` names the sinks of the configuration.
 ///
 /// # Errors
-/// See the commands.
+/// [`Failure::Usage`] where neither an id nor a status is given, or a sink that is not known; the store's; or where the output
+/// cannot be written.
 pub async fn run(
     command: &Events,
     store: &dyn Store,
     configured: &[String],
-    out: &mut dyn Write,
-    json: bool,
+    out: &mut Out<'_>,
 ) -> Result<Exit, Failure> {
     let request = match command {
-        Events::List(args) => return list(store, configured, args, out, json).await,
-        Events::Show(args) => return show(store, args, out, json).await,
+        Events::List(args) => return list(store, configured, args, out).await,
+        Events::Show(args) => return show(store, args.id, out).await,
         Events::Redeliver(RedeliverArgs { which, all_sinks }) => {
             ActionRequest { action: EventAction::Redeliver, args: which, all_sinks: *all_sinks }
         }
@@ -163,19 +160,14 @@ pub async fn run(
             ActionRequest { action: EventAction::Discard, args, all_sinks: false }
         }
     };
-    act(store, configured, &request, out, json).await
+    act(store, configured, &request, out).await
 }
 
-/// Lists events.
-///
-/// # Errors
-/// [`Failure::Usage`] where there are none of a sink that is not known; the store's; or where the output cannot be written.
-pub async fn list(
+async fn list(
     store: &dyn Store,
     configured: &[String],
     args: &ListArgs,
-    out: &mut dyn Write,
-    json: bool,
+    out: &mut Out<'_>,
 ) -> Result<Exit, Failure> {
     let filter = EventFilter {
         tenant: args.tenant.clone(),
@@ -195,52 +187,36 @@ pub async fn list(
     }
     let more = rows.len() > args.limit as usize;
     let events: Vec<_> = rows.iter().take(args.limit as usize).map(EventView::brief).collect();
-    if json {
-        print::json(out, &json!({ "events": events, "more": more }))?;
-    } else if events.is_empty() {
-        writeln!(out, "No events.")?;
-    } else {
-        events_table(&events).print(out, "")?;
-        if more {
-            writeln!(out, "There are more: raise --limit, or narrow the list.")?;
-        }
+    if out.json {
+        return out.document(&json!({ "events": events, "more": more }));
     }
-    Ok(Exit::Done)
+    if events.is_empty() {
+        return out.line("No events.");
+    }
+    events_table(&events).print_list(out, more)
 }
 
-/// Shows one event.
-///
-/// # Errors
-/// The store's, or where the output cannot be written.
-pub async fn show(
-    store: &dyn Store,
-    args: &ShowArgs,
-    out: &mut dyn Write,
-    json: bool,
-) -> Result<Exit, Failure> {
-    let detail = detail::event_detail(store, args.id).await?;
+async fn show(store: &dyn Store, id: Uuid, out: &mut Out<'_>) -> Result<Exit, Failure> {
+    let detail = detail::event_detail(store, id).await?;
     let Some((detail, first)) =
         detail.as_ref().and_then(|detail| Some((detail, detail.events.first()?)))
     else {
-        return refuse(out, json, "not_found", &format!("There is no event {}.", args.id));
+        return refuse(out, "not_found", &format!("There is no event {id}."));
     };
-    if json {
-        print::json(out, detail)?;
-        return Ok(Exit::Done);
+    if out.json {
+        return out.document(detail);
     }
     writeln!(out, "Event {}", first.id)?;
-    for (name, value) in [
+    print::fields(out, &[
         ("event_key", Some(&first.event_key)),
         ("event_type", Some(&first.event_type)),
         ("tenant_id", Some(&first.tenant_id)),
         ("operation", Some(&first.operation)),
         ("key", Some(&first.idempotency_key)),
         ("record_id", Some(&first.record_id)),
-        ("ordering_key", first.ordering_key.as_ref()),
+        ("ordering_key", first.ordering_key.as_deref()),
         ("created_at", Some(&first.created_at)),
-    ] {
-        writeln!(out, "  {name:<13} {}", escape(value.map_or("-", String::as_str)))?;
-    }
+    ])?;
     writeln!(out, "Message")?;
     match &first.payload {
         Some(text) => block(out, text, "  ")?,
@@ -264,30 +240,25 @@ fn attempts_table(attempts: &[AttemptView]) -> Table<5> {
             &attempt.sink,
             &attempt.attempt.to_string(),
             &seconds(&attempt.at),
-            status.as_deref().unwrap_or("-"),
-            attempt.error.as_deref().unwrap_or("-"),
+            or_dash(status.as_deref()),
+            or_dash(attempt.error.as_deref()),
         ]);
     }
     table
 }
 
 /// Makes events due again, or gives them up.
-///
-/// # Errors
-/// [`Failure::Usage`] where neither an id nor a status is given, or a sink that is not known; the store's; or where the output
-/// cannot be written.
-pub async fn act(
+async fn act(
     store: &dyn Store,
     configured: &[String],
     request: &ActionRequest<'_>,
-    out: &mut dyn Write,
-    json: bool,
+    out: &mut Out<'_>,
 ) -> Result<Exit, Failure> {
     let ActionRequest { args, .. } = request;
     refuse_unknown_sink(store, configured, args.id, args.sink.as_deref()).await?;
     match (args.id, args.status) {
-        (Some(id), None) => act_on_one(store, request, id, out, json).await,
-        (None, Some(_)) => act_on_dead(store, request, out, json).await,
+        (Some(id), None) => act_on_one(store, request, id, out).await,
+        (None, Some(_)) => act_on_dead(store, request, out).await,
         (Some(_), Some(_)) | (None, None) => {
             Err(Failure::Usage("give either an event's id or --status dead".to_owned()))
         }
@@ -314,8 +285,7 @@ async fn act_on_one(
     store: &dyn Store,
     request: &ActionRequest<'_>,
     id: Uuid,
-    out: &mut dyn Write,
-    json: bool,
+    out: &mut Out<'_>,
 ) -> Result<Exit, Failure> {
     let ActionRequest { action, args, all_sinks } = *request;
     let (by, sink) = (print::operator(args.reason.as_deref()), args.sink.as_deref());
@@ -333,15 +303,13 @@ async fn act_on_one(
     let report = ActionReport::of(action, sink, &touched, &rows);
     if touched.count == 0 {
         let ActionRefusal { name, detail } = action::refusal(id, sink, &rows, &report);
-        return print::left_alone(out, json, name, &escape(&detail), report.json());
+        return print::left_alone(out, name, &escape(&detail), report.json());
     }
-    if json {
-        let done = json!({
+    if out.json {
+        return out.document(&json!({
             action::done(action): touched.count, "event": id.to_string(), "sink": sink,
             "sinks": report.json(), "by": by.who, "why": by.why,
-        });
-        print::json(out, &done)?;
-        return Ok(Exit::Done);
+        }));
     }
     writeln!(out, "{}", said(action, touched.count, "event", args))?;
     for line in report.lines() {
@@ -353,31 +321,25 @@ async fn act_on_one(
 async fn act_on_dead(
     store: &dyn Store,
     request: &ActionRequest<'_>,
-    out: &mut dyn Write,
-    json: bool,
+    out: &mut Out<'_>,
 ) -> Result<Exit, Failure> {
     let ActionRequest { action, args, .. } = *request;
     let filter = args.filter();
     if args.dry_run {
         let count = store.count_dead(&filter).await?;
-        if json {
-            print::json(out, &json!({ action::done(action): count, "dry_run": true }))?;
-        } else {
-            writeln!(out, "Nothing is done. {}", said(action, count, "dead event", args))?;
+        if out.json {
+            return out.document(&json!({ action::done(action): count, "dry_run": true }));
         }
-        return Ok(Exit::Done);
+        return out.line(&format!("Nothing is done. {}", said(action, count, "dead event", args)));
     }
     let by = print::operator(args.reason.as_deref());
     let done = action::run(action, store, &Chosen::Dead(filter), &by).await;
     let count = print::changed(done, "events list --status dead")?.count;
-    if json {
-        let done =
-            json!({ action::done(action): count, "sink": args.sink, "by": by.who, "why": by.why });
-        print::json(out, &done)?;
-    } else {
-        writeln!(out, "{}", said(action, count, "dead event", args))?;
+    if out.json {
+        let (by, why) = (by.who, by.why);
+        return out.document(&json!({ action::done(action): count, "sink": args.sink, "by": by, "why": why }));
     }
-    Ok(Exit::Done)
+    out.line(&said(action, count, "dead event", args))
 }
 
 /// Counted by rows: an event towards two sinks is two deliveries.

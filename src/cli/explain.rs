@@ -8,7 +8,7 @@ use std::io::Write;
 use bytes::Bytes;
 use clap::Args;
 
-use super::print::{self, Exit, Failure, block, escape, refuse};
+use super::print::{self, Exit, Failure, Out, block, escape, refuse};
 use super::records::body_of;
 use crate::admin::explain::{
     ExplainError, ExplainQuery, ExplainResponse, RecordComparison, RequestText, answer,
@@ -98,21 +98,19 @@ pub async fn run(
     args: &ExplainArgs,
     by: &dyn Explain,
     store: Option<&dyn Store>,
-    out: &mut dyn Write,
-    json: bool,
+    out: &mut Out<'_>,
 ) -> Result<Exit, Failure> {
     let answer = match answer(by, store, args.asked()?).await {
         Ok(answer) => answer,
         Err(ExplainError::NoRecord(id)) => {
-            return refuse(out, json, "not_found", &format!("There is no record {id}."));
+            return refuse(out, "not_found", &format!("There is no record {id}."));
         }
         Err(ExplainError::Store(error)) => return Err(error.into()),
     };
-    if json {
-        print::json(out, &answer)?;
-    } else {
-        print_answer(out, &answer)?;
+    if out.json {
+        return out.document(&answer);
     }
+    print_answer(out, &answer)?;
     Ok(Exit::Done)
 }
 

@@ -10,6 +10,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::admin::view::{is_unsafe_to_print, time, to_json};
+use crate::record::RecordId;
 use crate::store::{self, Objection, Operator};
 
 /// Longest cell of a table, in characters.
@@ -92,10 +93,36 @@ pub(super) fn id<T: std::str::FromStr>(text: &str) -> Result<T, String> {
     text.parse().map_err(|_| "an id is a UUID, as the lists show it".to_owned())
 }
 
-/// Prints one JSON document.
-pub(super) fn json<T: Serialize>(out: &mut dyn Write, value: &T) -> Result<(), Failure> {
-    writeln!(out, "{}", to_json(value)?)?;
-    Ok(())
+/// Where a command prints, and whether for programs: one JSON document then.
+pub struct Out<'a> {
+    /// Where.
+    pub to: &'a mut dyn Write,
+    /// Whether for programs.
+    pub json: bool,
+}
+
+impl Write for Out<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.to.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.to.flush()
+    }
+}
+
+impl Out<'_> {
+    /// Prints the JSON document of what is done.
+    pub(super) fn document<T: Serialize>(&mut self, value: &T) -> Result<Exit, Failure> {
+        writeln!(self.to, "{}", to_json(value)?)?;
+        Ok(Exit::Done)
+    }
+
+    /// A line for people that says what is done.
+    pub(super) fn line(&mut self, line: &str) -> Result<Exit, Failure> {
+        writeln!(self.to, "{line}")?;
+        Ok(Exit::Done)
+    }
 }
 
 /// What is printed where nothing was done.
@@ -113,44 +140,37 @@ struct Refusal<'a> {
 
 /// Says that nothing was done, and why.
 pub(super) fn refuse(
-    out: &mut dyn Write,
-    as_json: bool,
+    out: &mut Out<'_>,
     name: &'static str,
     detail: &str,
 ) -> Result<Exit, Failure> {
-    left_alone(out, as_json, name, detail, Value::Null)
+    left_alone(out, name, detail, Value::Null)
 }
 
 /// The same of an event, of which `sinks` says how it stands towards each.
 pub(super) fn left_alone(
-    out: &mut dyn Write,
-    as_json: bool,
+    out: &mut Out<'_>,
     name: &'static str,
     detail: &str,
     sinks: Value,
 ) -> Result<Exit, Failure> {
-    refusal(out, as_json, &Refusal { refused: name, detail, owner: None, since: None, sinks })
+    refusal(out, &Refusal { refused: name, detail, owner: None, since: None, sinks })
 }
 
-fn refusal(out: &mut dyn Write, as_json: bool, what: &Refusal<'_>) -> Result<Exit, Failure> {
-    if as_json {
-        json(out, what)?;
-    } else {
-        writeln!(out, "{}", what.detail)?;
-    }
+fn refusal(out: &mut Out<'_>, what: &Refusal<'_>) -> Result<Exit, Failure> {
+    if out.json { out.document(what)? } else { out.line(what.detail)? };
     Ok(Exit::Refused)
 }
 
 /// Says why a record was left as it is.
 pub(super) fn objection(
-    out: &mut dyn Write,
-    as_json: bool,
-    record: &str,
+    out: &mut Out<'_>,
+    record: RecordId,
     why: &Objection,
 ) -> Result<Exit, Failure> {
     match why {
         Objection::NotFound => {
-            refuse(out, as_json, "not_found", &format!("There is no record {record}."))
+            refuse(out, "not_found", &format!("There is no record {record}."))
         }
         Objection::Running { owner, since } => {
             let (owner, since) = (owner.to_string(), time(*since));
@@ -160,21 +180,21 @@ pub(super) fn objection(
             );
             let (owner, since) = (Some(owner), Some(since));
             let (refused, detail, sinks) = ("running", detail.as_str(), Value::Null);
-            refusal(out, as_json, &Refusal { refused, detail, owner, since, sinks })
+            refusal(out, &Refusal { refused, detail, owner, since, sinks })
         }
         Objection::IsCompleted => {
             let detail = format!(
                 "Record {record} is completed: its answer is replayed. Nothing was changed. \
                  To forget it, so that the next request executes again: `oncegate records release {record} --completed`."
             );
-            refuse(out, as_json, "completed", &detail)
+            refuse(out, "completed", &detail)
         }
         Objection::Moved => {
             let detail = format!(
                 "Record {record} changed while you looked at it. Nothing was changed by you: \
                  look again with `oncegate records show {record}`."
             );
-            refuse(out, as_json, "moved", &detail)
+            refuse(out, "moved", &detail)
         }
     }
 }
@@ -192,6 +212,15 @@ impl<const N: usize> Table<N> {
     /// Adds a row. Its cells are escaped and cut here.
     pub(super) fn row(&mut self, cells: [&str; N]) {
         self.rows.push(cells.map(|cell| cut(&escape(cell), CELL_MAX)));
+    }
+
+    /// Prints it as a list, of which there may be more.
+    pub(super) fn print_list(&self, out: &mut Out<'_>, more: bool) -> Result<Exit, Failure> {
+        self.print(out, "")?;
+        if more {
+            return out.line("There are more: raise --limit, or narrow the list.");
+        }
+        Ok(Exit::Done)
     }
 
     /// Prints it, each line after `indent`.
@@ -212,6 +241,18 @@ impl<const N: usize> Table<N> {
         }
         Ok(())
     }
+}
+
+/// A cell, or a value, that there may be.
+pub(super) fn or_dash(text: Option<&str>) -> &str {
+    text.unwrap_or("-")
+}
+
+/// Lines of names and values, for what has many.
+pub(super) fn fields(out: &mut dyn Write, fields: &[(&str, Option<&str>)]) -> io::Result<()> {
+    fields.iter().try_for_each(|(name, value)| {
+        writeln!(out, "  {name:<13} {}", escape(or_dash(*value)))
+    })
 }
 
 /// Text in which nothing can act on a terminal.

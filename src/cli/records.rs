@@ -16,12 +16,12 @@ use http::header::CONTENT_TYPE;
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use serde_json::json;
 
-use super::print::{self, Exit, Failure, Table, block, escape, objection, refuse};
+use super::print::{self, Exit, Failure, Out, Table, block, escape, objection, or_dash, refuse};
 use crate::admin::detail::{self, RecordDetail};
 use crate::admin::query;
 use crate::admin::view::{AuditView, EventView, RecordView, displayed_status, time};
 use crate::record::event::Event;
-use crate::record::{Answer, Fence, KeptBody, RecordId, Spelling, Status};
+use crate::record::{Answer, Fence, KeptBody, RecordId, Scope, Spelling, Status};
 use crate::store::{Completion, Objection, Operator, RecordFilter, RecordRow, Store};
 
 /// Largest body that `complete` takes, in bytes.
@@ -122,32 +122,22 @@ impl<F: Fn(&RecordRow, &Answer) -> (Vec<Event>, Duration) + Sync> Announce for F
 /// Runs the command that was typed.
 ///
 /// # Errors
-/// See the commands.
+/// [`Failure::Usage`] of an answer that is none; the store's; or where the output cannot be written.
 pub async fn run(
     command: &Records,
     store: &dyn Store,
     announce: &dyn Announce,
-    out: &mut dyn Write,
-    json: bool,
+    out: &mut Out<'_>,
 ) -> Result<Exit, Failure> {
     match command {
-        Records::List(args) => list(store, args, out, json).await,
-        Records::Show(args) => show(store, args, out, json).await,
-        Records::Release(args) => release(store, args, out, json).await,
-        Records::Complete(args) => complete(store, args, announce, out, json).await,
+        Records::List(args) => list(store, args, out).await,
+        Records::Show(args) => show(store, args.id, out).await,
+        Records::Release(args) => release(store, args, out).await,
+        Records::Complete(args) => complete(store, args, announce, out).await,
     }
 }
 
-/// Lists records.
-///
-/// # Errors
-/// The store's, or where the output cannot be written.
-pub async fn list(
-    store: &dyn Store,
-    args: &ListArgs,
-    out: &mut dyn Write,
-    json: bool,
-) -> Result<Exit, Failure> {
+async fn list(store: &dyn Store, args: &ListArgs, out: &mut Out<'_>) -> Result<Exit, Failure> {
     let filter = RecordFilter {
         tenant: args.tenant.clone(),
         operation: args.operation.clone(),
@@ -161,14 +151,12 @@ pub async fn list(
     let mut rows = store.list_records(&filter).await?;
     let more = rows.len() > args.limit as usize;
     rows.truncate(args.limit as usize);
-    if json {
+    if out.json {
         let records: Vec<_> = rows.iter().map(RecordView::brief).collect();
-        print::json(out, &json!({ "records": records, "more": more }))?;
-        return Ok(Exit::Done);
+        return out.document(&json!({ "records": records, "more": more }));
     }
     if rows.is_empty() {
-        writeln!(out, "No records.")?;
-        return Ok(Exit::Done);
+        return out.line("No records.");
     }
     let head = ["ID", "STATUS", "ATTEMPT", "TENANT", "OPERATION", "KEY", "CREATED", "ANSWER"];
     let mut table = Table::new(head);
@@ -182,96 +170,67 @@ pub async fn list(
             row.scope.operation.as_str(),
             row.scope.key.as_str(),
             &seconds(&time(row.created_at)),
-            answer.as_deref().unwrap_or("-"),
+            or_dash(answer.as_deref()),
         ]);
     }
-    table.print(out, "")?;
-    if more {
-        writeln!(out, "There are more: raise --limit, or narrow the list.")?;
-    }
-    Ok(Exit::Done)
+    table.print_list(out, more)
 }
 
-/// Shows one record with its events and its audit rows.
-///
-/// # Errors
-/// The store's, or where the output cannot be written.
-pub async fn show(
-    store: &dyn Store,
-    args: &ShowArgs,
-    out: &mut dyn Write,
-    json: bool,
-) -> Result<Exit, Failure> {
-    let Some(detail) = detail::record_detail(store, args.id).await? else {
-        return objection(out, json, &args.id.to_string(), &Objection::NotFound);
+/// One record with its events and its audit rows.
+async fn show(store: &dyn Store, id: RecordId, out: &mut Out<'_>) -> Result<Exit, Failure> {
+    let Some(detail) = detail::record_detail(store, id).await? else {
+        return objection(out, id, &Objection::NotFound);
     };
-    if json {
-        print::json(out, &detail)?;
-    } else {
-        print_detail(out, args.id, &detail)?;
+    if out.json {
+        return out.document(&detail);
     }
+    print_detail(out, id, &detail)?;
     Ok(Exit::Done)
 }
 
 /// Frees a record's key.
-///
-/// # Errors
-/// The store's, or where the output cannot be written.
-pub async fn release(
-    store: &dyn Store,
-    args: &ReleaseArgs,
-    out: &mut dyn Write,
-    json: bool,
-) -> Result<Exit, Failure> {
-    let id = args.id.to_string();
-    let Some(row) = store.show_record(args.id).await? else {
-        return objection(out, json, &id, &Objection::NotFound);
+async fn release(store: &dyn Store, args: &ReleaseArgs, out: &mut Out<'_>) -> Result<Exit, Failure> {
+    let id = args.id;
+    let Some(row) = store.show_record(id).await? else {
+        return objection(out, id, &Objection::NotFound);
     };
     let by = print::operator(args.reason.as_deref());
     let fence = Fence { id: row.id, attempt: row.attempt };
     let released = store.operator_release(fence, args.completed, &by).await;
     if let Err(why) = print::changed(released, &format!("records show {id}"))? {
-        return objection(out, json, &id, &why);
+        return objection(out, id, &why);
     }
-    if json {
+    if out.json {
         let was = RecordView::brief(&row);
-        print::json(out, &json!({ "released": was, "by": by.who, "why": by.why }))?;
-    } else {
-        writeln!(out, "Released record {id}, which was {}.", displayed_status(&row))?;
-        print_scope(out, &row)?;
-        // Replicas learn of it by looking, see the gateway's `operators`.
-        let next = match row.status {
-            Status::Completed => {
-                "In a moment no replica has its answer in memory: then the next request under this key executes."
-            }
-            Status::InProgress | Status::Unknown => "The next request under this key executes.",
-        };
-        writeln!(out, "{next}")?;
+        return out.document(&json!({ "released": was, "by": by.who, "why": by.why }));
     }
-    Ok(Exit::Done)
+    writeln!(out, "Released record {id}, which was {}.", displayed_status(&row))?;
+    print_scope(out, &row)?;
+    // Replicas learn of it by looking, see the gateway's `operators`.
+    out.line(match row.status {
+        Status::Completed => {
+            "In a moment no replica has its answer in memory: then the next request under this key executes."
+        }
+        Status::InProgress | Status::Unknown => "The next request under this key executes.",
+    })
 }
 
 /// Completes a record with an answer that an operator knows.
-///
-/// # Errors
-/// [`Failure::Usage`] where the answer is not one; the store's; or where the output cannot be written.
-pub async fn complete(
+async fn complete(
     store: &dyn Store,
     args: &CompleteArgs,
     announce: &dyn Announce,
-    out: &mut dyn Write,
-    json: bool,
+    out: &mut Out<'_>,
 ) -> Result<Exit, Failure> {
-    let answer = answer_of(args)?;
-    let id = args.id.to_string();
-    let Some(row) = store.show_record(args.id).await? else {
-        return objection(out, json, &id, &Objection::NotFound);
+    let (answer, id) = (answer_of(args)?, args.id);
+    let Some(row) = store.show_record(id).await? else {
+        return objection(out, id, &Objection::NotFound);
     };
     if row.status == Status::Completed {
         let detail = format!(
             "Record {id} is completed already: its answer is replayed, and nothing was changed."
         );
-        return refuse(out, json, "completed", &detail);
+        return refuse(out, "completed", &detail);
     }
     let (events, retention) = announce.events(&row, &answer);
     let completion = Completion {
@@ -284,21 +243,19 @@ pub async fn complete(
     let by = print::operator(args.reason.as_deref());
     let completed = store.operator_complete(&completion, &by).await;
     if let Err(why) = print::changed(completed, &format!("records show {id}"))? {
-        return objection(out, json, &id, &why);
+        return objection(out, id, &why);
     }
-    print_completed(out, json, &row, &completion, &by)?;
-    Ok(Exit::Done)
+    say_completed(out, &row, &completion, &by)
 }
 
-fn print_completed(
-    out: &mut dyn Write,
-    json: bool,
+fn say_completed(
+    out: &mut Out<'_>,
     row: &RecordRow,
     done: &Completion,
     by: &Operator,
-) -> Result<(), Failure> {
+) -> Result<Exit, Failure> {
     let status = done.answer.status.as_u16();
-    if json {
+    if out.json {
         let events: Vec<_> = done
             .events
             .iter()
@@ -309,7 +266,7 @@ fn print_completed(
             "completed": was, "response_status": status, "events": events,
             "retention_seconds": done.retention.as_secs(), "by": by.who, "why": by.why,
         });
-        return print::json(out, &done);
+        return out.document(&done);
     }
     writeln!(out, "Completed record {}, which was {}.", row.id, displayed_status(row))?;
     print_scope(out, row)?;
@@ -324,18 +281,13 @@ fn print_completed(
     if no_type && !matches!(&done.answer.body, KeptBody::Whole(body) if body.is_empty()) {
         writeln!(out, "Note: the answer has a body, but no Content-Type header.")?;
     }
-    Ok(())
+    Ok(Exit::Done)
 }
 
 fn print_scope(out: &mut dyn Write, row: &RecordRow) -> std::io::Result<()> {
-    for (name, value) in [
-        ("tenant", row.scope.tenant.as_str()),
-        ("operation", row.scope.operation.as_str()),
-        ("key", row.scope.key.as_str()),
-    ] {
-        writeln!(out, "  {name:<13} {}", escape(value))?;
-    }
-    Ok(())
+    let Scope { tenant, operation, key } = &row.scope;
+    let (tenant, operation, key) = (tenant.as_str(), operation.as_str(), key.as_str());
+    print::fields(out, &[("tenant", Some(tenant)), ("operation", Some(operation)), ("key", Some(key))])
 }
 
 /// The answer that the arguments describe.
@@ -441,7 +393,7 @@ fn print_record(out: &mut dyn Write, record: &RecordView) -> std::io::Result<()>
     let lives = if record.owner_lives { "lives" } else { "gone" };
     let owner = format!("{} ({lives})", record.owner);
     let attempt = record.attempt.to_string();
-    let fields = [
+    print::fields(out, &[
         ("status", Some(record.status)),
         ("attempt", Some(attempt.as_str())),
         ("tenant_id", Some(record.tenant_id.as_str())),
@@ -453,10 +405,7 @@ fn print_record(out: &mut dyn Write, record: &RecordView) -> std::io::Result<()>
         ("created_at", Some(record.created_at.as_str())),
         ("completed_at", record.completed_at.as_deref()),
         ("expires_at", record.expires_at.as_deref()),
-    ];
-    for (name, value) in fields {
-        writeln!(out, "  {name:<13} {}", escape(value.unwrap_or("-")))?;
-    }
+    ])?;
     let Some(status) = record.response_status else { return Ok(()) };
     writeln!(out, "Answer {status}")?;
     let Some(whole) = &record.whole else { return Ok(()) };
@@ -520,8 +469,8 @@ pub(super) fn events_table(events: &[EventView]) -> Table<9> {
             &event.attempts.to_string(),
             &age(event.age_seconds),
             &seconds(&event.created_at),
-            sent.as_deref().unwrap_or("-"),
-            event.last_error.as_deref().unwrap_or("-"),
+            or_dash(sent.as_deref()),
+            or_dash(event.last_error.as_deref()),
         ]);
     }
     table
@@ -544,8 +493,7 @@ fn print_audit(out: &mut dyn Write, audit: &[AuditView]) -> std::io::Result<()> 
     writeln!(out, "Done by hand, or come too late")?;
     let mut table = Table::new(["AT", "WHO", "ACTION", "WHY"]);
     for row in audit {
-        let why = row.why.as_deref().unwrap_or("-");
-        table.row([&seconds(&row.at), &row.who, &row.action, why]);
+        table.row([&seconds(&row.at), &row.who, &row.action, or_dash(row.why.as_deref())]);
     }
     table.print(out, "  ")
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 use serde_json::json;
 
-use super::print::{self, Exit, Failure, Table, escape, refuse};
+use super::print::{self, Exit, Failure, Out, Table, escape, or_dash, refuse};
 use crate::admin::sinks::{self, NoChange, SinkView};
 use crate::store::{SinkOrder, Store};
 
@@ -42,30 +42,26 @@ pub async fn run(
     command: &Sinks,
     store: &dyn Store,
     configured: &[String],
-    out: &mut dyn Write,
-    json: bool,
+    out: &mut Out<'_>,
 ) -> Result<Exit, Failure> {
     match command {
-        Sinks::List => list(store, configured, out, json).await,
-        Sinks::Pause(args) => operate(store, configured, SinkOrder::Pause, args, out, json).await,
-        Sinks::Resume(args) => operate(store, configured, SinkOrder::Resume, args, out, json).await,
+        Sinks::List => list(store, configured, out).await,
+        Sinks::Pause(args) => operate(store, configured, SinkOrder::Pause, args, out).await,
+        Sinks::Resume(args) => operate(store, configured, SinkOrder::Resume, args, out).await,
     }
 }
 
 async fn list(
     store: &dyn Store,
     configured: &[String],
-    out: &mut dyn Write,
-    json: bool,
+    out: &mut Out<'_>,
 ) -> Result<Exit, Failure> {
     let page = sinks::list(store, configured).await?;
-    if json {
-        print::json(out, &page)?;
-        return Ok(Exit::Done);
+    if out.json {
+        return out.document(&page);
     }
     if page.sinks.is_empty() {
-        writeln!(out, "No sinks.")?;
-        return Ok(Exit::Done);
+        return out.line("No sinks.");
     }
     let mut table = Table::new([
         "SINK",
@@ -84,13 +80,13 @@ async fn list(
         table.row([
             &sink.name,
             &state(sink),
-            sink.since.as_deref().unwrap_or("-"),
+            or_dash(sink.since.as_deref()),
             &probe(sink),
             &pending,
             &oldest,
             &dead,
-            sink.note.as_deref().unwrap_or("-"),
-            sink.last_error.as_deref().unwrap_or("-"),
+            or_dash(sink.note.as_deref()),
+            or_dash(sink.last_error.as_deref()),
         ]);
     }
     table.print(out, "")?;
@@ -137,8 +133,7 @@ async fn operate(
     configured: &[String],
     order: SinkOrder,
     args: &OrderArgs,
-    out: &mut dyn Write,
-    json: bool,
+    out: &mut Out<'_>,
 ) -> Result<Exit, Failure> {
     let by = print::operator(args.reason.as_deref());
     let name = escape(&args.name);
@@ -148,40 +143,30 @@ async fn operate(
     let done = sinks::operate(store, configured, &args.name, order, &by).await;
     match print::changed(done, "sinks list")? {
         Some(NoChange::NotFound) => {
-            refuse(out, json, "not_found", &format!("There is no sink {name}."))
+            refuse(out, "not_found", &format!("There is no sink {name}."))
         }
         Some(NoChange::Already) => {
             let how = match order {
                 SinkOrder::Pause => "paused by an operator already",
                 SinkOrder::Resume => "not paused",
             };
-            refuse(out, json, "already", &format!("The sink {name} is {how}: nothing was changed."))
+            refuse(out, "already", &format!("The sink {name} is {how}: nothing was changed."))
         }
-        None if json => {
+        None if out.json => {
             let paused = order == SinkOrder::Pause;
-            let done = json!({ "sink": args.name, "paused": paused, "by": by.who, "why": by.why });
-            print::json(out, &done)?;
-            Ok(Exit::Done)
+            let (by, why) = (by.who, by.why);
+            out.document(&json!({ "sink": args.name, "paused": paused, "by": by, "why": why }))
         }
-        None => {
-            match order {
-                SinkOrder::Pause => {
-                    writeln!(
-                        out,
-                        "The sink {name} is paused: its events wait until `oncegate sinks resume {name}`."
-                    )?;
-                }
-                SinkOrder::Resume if !configured.contains(&args.name) => {
-                    writeln!(
-                        out,
-                        "The sink {name} is resumed. It is not configured: its events wait until it is."
-                    )?;
-                }
-                SinkOrder::Resume => {
-                    writeln!(out, "The sink {name} is resumed: its events are delivered again.")?;
-                }
+        None => out.line(&match order {
+            SinkOrder::Pause => format!(
+                "The sink {name} is paused: its events wait until `oncegate sinks resume {name}`."
+            ),
+            SinkOrder::Resume if !configured.contains(&args.name) => format!(
+                "The sink {name} is resumed. It is not configured: its events wait until it is."
+            ),
+            SinkOrder::Resume => {
+                format!("The sink {name} is resumed: its events are delivered again.")
             }
-            Ok(Exit::Done)
-        }
+        }),
     }
 }

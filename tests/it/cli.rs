@@ -5,7 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use clap::Parser;
 use oncegate::cli::events::{self, Events};
-use oncegate::cli::print::{Exit, Failure};
+use oncegate::cli::print::{Exit, Failure, Out};
 use oncegate::cli::records::{self, Records};
 use oncegate::cli::sinks::{self, Sinks};
 use oncegate::record::event::Event;
@@ -47,21 +47,14 @@ fn announce(row: &RecordRow, answer: &Answer) -> (Vec<Event>, Duration) {
 }
 
 async fn attempt(shelf: &Shelf, line: &[&str], json: bool) -> Result<(Exit, String), Failure> {
-    let mut out = Vec::new();
+    let (mut text, configured) = (Vec::new(), ["main", "other"].map(str::to_owned));
+    let out = &mut Out { to: &mut text, json };
     let exit = match parse(line).unwrap() {
-        Command::Records(command) => {
-            records::run(&command, shelf, &announce, &mut out, json).await?
-        }
-        Command::Events(command) => {
-            let configured = ["main", "other"].map(str::to_owned);
-            events::run(&command, shelf, &configured, &mut out, json).await?
-        }
-        Command::Sinks(command) => {
-            let configured = ["main", "other"].map(str::to_owned);
-            sinks::run(&command, shelf, &configured, &mut out, json).await?
-        }
+        Command::Records(command) => records::run(&command, shelf, &announce, out).await?,
+        Command::Events(command) => events::run(&command, shelf, &configured, out).await?,
+        Command::Sinks(command) => sinks::run(&command, shelf, &configured, out).await?,
     };
-    Ok((exit, String::from_utf8(out).unwrap()))
+    Ok((exit, String::from_utf8(text).unwrap()))
 }
 
 async fn run(shelf: &Shelf, line: &[&str]) -> (Exit, String) {
@@ -489,11 +482,12 @@ async fn the_list_of_sinks_says_when_each_is_probed_and_hides_no_error_behind_a_
     shelf.gauges.lock().unwrap().pending =
         vec![("e".into(), 2, Duration::from_secs(60)), ("f".into(), 1, Duration::from_secs(1))];
     let list = async |json| {
-        let mut out = Vec::new();
+        let mut text = Vec::new();
         let configured = ["main", "a", "b", "c", "d"].map(str::to_owned);
-        let exit = sinks::run(&Sinks::List, &shelf, &configured, &mut out, json).await.unwrap();
+        let out = &mut Out { to: &mut text, json };
+        let exit = sinks::run(&Sinks::List, &shelf, &configured, out).await.unwrap();
         assert_eq!(exit, Exit::Done);
-        String::from_utf8(out).unwrap()
+        String::from_utf8(text).unwrap()
     };
     let since = "1970-01-01T00:00:00.000000Z";
     let wanted = format!(
