@@ -9,6 +9,7 @@ pub mod records;
 pub mod relay;
 pub mod serve;
 pub mod sinks;
+pub mod start;
 
 use std::ffi::OsStr;
 use std::io::Write;
@@ -22,8 +23,8 @@ use clap::{Args, Parser, Subcommand};
 use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-use self::print::{Exit, Failure};
-use self::serve::StartError;
+use self::print::{Exit, Failure, Out};
+use self::start::StartError;
 use crate::clock;
 use crate::config::{self, Config};
 use crate::demo;
@@ -33,7 +34,7 @@ use crate::gateway::tokens::Tokens;
 use crate::record::Answer;
 use crate::record::event::{Event, Origin};
 use crate::scope::{DigestKey, Source};
-use crate::store::{RecordRow, sqlite};
+use crate::store::{RecordRow, Store, sqlite};
 use crate::tasks;
 use crate::telemetry::{causes, log};
 
@@ -217,30 +218,20 @@ async fn run(command: Command) -> ExitCode {
         Command::Explain(args) => explain_request(&args).await,
         Command::Migrate(args) => migrate(&args).await,
         Command::Records(args) => {
-            with_config(&args.config, async |config| {
-                let store = serve::open(&config.store, false).await.map_err(opened)?;
-                let announce = announce(&config);
-                let (mut out, json) = (std::io::stdout().lock(), args.config.json);
-                let result = records::run(&args.command, &*store, &announce, &mut out, json).await;
-                result.map_err(failed)
+            with_store(&args.config, async |config, store, out| {
+                records::run(&args.command, store, &announce(config), out).await
             })
             .await
         }
         Command::Events(args) => {
-            with_config(&args.config, async |config| {
-                let store = serve::open(&config.store, false).await.map_err(opened)?;
-                let names = names_of(&config);
-                let (mut out, json) = (std::io::stdout().lock(), args.config.json);
-                events::run(&args.command, &*store, &names, &mut out, json).await.map_err(failed)
+            with_store(&args.config, async |config, store, out| {
+                events::run(&args.command, store, &names_of(config), out).await
             })
             .await
         }
         Command::Sinks(args) => {
-            with_config(&args.config, async |config| {
-                let store = serve::open(&config.store, false).await.map_err(opened)?;
-                let names = names_of(&config);
-                let (mut out, json) = (std::io::stdout().lock(), args.config.json);
-                sinks::run(&args.command, &*store, &names, &mut out, json).await.map_err(failed)
+            with_store(&args.config, async |config, store, out| {
+                sinks::run(&args.command, store, &names_of(config), out).await
             })
             .await
         }
@@ -269,6 +260,19 @@ async fn with_config(
         Ok(exit) => ExitCode::from(exit.code()),
         Err((code, message)) => fail(code, &message),
     }
+}
+
+/// A command that works on the store.
+async fn with_store(
+    args: &ConfigArgs,
+    command: impl AsyncFnOnce(&Config, &dyn Store, &mut Out<'_>) -> Result<Exit, Failure>,
+) -> ExitCode {
+    with_config(args, async |config| {
+        let store = start::open(&config.store, false).await.map_err(opened)?;
+        let mut out = Out { to: &mut std::io::stdout().lock(), json: args.json };
+        command(&config, &*store, &mut out).await.map_err(failed)
+    })
+    .await
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "the shape of map_err")]
@@ -454,22 +458,21 @@ async fn explain_request(args: &ExplainCommand) -> ExitCode {
         }
         let digest = digest.unwrap_or_else(|| DigestKey::from_bytes(&[]));
         let store = match args.request.record {
-            Some(_) => Some(serve::open(&config.store, false).await.map_err(opened)?),
+            Some(_) => Some(start::open(&config.store, false).await.map_err(opened)?),
             None => None,
         };
         let tokens = config.jwt.map(Tokens::new).transpose();
         let tokens = tokens.map_err(|why| (1, why))?.map(Arc::new);
         let by = Explainer::new(&config.gateway, config.routes, digest, tokens);
-        let (mut out, json) = (std::io::stdout().lock(), args.config.json);
-        let result = explain::run(&args.request, &by, store.as_deref(), &mut out, json).await;
-        result.map_err(failed)
+        let mut out = Out { to: &mut std::io::stdout().lock(), json: args.config.json };
+        explain::run(&args.request, &by, store.as_deref(), &mut out).await.map_err(failed)
     })
     .await
 }
 
 async fn migrate(args: &ConfigArgs) -> ExitCode {
     with_config(args, async |config| {
-        serve::open(&config.store, true).await.map_err(opened)?;
+        start::open(&config.store, true).await.map_err(opened)?;
         say(if args.json { r#"{"migrated":true}"# } else { "the store's schema is up to date" });
         Ok(Exit::Done)
     })

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use self::api::{Consumer, Orders};
 use self::cases::{Played, Stage};
 use crate::cli::serve::{self, Running};
+use crate::cli::start;
 use crate::config::Config;
 use crate::telemetry::log;
 
@@ -26,7 +27,7 @@ enum Problem {
     #[error("{0}")]
     Config(String),
     #[error("{0}")]
-    Start(#[from] serve::StartError),
+    Start(#[from] start::StartError),
     #[error("{0}")]
     Open(#[from] crate::store::OpenError),
     #[error("the case could not be played: {0}")]
@@ -54,7 +55,7 @@ async fn play(folder: &Path, exit: bool) -> Result<bool, Problem> {
     let orders = Arc::new(Orders::start().await?);
     let consumer = Arc::new(Consumer::start().await?);
     let (config, store) = configure(folder, &orders, &consumer)?;
-    let look = serve::open(&config.store, true).await?;
+    let look = start::open(&config.store, true).await?;
     let mut running = serve::start(config).await?;
     running.opened().await?;
     let Some(gateway) = running.addr else {

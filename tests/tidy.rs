@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Longest source file, in lines, without its tests.
-const LINES_MAX: usize = 900;
+const LINES_MAX: usize = 600;
 
 struct Source {
     /// `gateway/accept`, for `src/gateway/accept.rs`.
@@ -306,7 +306,6 @@ fn circle<'a>(
 
 /// Files that are in a circle still, by their folder. A circle that is gone is taken off.
 const CIRCLES: &[(&str, &[&str])] = &[
-    ("cli", &["opening", "serve"]),
     ("config/build", &["lookup", "routes"]),
     ("gateway", &["complete", "forward", "intake", "reply", "rights", "tokens"]),
     ("gateway/reply", &["negotiate", "vary"]),

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use super::{ConfigArgs, USAGE, fail, load, names_of, say, serve, sinks};
+use super::{ConfigArgs, USAGE, fail, load, names_of, say, sinks, start};
 use crate::admin::sinks::pending_for_unconfigured;
 use crate::config::{Config, StoreKind, Warning};
 use crate::gateway::spill;
@@ -98,7 +98,7 @@ async fn look(config: &Config) -> StoreCheck {
     }
     let configured = names_of(config);
     let asking = async {
-        let store = serve::open(&settings, false).await.map_err(|error| causes(&error))?;
+        let store = start::open(&settings, false).await.map_err(|error| causes(&error))?;
         pending_for_unconfigured(&*store, &configured).await.map_err(|error| causes(&error))
     };
     match tokio::time::timeout(LOOK_MAX, asking).await {

@@ -207,16 +207,19 @@ async fn show(store: &dyn Store, id: Uuid, out: &mut Out<'_>) -> Result<Exit, Fa
         return out.document(detail);
     }
     writeln!(out, "Event {}", first.id)?;
-    print::fields(out, &[
-        ("event_key", Some(&first.event_key)),
-        ("event_type", Some(&first.event_type)),
-        ("tenant_id", Some(&first.tenant_id)),
-        ("operation", Some(&first.operation)),
-        ("key", Some(&first.idempotency_key)),
-        ("record_id", Some(&first.record_id)),
-        ("ordering_key", first.ordering_key.as_deref()),
-        ("created_at", Some(&first.created_at)),
-    ])?;
+    print::fields(
+        out,
+        &[
+            ("event_key", Some(&first.event_key)),
+            ("event_type", Some(&first.event_type)),
+            ("tenant_id", Some(&first.tenant_id)),
+            ("operation", Some(&first.operation)),
+            ("key", Some(&first.idempotency_key)),
+            ("record_id", Some(&first.record_id)),
+            ("ordering_key", first.ordering_key.as_deref()),
+            ("created_at", Some(&first.created_at)),
+        ],
+    )?;
     writeln!(out, "Message")?;
     match &first.payload {
         Some(text) => block(out, text, "  ")?,
@@ -337,7 +340,9 @@ async fn act_on_dead(
     let count = print::changed(done, "events list --status dead")?.count;
     if out.json {
         let (by, why) = (by.who, by.why);
-        return out.document(&json!({ action::done(action): count, "sink": args.sink, "by": by, "why": why }));
+        return out.document(
+            &json!({ action::done(action): count, "sink": args.sink, "by": by, "why": why }),
+        );
     }
     out.line(&said(action, count, "dead event", args))
 }

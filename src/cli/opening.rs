@@ -13,7 +13,7 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::serve::{StartError, sealed};
+use super::start::{StartError, sealed};
 use crate::backoff::Backoff;
 use crate::config::{self, StoreKind};
 use crate::gateway::spill::{self, Unopened};

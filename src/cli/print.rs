@@ -139,11 +139,7 @@ struct Refusal<'a> {
 }
 
 /// Says that nothing was done, and why.
-pub(super) fn refuse(
-    out: &mut Out<'_>,
-    name: &'static str,
-    detail: &str,
-) -> Result<Exit, Failure> {
+pub(super) fn refuse(out: &mut Out<'_>, name: &'static str, detail: &str) -> Result<Exit, Failure> {
     left_alone(out, name, detail, Value::Null)
 }
 
@@ -158,7 +154,11 @@ pub(super) fn left_alone(
 }
 
 fn refusal(out: &mut Out<'_>, what: &Refusal<'_>) -> Result<Exit, Failure> {
-    if out.json { out.document(what)? } else { out.line(what.detail)? };
+    if out.json {
+        out.document(what)?
+    } else {
+        out.line(what.detail)?
+    };
     Ok(Exit::Refused)
 }
 
@@ -169,9 +169,7 @@ pub(super) fn objection(
     why: &Objection,
 ) -> Result<Exit, Failure> {
     match why {
-        Objection::NotFound => {
-            refuse(out, "not_found", &format!("There is no record {record}."))
-        }
+        Objection::NotFound => refuse(out, "not_found", &format!("There is no record {record}.")),
         Objection::Running { owner, since } => {
             let (owner, since) = (owner.to_string(), time(*since));
             let detail = format!(
@@ -250,9 +248,9 @@ pub(super) fn or_dash(text: Option<&str>) -> &str {
 
 /// Lines of names and values, for what has many.
 pub(super) fn fields(out: &mut dyn Write, fields: &[(&str, Option<&str>)]) -> io::Result<()> {
-    fields.iter().try_for_each(|(name, value)| {
-        writeln!(out, "  {name:<13} {}", escape(or_dash(*value)))
-    })
+    fields
+        .iter()
+        .try_for_each(|(name, value)| writeln!(out, "  {name:<13} {}", escape(or_dash(*value))))
 }
 
 /// Text in which nothing can act on a terminal.

@@ -189,7 +189,11 @@ async fn show(store: &dyn Store, id: RecordId, out: &mut Out<'_>) -> Result<Exit
 }
 
 /// Frees a record's key.
-async fn release(store: &dyn Store, args: &ReleaseArgs, out: &mut Out<'_>) -> Result<Exit, Failure> {
+async fn release(
+    store: &dyn Store,
+    args: &ReleaseArgs,
+    out: &mut Out<'_>,
+) -> Result<Exit, Failure> {
     let id = args.id;
     let Some(row) = store.show_record(id).await? else {
         return objection(out, id, &Objection::NotFound);
@@ -287,7 +291,10 @@ fn say_completed(
 fn print_scope(out: &mut dyn Write, row: &RecordRow) -> std::io::Result<()> {
     let Scope { tenant, operation, key } = &row.scope;
     let (tenant, operation, key) = (tenant.as_str(), operation.as_str(), key.as_str());
-    print::fields(out, &[("tenant", Some(tenant)), ("operation", Some(operation)), ("key", Some(key))])
+    print::fields(
+        out,
+        &[("tenant", Some(tenant)), ("operation", Some(operation)), ("key", Some(key))],
+    )
 }
 
 /// The answer that the arguments describe.
@@ -393,19 +400,22 @@ fn print_record(out: &mut dyn Write, record: &RecordView) -> std::io::Result<()>
     let lives = if record.owner_lives { "lives" } else { "gone" };
     let owner = format!("{} ({lives})", record.owner);
     let attempt = record.attempt.to_string();
-    print::fields(out, &[
-        ("status", Some(record.status)),
-        ("attempt", Some(attempt.as_str())),
-        ("tenant_id", Some(record.tenant_id.as_str())),
-        ("operation", Some(record.operation.as_str())),
-        ("key", Some(record.key.as_str())),
-        ("request_hash", Some(record.request_hash.as_str())),
-        ("caller", record.caller.as_deref()),
-        ("owner", Some(owner.as_str())),
-        ("created_at", Some(record.created_at.as_str())),
-        ("completed_at", record.completed_at.as_deref()),
-        ("expires_at", record.expires_at.as_deref()),
-    ])?;
+    print::fields(
+        out,
+        &[
+            ("status", Some(record.status)),
+            ("attempt", Some(attempt.as_str())),
+            ("tenant_id", Some(record.tenant_id.as_str())),
+            ("operation", Some(record.operation.as_str())),
+            ("key", Some(record.key.as_str())),
+            ("request_hash", Some(record.request_hash.as_str())),
+            ("caller", record.caller.as_deref()),
+            ("owner", Some(owner.as_str())),
+            ("created_at", Some(record.created_at.as_str())),
+            ("completed_at", record.completed_at.as_deref()),
+            ("expires_at", record.expires_at.as_deref()),
+        ],
+    )?;
     let Some(status) = record.response_status else { return Ok(()) };
     writeln!(out, "Answer {status}")?;
     let Some(whole) = &record.whole else { return Ok(()) };

@@ -17,7 +17,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::opening::{self, Opening};
-use super::serve::{self, RelayParts, StartError};
+use super::serve::{self, RelayParts};
+use super::start::StartError;
 use crate::admin::{self, Readiness, Token};
 use crate::config::{Config, StoreKind};
 use crate::lease::{self, Contact};

@@ -142,9 +142,7 @@ async fn operate(
     }
     let done = sinks::operate(store, configured, &args.name, order, &by).await;
     match print::changed(done, "sinks list")? {
-        Some(NoChange::NotFound) => {
-            refuse(out, "not_found", &format!("There is no sink {name}."))
-        }
+        Some(NoChange::NotFound) => refuse(out, "not_found", &format!("There is no sink {name}.")),
         Some(NoChange::Already) => {
             let how = match order {
                 SinkOrder::Pause => "paused by an operator already",

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use http::{Response, StatusCode};
 use http_body_util::Full;
-use oncegate::cli::serve;
+use oncegate::cli::start;
 use oncegate::config::Config;
 use oncegate::gateway::accept::{self, Listener};
 use oncegate::gateway::spill::{Disk, Spill};
@@ -302,7 +302,7 @@ impl Disk for SlowDisk {
 
 /// A gateway in this process, with its outcomes on this disk.
 async fn inside(config: Config, disk: SlowDisk) -> SocketAddr {
-    let store = serve::open(&config.store, true).await.unwrap();
+    let store = start::open(&config.store, true).await.unwrap();
     let metrics = Arc::new(Metrics::default());
     let database = store.database_id().await.unwrap();
     let (spill, file) = Spill::new(1 << 20, Arc::clone(&config.store.keys), Arc::clone(&metrics));
