@@ -26,7 +26,7 @@ use crate::store::Claimed;
 use crate::telemetry::causes;
 
 /// A stream as configured.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Settings {
     /// Where the server is, and which of its databases is meant.
     pub server: Server,
@@ -38,18 +38,6 @@ pub struct Settings {
     pub login: Login,
     /// Certificates, for `rediss://`.
     pub tls: Tls,
-}
-
-impl fmt::Debug for Settings {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("redis::Settings")
-            .field("server", &self.server)
-            .field("stream", &self.stream)
-            .field("length_max", &self.length_max)
-            .field("login", &self.login)
-            .field("tls", &self.tls)
-            .finish()
-    }
 }
 
 /// A server, by its URL.

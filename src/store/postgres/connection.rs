@@ -4,8 +4,8 @@
 //! failure means. What must stay true:
 //!
 //! - Statements are unnamed and one-shot, and a pooler that hands each transaction another server connection does no harm:
-//!   there is no session state. Each is planned anew with its values, but for the two batches that every first request is
-//!   part of: those are functions of the schema, whose plans the server keeps.
+//!   there is no session state. Each is planned anew with its values, but for what the functions of the schema do: batches,
+//!   claims, verdicts, and who is woken. The server keeps their plans.
 //! - A connection serves again only after the answer to its last statement has arrived. A caller that is dropped in
 //!   the middle, a time-out or a failed transaction break it; it is closed then.
 //! - A write whose answer did not arrive is in doubt; a read, or what the server reports as failed, is not. See `sqlstate`.
