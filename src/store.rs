@@ -21,6 +21,7 @@ pub mod layer;
 mod operators;
 mod outbox;
 pub mod postgres;
+mod read;
 mod records;
 mod reduced;
 pub mod sealed;

@@ -18,9 +18,10 @@ use super::connection::{Connection, Transaction};
 use super::order::{self, Ended};
 use super::param::Params;
 use super::pool::{Pool, Retryable};
-use super::rows::{self, get, seconds, unsigned};
+use super::rows::{self, get, seconds};
 use crate::fault::{self, Point};
 use crate::store::batch::RunError;
+use crate::store::read::{self, Columns as _};
 use crate::store::{
     AttemptRow, Chosen, DeadFilter, Error, EventAction, EventStatus, Operator, Touched,
 };
@@ -241,7 +242,7 @@ impl Retryable for One<'_> {
         };
         for sql in statements {
             for row in &transaction.run(sql, params).await? {
-                all.push((get(row, "sink")?, rows::parsed(row, "was", EventStatus::parse)?));
+                all.push((get(row, "sink")?, row.parsed("was", EventStatus::parse)?));
             }
         }
         if self.action == EventAction::Discard && !all.is_empty() {
@@ -464,17 +465,5 @@ ORDER BY sink, claim_no";
 
 pub(super) async fn attempts_of(pool: &Pool, event: Uuid) -> Result<Vec<AttemptRow>, Error> {
     let rows = pool.read(ATTEMPTS_OF, &[&event]).await?;
-    rows.iter().map(attempt).collect()
-}
-
-fn attempt(row: &Row) -> Result<AttemptRow, Error> {
-    let status: Option<i32> = get(row, "status")?;
-    Ok(AttemptRow {
-        sink: get(row, "sink")?,
-        claim_no: get(row, "claim_no")?,
-        attempt: unsigned(get(row, "attempt")?),
-        at: get(row, "at")?,
-        status: status.and_then(|status| u16::try_from(status).ok()),
-        error: get(row, "error")?,
-    })
+    rows.iter().map(read::attempt_row).collect()
 }

@@ -1,11 +1,10 @@
 //! About which unknown records the upstream may be asked, by what `oncegate_unknown` holds of them.
 
-use tokio_postgres::Row;
-
 use super::param::Params;
 use super::pool::Pool;
-use super::rows::{self, duration, get, seconds};
+use super::rows::seconds;
 use crate::record::RecordId;
+use crate::store::read;
 use crate::store::{DueLookup, Error, LookupRule, Unresolved};
 
 // The list is short; LATERAL with OFFSET keeps the planner to one look-up by id for each row of it, whatever it
@@ -33,16 +32,7 @@ pub(super) async fn due(
     let orphaned: Vec<f64> = rules.iter().map(|rule| seconds(rule.delay.after_lease)).collect();
     let limit = i64::from(limit);
     let params: Params<'_> = &[&operations, &lost, &orphaned, &limit];
-    let read = |row: &Row| {
-        Ok(DueLookup {
-            scope: rows::scope(row, "key")?,
-            fence: rows::fence(row)?,
-            fingerprint: rows::fingerprint(row)?,
-            caller: rows::caller(row)?,
-            context: rows::bytes(row, "request_context")?,
-        })
-    };
-    pool.read(DUE_LOOKUPS, params).await?.iter().map(read).collect()
+    pool.read(DUE_LOOKUPS, params).await?.iter().map(read::due_lookup).collect()
 }
 
 const UNRESOLVED: &str = "-- unresolved
@@ -53,15 +43,5 @@ WHERE r.id = $1 AND r.status = 'unknown'";
 
 pub(super) async fn unresolved(pool: &Pool, id: RecordId) -> Result<Option<Unresolved>, Error> {
     let rows = pool.read(UNRESOLVED, &[&id]).await?;
-    let read = |row: &Row| {
-        Ok(Unresolved {
-            since: get(row, "since")?,
-            age: duration(get(row, "age")?),
-            orphaned: get(row, "orphaned")?,
-            asked: rows::unsigned(get(row, "asked")?),
-            next_ask_at: get(row, "next_ask_at")?,
-            context: rows::bytes(row, "request_context")?,
-        })
-    };
-    rows.first().map(read).transpose()
+    rows.first().map(read::unresolved).transpose()
 }

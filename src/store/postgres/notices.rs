@@ -3,16 +3,12 @@
 //! The mark and the event are one statement, and only the statement that sets the mark writes the event: nothing is announced
 //! twice, and nothing is lost between the two.
 
-use std::time::SystemTime;
-
-use tokio_postgres::Row;
-
 use super::param::Params;
 use super::pool::Pool;
-use super::rows::{self, get};
+use super::rows;
 use crate::record::event::Event;
-use crate::record::event::notice::{Notice, NoticeKind, Resolution};
-use crate::record::{Key, Operation, Scope, Tenant};
+use crate::record::event::notice::{Notice, NoticeKind};
+use crate::store::read;
 use crate::store::{Changed, Error, Unannounced};
 
 // The record itself says whose it is; where it is gone, the operator's row does, else what was announced when the doubt began.
@@ -43,32 +39,7 @@ pub(super) async fn unannounced(
     limit: u32,
 ) -> Result<Vec<Notice>, Error> {
     let params: Params<'_> = &[&i64::from(limit), &(which == Unannounced::All)];
-    pool.read(NOTICES, params).await?.iter().map(notice).collect()
-}
-
-fn notice(row: &Row) -> Result<Notice, Error> {
-    let fence = rows::fence(row)?;
-    let text = |column| get::<Option<&str>>(row, column);
-    let scope = match (text("tenant_id")?, text("operation")?, text("key")?) {
-        (Some(tenant), Some(operation), Some(key)) => Some(Scope {
-            tenant: Tenant::stored(tenant),
-            operation: Operation::stored(operation),
-            key: Key::stored(key),
-        }),
-        _ => None,
-    };
-    let kind = if get(row, "announced")? {
-        NoticeKind::Resolved(match (text("action")?, get(row, "stands")?) {
-            (Some("record.complete"), true) => Resolution::CompletedByOperator,
-            (_, true) => Resolution::Completed,
-            (Some(_), false) => Resolution::ReleasedByOperator,
-            (None, false) => Resolution::Released,
-        })
-    } else {
-        NoticeKind::Unknown
-    };
-    let (since, at): (SystemTime, SystemTime) = (get(row, "since")?, get(row, "at")?);
-    Ok(Notice { record: fence.id, scope, attempt: fence.attempt, since, at, kind })
+    pool.read(NOTICES, params).await?.iter().map(read::notice).collect()
 }
 
 /// Ends a statement whose `announced(at)` is the row that was marked: writes the event, of `$3` to `$11`, and counts.

@@ -7,8 +7,9 @@ use uuid::Uuid;
 use super::complete::{Columns, queue_messages, write_messages};
 use super::param::{Param, Params};
 use super::pool::Pool;
-use super::rows::{self, get};
+use super::rows::get;
 use crate::record::{Attempt, Fence, OwnerId, Status};
+use crate::store::read::{self, Columns as _};
 use crate::store::{Acted, Completion, Error, Objection, Operator};
 
 const RELEASE: &str = "-- operator_release
@@ -95,9 +96,8 @@ fn acted(rows: &[Row], fence: Fence, completed: bool) -> Result<Acted, Error> {
     if get(row, "acted")? {
         return Ok(Ok(()));
     }
-    let current: i32 = get(row, "attempt")?;
-    let moved = Attempt::from_number(rows::unsigned(current)) != fence.attempt;
-    Ok(Err(match rows::status(row)? {
+    let moved = Attempt::from_number(row.count("attempt")?) != fence.attempt;
+    Ok(Err(match read::status(row)? {
         Status::Completed if !completed => Objection::IsCompleted,
         Status::InProgress if !moved && get(row, "owner_lives")? => Objection::Running {
             owner: OwnerId::from(get::<Uuid>(row, "owner")?),

@@ -11,6 +11,7 @@ use super::pool::{Pool, Retryable};
 use super::rows::{self, get, seconds};
 use crate::record::{Attempt, Fence, Fingerprint, OwnerId, RecordId, Status};
 use crate::store::batch::RunError;
+use crate::store::read;
 use crate::store::{Error, Incarnation, OpenPiece, Proposal, Reinstated, ScanFrom};
 
 // A crash, a restart, a restored backup and a standby that was promoted all have a postmaster of another start. Everybody
@@ -47,7 +48,7 @@ CROSS JOIN LATERAL (SELECT * FROM idempotency_records r WHERE r.id = asked.id OF
 
 pub(super) async fn statuses(pool: &Pool, ids: &[RecordId]) -> Result<Vec<(Fence, Status)>, Error> {
     let rows = pool.read(STATUSES, &[&ids]).await?;
-    rows.iter().map(|row| Ok((rows::fence(row)?, rows::status(row)?))).collect()
+    rows.iter().map(|row| Ok((read::fence(row)?, read::status(row)?))).collect()
 }
 
 // What an operator did to the record is known by the audit table, which outlives the row.
@@ -135,7 +136,7 @@ pub(super) async fn open_of(
     for row in &pool.read(OPEN_OF, params).await? {
         match get::<Option<SystemTime>>(row, "created_at")? {
             Some(at) => piece.last = Some((at, get(row, "id")?)),
-            None => piece.open.push((rows::scope(row, "key")?, rows::fence(row)?)),
+            None => piece.open.push((read::scope(row, "key")?, read::fence(row)?)),
         }
     }
     Ok(piece)

@@ -7,8 +7,9 @@ use uuid::Uuid;
 
 use super::connection::Transaction;
 use super::param::{Param, Params};
-use super::rows::{duration, get, seconds, unsigned};
+use super::rows::{duration, get, seconds};
 use crate::store::batch::RunError;
+use crate::store::read::Columns as _;
 use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Look, Reclaim};
 
 // The planner may have met the tables when they were empty. All ways seem equally good to it then, and it may take one that
@@ -151,8 +152,8 @@ pub(super) fn claimed(row: &Row) -> Result<Claimed, Error> {
     Ok(Claimed {
         event_id: get(row, "event_id")?,
         claim_no: get(row, "claim_no")?,
-        attempts: unsigned(get(row, "attempts")?),
-        refusals: unsigned(get(row, "refusals")?),
+        attempts: row.count("attempts")?,
+        refusals: row.count("refusals")?,
         age: duration(get(row, "age")?),
         kind: get(row, "event_type")?,
         tenant: get(row, "tenant_id")?,

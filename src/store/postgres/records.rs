@@ -18,6 +18,7 @@ use super::pool::{Dedicated, LockForms, Pool};
 use super::rows::{self, get, record_columns, seconds, unreadable};
 use crate::record::{Attempt, Fence, Record, RecordId, Scope};
 use crate::store::batch::{RunError, Work};
+use crate::store::read;
 use crate::store::{Changed, Error, Proposal, Reserved};
 
 /// The form that waits is a function of the schema, which says why. ON CONFLICT waits for a transaction that changes the row in
@@ -163,7 +164,7 @@ impl Reservations {
         let rows = self.0.run(Effect::Read, READ_LOSERS, params).await.map_err(committed)?;
         let outcome = |row: &Row| {
             let proposal = RecordId::from(get::<Uuid>(row, "proposal")?);
-            Ok((proposal, rows::record(row).map(|record| met(proposal, record))))
+            Ok((proposal, read::record(row).map(|record| met(proposal, record))))
         };
         rows.iter().map(outcome).collect::<Result<_, Error>>().map_err(RunError::from)
     }
@@ -225,7 +226,7 @@ WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3"
 
 pub(super) async fn find(pool: &Pool, scope: &Scope) -> Result<Option<Record>, Error> {
     let params: Params<'_> = &[&scope.tenant, &scope.operation, &scope.key];
-    pool.read(FIND, params).await?.first().map(rows::record).transpose()
+    pool.read(FIND, params).await?.first().map(read::record).transpose()
 }
 
 /// What a change of one record found; `None`: somebody else's transaction held the row.

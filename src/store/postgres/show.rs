@@ -9,6 +9,7 @@ use super::param::Params;
 use super::pool::Pool;
 use super::rows::{self, duration, get, record_columns, seconds};
 use crate::record::{RecordId, Status};
+use crate::store::read;
 use crate::store::{
     AuditRow, Error, EventFilter, EventRow, EventStatus, Gauges, RecordFilter, RecordRow,
 };
@@ -78,7 +79,7 @@ pub(super) async fn list_records(
         &after_id,
         &limit,
     ];
-    pool.read(sql, params).await?.iter().map(rows::record_row).collect()
+    pool.read(sql, params).await?.iter().map(read::record_row).collect()
 }
 
 const SHOW_RECORD: &str = concat!(
@@ -94,7 +95,7 @@ WHERE r.id = $1"
 
 pub(super) async fn show_record(pool: &Pool, id: RecordId) -> Result<Option<RecordRow>, Error> {
     let rows = pool.read(SHOW_RECORD, &[&id]).await?;
-    rows.first().map(rows::record_row).transpose()
+    rows.first().map(read::record_row).transpose()
 }
 
 const LIST_EVENTS: &str = "-- list_events
@@ -136,7 +137,7 @@ pub(super) async fn list_events(pool: &Pool, filter: &EventFilter) -> Result<Vec
         &limit,
         &filter.kind,
     ];
-    pool.read(LIST_EVENTS, params).await?.iter().map(rows::event_row).collect()
+    pool.read(LIST_EVENTS, params).await?.iter().map(read::event_row).collect()
 }
 
 const AUDIT_OF: &str = "-- audit_of
@@ -151,7 +152,7 @@ ORDER BY at, id, event_id";
 
 pub(super) async fn audit_of(pool: &Pool, record: RecordId) -> Result<Vec<AuditRow>, Error> {
     let rows = pool.read(AUDIT_OF, &[&record]).await?;
-    rows.iter().map(rows::audit_row).collect()
+    rows.iter().map(read::audit_row).collect()
 }
 
 const ACTED_ON: &str = "-- acted_on

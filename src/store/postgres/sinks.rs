@@ -5,10 +5,10 @@ use tokio_postgres::Row;
 use super::param::Params;
 use super::pool::Pool;
 use super::queue::clean;
-use super::rows::{self, duration, get, seconds, unsigned};
+use super::rows::{get, seconds};
+use crate::store::read;
 use crate::store::{
-    Changed, Error, NextProbe, Operator, Pause, PauseReason, Reclaim, SinkChange, SinkOrder,
-    SinkState,
+    Changed, Error, Operator, PauseReason, Reclaim, SinkChange, SinkOrder, SinkState,
 };
 
 // A probe of a process whose lease has ended is over, for those who may judge.
@@ -25,34 +25,7 @@ FROM s ORDER BY sink";
 
 pub(super) async fn states(pool: &Pool, reclaim: Reclaim) -> Result<Vec<SinkState>, Error> {
     let orphans = reclaim == Reclaim::ExpiredOrOrphaned;
-    pool.read(STATES, &[&orphans]).await?.iter().map(state).collect()
-}
-
-fn state(row: &Row) -> Result<SinkState, Error> {
-    let pause = match get::<Option<&str>>(row, "pause_reason")? {
-        None => None,
-        Some(_) => Some(Pause {
-            reason: rows::parsed(row, "pause_reason", PauseReason::parse)?,
-            probe: probe(row)?,
-            failed_probes: unsigned(get(row, "failed_probes")?),
-            note: get(row, "note")?,
-        }),
-    };
-    Ok(SinkState {
-        sink: get(row, "sink")?,
-        no: get(row, "pause_no")?,
-        since: get(row, "since")?,
-        pause,
-        last_error: get(row, "last_error")?,
-    })
-}
-
-fn probe(row: &Row) -> Result<NextProbe, Error> {
-    let Some(wait) = get::<Option<f64>>(row, "probe_in")?.map(duration) else {
-        return Ok(NextProbe::Never);
-    };
-    let probing: bool = get(row, "probing")?;
-    Ok(if probing { NextProbe::UnderWay { over_in: wait } } else { NextProbe::In(wait) })
+    pool.read(STATES, &[&orphans]).await?.iter().map(read::sink_state).collect()
 }
 
 // The first row of a sink is made under the number 0 only; every other pause finds it under its number, and open.

@@ -12,9 +12,10 @@ use uuid::Uuid;
 use super::super::{AttemptRow, DeadFilter, EventAction, EventStatus, Operator};
 use super::operator::{self, audit};
 use super::order;
-use super::row::{self, micros};
+use super::row::micros;
 use super::thread::Tx;
 use crate::fault::{self, Point};
+use crate::store::read::{self, Columns};
 
 /// How many dead events one transaction takes.
 const PIECE: usize = 500;
@@ -57,7 +58,7 @@ fn redeliver_one(
         note(tx, EventAction::Redeliver, id, sink, "pending", by)?;
     }
     let read = |row: &rusqlite::Row<'_>| {
-        Ok((row.get(0)?, row.get(1)?, row::parsed(row, 2, EventStatus::parse)?))
+        Ok((row.get(0)?, row.get(1)?, row.parsed("outcome", EventStatus::parse)?))
     };
     let ended: Vec<(String, String, EventStatus)> =
         tx.rows(ENDED, params![event, sink, not_taken], read)?;
@@ -140,7 +141,7 @@ fn note(
     by: &Operator,
 ) -> rusqlite::Result<()> {
     const RECORD: &str = "SELECT record_id FROM outbox_messages WHERE id = ?1";
-    let record = tx.first(RECORD, [event.to_string()], |row| row::uuid(row, 0))?;
+    let record = tx.first(RECORD, [event.to_string()], |row| row.must("record_id", Columns::id))?;
     let detail = serde_json::json!({ "sink": sink, "status": status });
     let (name, record) = (action.name(), record.map(Into::into));
     audit(tx, by, &operator::Action { name, record, event: Some(event), detail })
@@ -274,14 +275,5 @@ pub(super) fn attempts_of(tx: &Tx<'_>, event: Uuid) -> rusqlite::Result<Vec<Atte
         UNION ALL SELECT sink, claim_no, attempts, finished_at, last_status, NULL FROM outbox_done
         WHERE event_id = ?1 AND outcome = 'sent'
         ORDER BY 1, 2";
-    tx.rows(SQL, [event.to_string()], |row| {
-        Ok(AttemptRow {
-            sink: row.get(0)?,
-            claim_no: row.get(1)?,
-            attempt: row.get(2)?,
-            at: row::time(row.get(3)?),
-            status: row.get(4)?,
-            error: row.get(5)?,
-        })
-    })
+    tx.rows(SQL, [event.to_string()], |row| read::attempt_row(row))
 }

@@ -3,9 +3,10 @@
 use rusqlite::{Row, params};
 
 use super::super::{DueLookup, LookupRule, Unresolved};
-use super::row::{self, left, micros};
+use super::row::micros;
 use super::thread::Tx;
 use crate::record::RecordId;
+use crate::store::read;
 
 pub(super) fn due(
     tx: &Tx<'_>,
@@ -18,16 +19,7 @@ pub(super) fn due(
         WHERE r.status = 'unknown' AND r.operation = ?2 AND u.next_ask_at <= ?1
           AND u.since + iif(u.orphaned, ?4, ?3) <= ?1
         ORDER BY u.next_ask_at, u.id LIMIT ?5";
-    let read = |row: &Row<'_>| {
-        let due = DueLookup {
-            scope: row::scope(row, 1)?,
-            fence: row::fence(row, 4)?,
-            fingerprint: row::fingerprint(row, 6)?,
-            caller: row::caller(row, 10)?,
-            context: row.get::<_, Option<Vec<u8>>>(9)?.map(Into::into),
-        };
-        Ok((row.get::<_, i64>(0)?, due))
-    };
+    let read = |row: &Row<'_>| Ok((row.get::<_, i64>("next_ask_at")?, read::due_lookup(row)?));
     let mut all = Vec::new();
     for LookupRule { operation, delay } in rules {
         let (lost, orphaned) = (micros(delay.after_loss), micros(delay.after_lease));
@@ -39,18 +31,9 @@ pub(super) fn due(
 }
 
 pub(super) fn unresolved(tx: &Tx<'_>, id: RecordId) -> rusqlite::Result<Option<Unresolved>> {
-    const SQL: &str = "SELECT u.since, u.orphaned, u.asked, u.next_ask_at, r.request_context
+    const SQL: &str = "SELECT u.since, ?2 - u.since AS age, u.orphaned, u.asked, u.next_ask_at,
+          r.request_context
         FROM idempotency_records r JOIN oncegate_unknown u ON u.id = r.id
         WHERE r.id = ?1 AND r.status = 'unknown'";
-    tx.first(SQL, [id], |row| {
-        let since: i64 = row.get(0)?;
-        Ok(Unresolved {
-            since: row::time(since),
-            age: left(tx.now, since),
-            orphaned: row.get(1)?,
-            asked: row.get(2)?,
-            next_ask_at: row::time(row.get(3)?),
-            context: row.get::<_, Option<Vec<u8>>>(4)?.map(Into::into),
-        })
-    })
+    tx.first(SQL, params![id, tx.now], |row| read::unresolved(row))
 }

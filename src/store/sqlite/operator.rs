@@ -3,17 +3,18 @@
 //! An operator acts on `unknown`, and on `in_progress` whose owner's lease has run out; on a live one never. The
 //! attempt that was looked at is the fence: what moved on since is not touched.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
-use rusqlite::params;
+use rusqlite::{Row, params};
 use uuid::Uuid;
 
 use super::super::{Acted, AuditRow, Completion, LateOutcome, Objection, Operator, Settled};
 use super::records::{self, Completer};
-use super::row;
+use super::row::micros;
 use super::thread::Tx;
 use crate::fault::{self, Point};
 use crate::record::{Attempt, Fence, OwnerId, RecordId, Scope, Status};
+use crate::store::read::{self, Columns};
 
 /// What an audit row says beside who, when and why.
 pub(super) struct Action {
@@ -59,22 +60,23 @@ struct Seen {
     status: Status,
     attempt: Attempt,
     owner: OwnerId,
-    since: i64,
+    since: SystemTime,
     owner_lives: bool,
 }
 
 fn look(tx: &Tx<'_>, id: RecordId) -> rusqlite::Result<Option<Seen>> {
     const SQL: &str = "SELECT tenant_id, operation, key, status, attempt, owner, created_at,
           EXISTS (SELECT 1 FROM oncegate_owners o WHERE o.owner = r.owner AND o.lease_until > ?2)
+          AS owner_lives
         FROM idempotency_records r WHERE id = ?1";
     tx.first(SQL, params![id, tx.now], |row| {
         Ok(Seen {
-            scope: row::scope(row, 0)?,
-            status: row::status(row, 3)?,
-            attempt: Attempt::from_number(row.get(4)?),
-            owner: row::uuid(row, 5)?.into(),
-            since: row.get(6)?,
-            owner_lives: row.get(7)?,
+            scope: read::scope(row, "key")?,
+            status: read::status(row)?,
+            attempt: Attempt::from_number(row.count("attempt")?),
+            owner: row.must("owner", Columns::id)?.into(),
+            since: row.must("created_at", Columns::time)?,
+            owner_lives: row.must("owner_lives", Columns::flag)?,
         })
     })
 }
@@ -91,7 +93,7 @@ fn may_act(
     }
     Ok(match seen.status {
         Status::InProgress if seen.owner_lives => {
-            Err(Objection::Running { owner: seen.owner, since: row::time(seen.since) })
+            Err(Objection::Running { owner: seen.owner, since: seen.since })
         }
         Status::Completed if !completed => Err(Objection::IsCompleted),
         Status::InProgress | Status::Unknown | Status::Completed => Ok(seen),
@@ -155,22 +157,12 @@ pub(super) fn audit_of(tx: &Tx<'_>, record: RecordId) -> rusqlite::Result<Vec<Au
           CROSS JOIN audit_log a ON a.id = x.audit_id
         WHERE m.record_id = ?1
         ORDER BY at, id, event_id";
-    tx.rows(SQL, [record], |row| {
-        Ok(AuditRow {
-            id: row::uuid(row, 0)?,
-            at: row::time(row.get(1)?),
-            who: row.get(2)?,
-            action: row.get(3)?,
-            record: row::uuid_or_null(row, 4)?.map(RecordId::from),
-            event: row::uuid_or_null(row, 5)?,
-            why: row.get(6)?,
-            detail: row.get(7)?,
-        })
-    })
+    tx.rows(SQL, [record], |row| read::audit_row(row))
 }
 
 pub(super) fn acted_on(tx: &Tx<'_>, window: Duration) -> rusqlite::Result<Vec<RecordId>> {
     const SQL: &str = "SELECT DISTINCT record_id FROM audit_log WHERE at >= ?1
         AND record_id IS NOT NULL AND action IN ('record.release', 'record.complete')";
-    tx.rows(SQL, [tx.now - row::micros(window)], |row| row::uuid(row, 0).map(RecordId::from))
+    let read = |row: &Row<'_>| row.must("record_id", Columns::id).map(RecordId::from);
+    tx.rows(SQL, [tx.now - micros(window)], read)
 }

@@ -2,9 +2,10 @@
 
 use rusqlite::params;
 
-use super::row::{self, micros};
+use super::row::micros;
 use super::thread::Tx;
 use crate::record::{Attempt, Fence, Fingerprint, OwnerId, RecordId, Scope, Status};
+use crate::store::read;
 use crate::store::{Incarnation, OpenPiece, Proposal, Reinstated, ScanFrom};
 
 /// Whoever restores a copy into the file that is open (`.restore`, the backup API) makes every connection read the schema
@@ -17,7 +18,7 @@ pub(super) fn incarnation(tx: &Tx<'_>) -> rusqlite::Result<Incarnation> {
 pub(super) fn statuses(tx: &Tx<'_>, ids: &[RecordId]) -> rusqlite::Result<Vec<(Fence, Status)>> {
     const SQL: &str = "SELECT id, attempt, status FROM idempotency_records WHERE id = ?1";
     let one =
-        |id: &RecordId| tx.first(SQL, [id], |row| Ok((row::fence(row, 0)?, row::status(row, 2)?)));
+        |id: &RecordId| tx.first(SQL, [id], |row| Ok((read::fence(row)?, read::status(row)?)));
     ids.iter().filter_map(|id| one(id).transpose()).collect()
 }
 
@@ -68,7 +69,7 @@ pub(super) fn open_of(
 ) -> rusqlite::Result<OpenPiece> {
     const SQL: &str = "SELECT tenant_id, operation, key, id, attempt FROM idempotency_records
         WHERE status <> 'completed' AND status = 'in_progress' AND owner = ?1 LIMIT ?2";
-    let read = |row: &rusqlite::Row<'_>| Ok((row::scope(row, 0)?, row::fence(row, 3)?));
+    let read = |row: &rusqlite::Row<'_>| Ok((read::scope(row, "key")?, read::fence(row)?));
     Ok(match from {
         ScanFrom::Oldest | ScanFrom::Ago(_) => {
             let open = tx.rows(SQL, params![owner, limit], read)?;

@@ -3,14 +3,14 @@
 use uuid::Uuid;
 
 use super::super::Lane;
-use super::row;
+use crate::store::read::Columns;
 
 /// The claim of one row: event, claim number, attempts, refusals.
 pub(super) type Taken = (Uuid, i32, u32, u32);
 
 /// From a row of these four.
 pub(super) fn taken(row: &rusqlite::Row<'_>) -> rusqlite::Result<Taken> {
-    Ok((row::uuid(row, 0)?, row.get(1)?, row.get(2)?, row.get(3)?))
+    Ok((row.must("event_id", Columns::id)?, row.get(1)?, row.get(2)?, row.get(3)?))
 }
 
 /// The value of the column.

@@ -15,6 +15,7 @@ use crate::fault::{self, Point};
 use crate::record::{
     Answer, Attempt, Fence, Fingerprint, KeptBody, OwnerId, Record, Scope, State, encode_headers,
 };
+use crate::store::read;
 
 /// How long a lease is kept after its end, so that a process that slept cannot make it anew.
 const LEASE_KEPT: Duration = Duration::from_secs(24 * 3600);
@@ -100,7 +101,7 @@ pub(super) fn find(tx: &Tx<'_>, scope: &Scope) -> rusqlite::Result<Option<Record
     );
     let Scope { tenant, operation, key } = scope;
     let params = params![tx.now, tenant, operation, key];
-    tx.first(SQL, params, |row| row::record(row, tx.now))
+    tx.first(SQL, params, |row| read::record(row))
 }
 
 pub(super) fn changed(rows: usize) -> Changed {
@@ -218,18 +219,20 @@ pub(super) fn mark_dead(
     only: Option<&(Scope, Fence)>,
     limit: u32,
 ) -> rusqlite::Result<u64> {
-    const ALL: &str = "SELECT r.id, r.attempt, coalesce(o.lease_until, ?1)
+    const ALL: &str =
+        "SELECT r.id AS id, r.attempt AS attempt, coalesce(o.lease_until, ?1) AS since
         FROM idempotency_records r LEFT JOIN oncegate_owners o ON o.owner = r.owner
         WHERE r.status <> 'completed' AND r.status = 'in_progress'
           AND coalesce(o.lease_until, ?1) <= ?1
         LIMIT ?2";
-    const ONE: &str = "SELECT r.id, r.attempt, coalesce(o.lease_until, ?1)
+    const ONE: &str =
+        "SELECT r.id AS id, r.attempt AS attempt, coalesce(o.lease_until, ?1) AS since
         FROM idempotency_records r LEFT JOIN oncegate_owners o ON o.owner = r.owner
         WHERE tenant_id = ?2 AND operation = ?3 AND key = ?4 AND r.id = ?5 AND r.attempt = ?6
           AND r.status = 'in_progress' AND coalesce(o.lease_until, ?1) <= ?1";
     const MARK: &str = "UPDATE idempotency_records SET status = 'unknown'
         WHERE id = ?1 AND attempt = ?2 AND status = 'in_progress'";
-    let read = |row: &rusqlite::Row<'_>| Ok((row::fence(row, 0)?, row.get(2)?));
+    let read = |row: &rusqlite::Row<'_>| Ok((read::fence(row)?, row.get("since")?));
     let found: Vec<(Fence, i64)> = match only {
         None => tx.rows(ALL, params![tx.now, limit], read)?,
         Some((Scope { tenant, operation, key }, fence)) => {

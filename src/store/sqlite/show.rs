@@ -4,15 +4,16 @@
 //! meanwhile neither repeat nor hide others.
 
 use rusqlite::types::Value;
-use rusqlite::{Row, params, params_from_iter};
+use rusqlite::{params, params_from_iter};
 use uuid::Uuid;
 
 use super::super::{EventFilter, EventRow, EventStatus, Gauges, RecordFilter, RecordRow};
 use super::order;
 use super::outbox;
-use super::row::{self, left, micros, stored};
+use super::row::{micros, stored};
 use super::thread::Tx;
-use crate::record::{OwnerId, RecordId};
+use crate::record::RecordId;
+use crate::store::read::{self, Columns};
 
 /// Conditions and their values, joined by AND.
 struct Filter {
@@ -36,34 +37,15 @@ impl Filter {
     }
 }
 
-/// The columns that [`record_row`] reads; the first `?` is the database's now. Lists leave the body out.
+/// The columns of a record as operators see it; the first `?` is the database's now. Lists leave the body out.
 fn record_columns(body: &str) -> String {
     format!(
         "SELECT id, attempt, request_hash, raw_hash, recipe, status, owner, expires_at,
-           response_status, response_headers, {body}, tenant_id, operation, key,
-           EXISTS (SELECT 1 FROM oncegate_owners o WHERE o.owner = r.owner AND o.lease_until > ?),
-           caller, request_context, created_at, completed_at
+           response_status, response_headers, {body} AS response_body, tenant_id, operation, key,
+           EXISTS (SELECT 1 FROM oncegate_owners o WHERE o.owner = r.owner AND o.lease_until > ?)
+             AS owner_lives, caller, request_context, created_at, completed_at
          FROM idempotency_records r WHERE true"
     )
-}
-
-fn record_row(row: &Row<'_>) -> rusqlite::Result<RecordRow> {
-    let fence = row::fence(row, 0)?;
-    Ok(RecordRow {
-        id: fence.id,
-        scope: row::scope(row, 11)?,
-        fingerprint: row::fingerprint(row, 2)?,
-        status: row::status(row, 5)?,
-        attempt: fence.attempt,
-        owner: OwnerId::from(row::uuid(row, 6)?),
-        owner_lives: row.get(14)?,
-        caller: row.get(15)?,
-        context: row.get::<_, Option<Vec<u8>>>(16)?.map(Into::into),
-        created_at: row::time(row.get(17)?),
-        completed_at: row.get::<_, Option<i64>>(18)?.map(row::time),
-        expires_at: row.get::<_, Option<i64>>(7)?.map(row::time),
-        answer: row::answer(row, 8)?,
-    })
 }
 
 pub(super) fn list_records(tx: &Tx<'_>, filter: &RecordFilter) -> rusqlite::Result<Vec<RecordRow>> {
@@ -81,34 +63,12 @@ pub(super) fn list_records(tx: &Tx<'_>, filter: &RecordFilter) -> rusqlite::Resu
     }
     query.sql.push_str(" ORDER BY created_at DESC, id DESC LIMIT ?");
     query.values.push(i64::from(filter.limit).into());
-    tx.rows(&query.sql, params_from_iter(query.values), record_row)
+    tx.rows(&query.sql, params_from_iter(query.values), |row| read::record_row(row))
 }
 
 pub(super) fn show_record(tx: &Tx<'_>, id: RecordId) -> rusqlite::Result<Option<RecordRow>> {
     let sql = format!("{} AND id = ?", record_columns("response_body"));
-    tx.first(&sql, params![tx.now, id], record_row)
-}
-
-fn event_row(row: &Row<'_>, now: i64) -> rusqlite::Result<EventRow> {
-    let created_at: i64 = row.get(14)?;
-    Ok(EventRow {
-        id: row::uuid(row, 0)?,
-        event_key: row.get(1)?,
-        kind: row.get(2)?,
-        scope: row::scope(row, 3)?,
-        record: row::uuid(row, 6)?.into(),
-        sink: row.get(7)?,
-        ordering_key: row.get(8)?,
-        payload: row.get::<_, Vec<u8>>(9)?.into(),
-        status: row::parsed(row, 10, EventStatus::parse)?,
-        attempts: row.get(11)?,
-        next_attempt_at: row.get::<_, Option<i64>>(12)?.map(row::time),
-        last_error: row.get(13)?,
-        created_at: row::time(created_at),
-        age: left(now, created_at),
-        sent_at: row.get::<_, Option<i64>>(15)?.map(row::time),
-        blocks: row.get(16)?,
-    })
+    tx.first(&sql, params![tx.now, id], |row| read::record_row(row))
 }
 
 /// One half of the view `outbox_events`, with its own order and limit, so that a page of the newest reads a page
@@ -122,7 +82,8 @@ struct Arm {
 
 const PENDING: Arm = Arm {
     table: "outbox_queue",
-    columns: "'pending' AS status, x.attempts, x.next_attempt_at, x.last_error, m.created_at,
+    columns: "'pending' AS status, x.attempts AS attempts, x.next_attempt_at AS next_attempt_at,
+       x.last_error AS last_error, m.created_at AS created_at,
        NULL AS sent_at, false AS blocks",
     holds: |status| match status {
         EventStatus::Pending => Some("true"),
@@ -132,7 +93,8 @@ const PENDING: Arm = Arm {
 
 const DONE: Arm = Arm {
     table: "outbox_done",
-    columns: "x.outcome AS status, x.attempts, NULL AS next_attempt_at, x.last_error, m.created_at,
+    columns: "x.outcome AS status, x.attempts AS attempts, NULL AS next_attempt_at,
+       x.last_error AS last_error, m.created_at AS created_at,
        CASE WHEN x.outcome = 'sent' THEN x.finished_at END AS sent_at,
        x.outcome = 'dead' AND EXISTS (SELECT 1 FROM outbox_turns t
          WHERE t.sink = x.sink AND t.ordering_key = m.ordering_key AND t.event_id = m.id
@@ -163,10 +125,11 @@ impl Arm {
         };
         let sql = format!(
             "SELECT * FROM (SELECT m.id AS id, event_key, event_type, tenant_id, operation,
-               idempotency_key, record_id, x.sink AS sink, m.ordering_key, payload, {columns}
+               idempotency_key, record_id, x.sink AS sink, m.ordering_key AS ordering_key, payload,
+               ? - m.created_at AS age, {columns}
              FROM {from} WHERE {status}"
         );
-        let mut query = Filter { sql, values: Vec::new() };
+        let mut query = Filter { sql, values: vec![now.into()] };
         query.equal("m.id", filter.id.map(|id| id.to_string()));
         query.equal("record_id", filter.record.map(|id| id.to_string()));
         query.equal("tenant_id", filter.tenant.as_deref());
@@ -194,11 +157,13 @@ pub(super) fn list_events(tx: &Tx<'_>, filter: &EventFilter) -> rusqlite::Result
     let mut sql = texts.join(" UNION ALL ");
     sql.push_str(" ORDER BY created_at DESC, id DESC, sink DESC LIMIT ?");
     values.push(i64::from(filter.limit).into());
-    tx.rows(&sql, params_from_iter(values), |row| event_row(row, tx.now))
+    tx.rows(&sql, params_from_iter(values), |row| read::event_row(row))
 }
 
 pub(super) fn database_id(tx: &Tx<'_>) -> rusqlite::Result<Uuid> {
-    let id = tx.first("SELECT database_id FROM oncegate_meta", [], |found| row::uuid(found, 0))?;
+    let id = tx.first("SELECT database_id FROM oncegate_meta", [], |row| {
+        row.must("database_id", Columns::id)
+    })?;
     id.ok_or(rusqlite::Error::QueryReturnedNoRows)
 }
 

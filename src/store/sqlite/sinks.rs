@@ -1,48 +1,26 @@
 //! The states of the sinks: one row each, each change of it fenced by its number. The same rules as on Postgres.
 
-use rusqlite::{Row, params};
+use rusqlite::params;
 
 use super::super::{
-    Changed, NextProbe, Operator, Pause, PauseReason, Reclaim, SinkChange, SinkOrder, SinkState,
-    Trouble,
+    Changed, Operator, PauseReason, Reclaim, SinkChange, SinkOrder, SinkState, Trouble,
 };
 use super::operator::{Action, audit};
 use super::records::changed;
-use super::row::{self, left, micros};
+use super::row::micros;
 use super::thread::Tx;
+use crate::store::read;
 
 pub(super) fn states(tx: &Tx<'_>, reclaim: Reclaim) -> rusqlite::Result<Vec<SinkState>> {
     // A probe of a process whose lease has ended is over, for those who may judge.
     const SQL: &str = "SELECT sink, pause_no, pause_reason, since, failed_probes, last_error, note,
-          probe_at, CASE WHEN probing_until > ?1 AND NOT (?2 AND NOT EXISTS (
+          probed_until IS NOT NULL AS probing, coalesce(probed_until, probe_at) - ?1 AS probe_in
+        FROM (SELECT *, CASE WHEN probing_until > ?1 AND NOT (?2 AND NOT EXISTS (
               SELECT 1 FROM oncegate_owners o WHERE o.owner = s.prober AND o.lease_until > ?1))
-            THEN probing_until END
-        FROM outbox_sinks s ORDER BY sink";
-    tx.rows(SQL, params![tx.now, reclaim == Reclaim::ExpiredOrOrphaned], |found| state(tx, found))
-}
-
-fn state(tx: &Tx<'_>, found: &Row<'_>) -> rusqlite::Result<SinkState> {
-    let paused = found.get_ref(2)?.as_str_or_null()?.is_some();
-    let pause = if paused {
-        Some(Pause {
-            reason: row::parsed(found, 2, PauseReason::parse)?,
-            probe: match (found.get(7)?, found.get(8)?) {
-                (_, Some(until)) => NextProbe::UnderWay { over_in: left(until, tx.now) },
-                (Some(at), None) => NextProbe::In(left(at, tx.now)),
-                (None, None) => NextProbe::Never,
-            },
-            failed_probes: found.get(4)?,
-            note: found.get(6)?,
-        })
-    } else {
-        None
-    };
-    Ok(SinkState {
-        sink: found.get(0)?,
-        no: found.get(1)?,
-        since: row::time(found.get(3)?),
-        pause,
-        last_error: found.get(5)?,
+            THEN probing_until END AS probed_until
+          FROM outbox_sinks s) ORDER BY sink";
+    tx.rows(SQL, params![tx.now, reclaim == Reclaim::ExpiredOrOrphaned], |row| {
+        read::sink_state(row)
     })
 }
 
