@@ -42,6 +42,8 @@ use tokio_util::sync::CancellationToken;
 pub use self::act::OPERATOR;
 use self::answer::Problem;
 pub use self::state::{Readiness, State, Token};
+use crate::store::EventAction::{Discard, Redeliver};
+use crate::store::SinkOrder;
 
 /// How long a caller may take for its headers.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(2);
@@ -62,13 +64,19 @@ pub fn router(state: State) -> Router {
         .route("/api/v1/records/{id}", get(read::show_record))
         .route("/api/v1/events", get(read::list_events))
         .route("/api/v1/events/{id}", get(read::show_event))
-        .route("/api/v1/events/{id}/redeliver", post(act::redeliver_one))
-        .route("/api/v1/events/{id}/discard", post(act::discard_one))
-        .route("/api/v1/events/redeliver", post(act::redeliver_dead))
-        .route("/api/v1/events/discard", post(act::discard_dead))
+        .route("/api/v1/events/{id}/redeliver", post(|s, id, r| act::one(Redeliver, s, id, r)))
+        .route("/api/v1/events/{id}/discard", post(|s, id, r| act::one(Discard, s, id, r)))
+        .route("/api/v1/events/redeliver", post(|s, r| act::dead(Redeliver, s, r)))
+        .route("/api/v1/events/discard", post(|s, r| act::dead(Discard, s, r)))
         .route("/api/v1/sinks", get(read::list_sinks))
-        .route("/api/v1/sinks/{name}/pause", post(act::pause_sink))
-        .route("/api/v1/sinks/{name}/resume", post(act::resume_sink))
+        .route(
+            "/api/v1/sinks/{name}/pause",
+            post(|s, name, q, r| act::sink(SinkOrder::Pause, s, name, q, r)),
+        )
+        .route(
+            "/api/v1/sinks/{name}/resume",
+            post(|s, name, q, r| act::sink(SinkOrder::Resume, s, name, q, r)),
+        )
         .route("/api/v1/tasks", get(read::list_tasks))
         .route("/api/v1/explain", post(read::explain_request))
         .fallback(|| async { Problem::NoSuchPage })

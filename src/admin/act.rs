@@ -36,54 +36,6 @@ const BODY_MAX: usize = 16 << 10;
 /// Longest name of an operator, in characters.
 const WHO_MAX: usize = 200;
 
-pub(super) async fn redeliver_one(
-    Extract(state): Extract<State>,
-    id: Result<Path<String>, PathRejection>,
-    request: Request,
-) -> Result<Json, Problem> {
-    one(EventAction::Redeliver, state, id, request).await
-}
-
-pub(super) async fn discard_one(
-    Extract(state): Extract<State>,
-    id: Result<Path<String>, PathRejection>,
-    request: Request,
-) -> Result<Json, Problem> {
-    one(EventAction::Discard, state, id, request).await
-}
-
-pub(super) async fn redeliver_dead(
-    Extract(state): Extract<State>,
-    request: Request,
-) -> Result<Json, Problem> {
-    dead(EventAction::Redeliver, state, request).await
-}
-
-pub(super) async fn discard_dead(
-    Extract(state): Extract<State>,
-    request: Request,
-) -> Result<Json, Problem> {
-    dead(EventAction::Discard, state, request).await
-}
-
-pub(super) async fn pause_sink(
-    Extract(state): Extract<State>,
-    name: Result<Path<String>, PathRejection>,
-    RawQuery(query): RawQuery,
-    request: Request,
-) -> Result<Json, Problem> {
-    sink(SinkOrder::Pause, state, name, query.as_deref(), request).await
-}
-
-pub(super) async fn resume_sink(
-    Extract(state): Extract<State>,
-    name: Result<Path<String>, PathRejection>,
-    RawQuery(query): RawQuery,
-    request: Request,
-) -> Result<Json, Problem> {
-    sink(SinkOrder::Resume, state, name, query.as_deref(), request).await
-}
-
 /// Who asks, and why.
 #[derive(Debug, Default, Deserialize)]
 struct RequestedBy {
@@ -171,9 +123,9 @@ impl DeadEventsBody {
 }
 
 /// `POST /api/v1/events/{id}/redeliver` and `/discard`.
-async fn one(
+pub(super) async fn one(
     action: EventAction,
-    state: State,
+    Extract(state): Extract<State>,
     id: Result<Path<String>, PathRejection>,
     request: Request,
 ) -> Result<Json, Problem> {
@@ -222,14 +174,14 @@ struct SinkBody {
 }
 
 /// `POST /api/v1/sinks/{name}/pause` and `/resume`.
-async fn sink(
+pub(super) async fn sink(
     order: SinkOrder,
-    state: State,
+    Extract(state): Extract<State>,
     name: Result<Path<String>, PathRejection>,
-    query: Option<&str>,
+    RawQuery(query): RawQuery,
     request: Request,
 ) -> Result<Json, Problem> {
-    Query::parse(query, &[]).map_err(Problem::Query)?;
+    Query::parse(query.as_deref(), &[]).map_err(Problem::Query)?;
     let Path(name) = name.map_err(|_| Problem::NoSink)?;
     let SinkBody { who, reason } = read(request).await?.unwrap_or_default();
     let by = RequestedBy { who, reason }.operator()?;
@@ -242,7 +194,11 @@ async fn sink(
 }
 
 /// `POST /api/v1/events/redeliver` and `/discard`.
-async fn dead(action: EventAction, state: State, request: Request) -> Result<Json, Problem> {
+pub(super) async fn dead(
+    action: EventAction,
+    Extract(state): Extract<State>,
+    request: Request,
+) -> Result<Json, Problem> {
     let body: Option<DeadEventsBody> = read(request).await?;
     let missing = || Problem::Action(vec!["`status`: must be \"dead\"".to_owned()]);
     let body = body.ok_or_else(missing)?;

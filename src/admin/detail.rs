@@ -45,7 +45,7 @@ pub async fn event_detail(
     let attempts = store.attempts_of(id).await?;
     Ok(Some(EventDetail {
         events: rows.iter().map(EventView::whole).collect(),
-        attempts: attempts.iter().map(AttemptView::from).collect(),
+        attempts: attempts.iter().map(AttemptView::brief).collect(),
     }))
 }
 
@@ -104,7 +104,7 @@ pub async fn record_detail(
         Some(_) | None => None,
     };
     let (events, events_cut) = events_of(store, id).await?;
-    let audit: Vec<_> = store.audit_of(id).await?.iter().map(AuditView::from).collect();
+    let audit: Vec<_> = store.audit_of(id).await?.iter().map(AuditView::brief).collect();
     if row.is_none() && events.is_empty() && audit.is_empty() {
         return Ok(None);
     }

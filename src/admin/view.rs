@@ -20,40 +20,65 @@ use serde::Serialize;
 use crate::record::{Answer, KeptBody, Status, hex};
 use crate::store::{AttemptRow, AuditRow, EventRow, RecordRow};
 
-/// A record. The fields that only [`RecordView::whole`] fills are left out of lists.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct RecordView {
-    /// Its id.
-    pub id: String,
-    /// Whose key.
-    pub tenant_id: String,
-    /// For which operation.
-    pub operation: String,
-    /// The idempotency key.
-    pub key: String,
-    /// The canonical hash of the request, in hex.
-    pub request_hash: String,
-    /// `in_progress`, `unknown` or `completed`, as stored.
-    pub status: &'static str,
-    /// The current attempt, from 1.
-    pub attempt: u32,
-    /// Who works, or worked, on it.
-    pub owner: String,
-    /// Whether that owner's lease is live now.
-    pub owner_lives: bool,
-    /// Who asked: a verified subject, or a keyed digest.
-    pub caller: Option<String>,
-    /// When it was reserved.
-    pub created_at: String,
-    /// When it was completed.
-    pub completed_at: Option<String>,
-    /// When its retention ends.
-    pub expires_at: Option<String>,
-    /// The kept answer's status.
-    pub response_status: Option<u16>,
-    /// Its headers and body.
-    #[serde(flatten)]
-    pub whole: Option<RecordContent>,
+/// A view of a row: each field with what it shows. As lists show it: what only one row shows is added to that.
+macro_rules! view {
+    (
+        $(#[$about:meta])*
+        $view:ident of $row:ident: $kind:ty {
+            $($(#[$field_about:meta])* $field:ident: $type:ty = $value:expr;)*
+        }
+    ) => {
+        $(#[$about])*
+        #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+        pub struct $view {
+            $($(#[$field_about])* pub $field: $type,)*
+        }
+
+        impl $view {
+            /// As a list shows it.
+            #[must_use]
+            pub fn brief($row: &$kind) -> Self {
+                Self { $($field: $value,)* }
+            }
+        }
+    };
+}
+
+view! {
+    /// A record. The fields that only [`RecordView::whole`] fills are left out of lists.
+    RecordView of row: RecordRow {
+        /// Its id.
+        id: String = row.id.to_string();
+        /// Whose key.
+        tenant_id: String = row.scope.tenant.to_string();
+        /// For which operation.
+        operation: String = row.scope.operation.to_string();
+        /// The idempotency key.
+        key: String = row.scope.key.to_string();
+        /// The canonical hash of the request, in hex.
+        request_hash: String = hex(&row.fingerprint.canonical);
+        /// `in_progress`, `unknown` or `completed`, as stored.
+        status: &'static str = row.status.as_str();
+        /// The current attempt, from 1.
+        attempt: u32 = row.attempt.number();
+        /// Who works, or worked, on it.
+        owner: String = row.owner.to_string();
+        /// Whether that owner's lease is live now.
+        owner_lives: bool = row.owner_lives;
+        /// Who asked: a verified subject, or a keyed digest.
+        caller: Option<String> = row.caller.clone();
+        /// When it was reserved.
+        created_at: String = time(row.created_at);
+        /// When it was completed.
+        completed_at: Option<String> = row.completed_at.map(time);
+        /// When its retention ends.
+        expires_at: Option<String> = row.expires_at.map(time);
+        /// The kept answer's status.
+        response_status: Option<u16> = row.answer.as_ref().map(|answer| answer.status.as_u16());
+        /// Its headers and body.
+        #[serde(flatten)]
+        whole: Option<RecordContent> = None;
+    }
 }
 
 /// What only the view of one record shows.
@@ -80,28 +105,6 @@ pub struct RecordContent {
 }
 
 impl RecordView {
-    /// As a list shows it.
-    #[must_use]
-    pub fn brief(row: &RecordRow) -> Self {
-        Self {
-            id: row.id.to_string(),
-            tenant_id: row.scope.tenant.to_string(),
-            operation: row.scope.operation.to_string(),
-            key: row.scope.key.to_string(),
-            request_hash: hex(&row.fingerprint.canonical),
-            status: row.status.as_str(),
-            attempt: row.attempt.number(),
-            owner: row.owner.to_string(),
-            owner_lives: row.owner_lives,
-            caller: row.caller.clone(),
-            created_at: time(row.created_at),
-            completed_at: row.completed_at.map(time),
-            expires_at: row.expires_at.map(time),
-            response_status: row.answer.as_ref().map(|answer| answer.status.as_u16()),
-            whole: None,
-        }
-    }
-
     /// With its headers and body.
     #[must_use]
     pub fn whole(row: &RecordRow) -> Self {
@@ -128,79 +131,54 @@ impl RecordContent {
     }
 }
 
-/// An event towards one sink. The payload is left out of lists.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct EventView {
-    /// Its id: the same in every attempt and towards every sink.
-    pub id: String,
-    /// Its unique, stable key.
-    pub event_key: String,
-    /// Its type.
-    pub event_type: String,
-    /// Its record's tenant.
-    pub tenant_id: String,
-    /// Its record's operation.
-    pub operation: String,
-    /// Its record's key.
-    pub idempotency_key: String,
-    /// Its record.
-    pub record_id: String,
-    /// Towards which sink; empty: none wanted it.
-    pub sink: String,
-    /// Within what it is delivered in order, where its sink does that.
-    pub ordering_key: Option<String>,
-    /// `pending`, `sent`, `dead` or `discarded`.
-    pub status: &'static str,
-    /// Attempts so far.
-    pub attempts: u32,
-    /// When it is due.
-    pub next_attempt_at: Option<String>,
-    /// What went wrong last.
-    pub last_error: Option<String>,
-    /// When it was written.
-    pub created_at: String,
-    /// How long ago that was.
-    pub age_seconds: u64,
-    /// When it was delivered.
-    pub sent_at: Option<String>,
-    /// Whether it is dead and the events behind it in its ordering key wait for it.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
-    pub blocks: bool,
-    /// The message, where it is UTF-8.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub payload: Option<String>,
-    /// The message, where it is not.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub payload_base64: Option<String>,
+view! {
+    /// An event towards one sink. The payload is left out of lists.
+    EventView of row: EventRow {
+        /// Its id: the same in every attempt and towards every sink.
+        id: String = row.id.to_string();
+        /// Its unique, stable key.
+        event_key: String = row.event_key.clone();
+        /// Its type.
+        event_type: String = row.kind.clone();
+        /// Its record's tenant.
+        tenant_id: String = row.scope.tenant.to_string();
+        /// Its record's operation.
+        operation: String = row.scope.operation.to_string();
+        /// Its record's key.
+        idempotency_key: String = row.scope.key.to_string();
+        /// Its record.
+        record_id: String = row.record.to_string();
+        /// Towards which sink; empty: none wanted it.
+        sink: String = row.sink.clone();
+        /// Within what it is delivered in order, where its sink does that.
+        ordering_key: Option<String> = row.ordering_key.clone();
+        /// `pending`, `sent`, `dead` or `discarded`.
+        status: &'static str = row.status.as_str();
+        /// Attempts so far.
+        attempts: u32 = row.attempts;
+        /// When it is due.
+        next_attempt_at: Option<String> = row.next_attempt_at.map(time);
+        /// What went wrong last.
+        last_error: Option<String> = row.last_error.clone();
+        /// When it was written.
+        created_at: String = time(row.created_at);
+        /// How long ago that was.
+        age_seconds: u64 = row.age.as_secs();
+        /// When it was delivered.
+        sent_at: Option<String> = row.sent_at.map(time);
+        /// Whether it is dead and the events behind it in its ordering key wait for it.
+        #[serde(skip_serializing_if = "std::ops::Not::not")]
+        blocks: bool = row.blocks;
+        /// The message, where it is UTF-8.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        payload: Option<String> = None;
+        /// The message, where it is not.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        payload_base64: Option<String> = None;
+    }
 }
 
 impl EventView {
-    /// As a list shows it.
-    #[must_use]
-    pub fn brief(row: &EventRow) -> Self {
-        Self {
-            id: row.id.to_string(),
-            event_key: row.event_key.clone(),
-            event_type: row.kind.clone(),
-            tenant_id: row.scope.tenant.to_string(),
-            operation: row.scope.operation.to_string(),
-            idempotency_key: row.scope.key.to_string(),
-            record_id: row.record.to_string(),
-            sink: row.sink.clone(),
-            ordering_key: row.ordering_key.clone(),
-            status: row.status.as_str(),
-            attempts: row.attempts,
-            next_attempt_at: row.next_attempt_at.map(time),
-            last_error: row.last_error.clone(),
-            created_at: time(row.created_at),
-            age_seconds: row.age.as_secs(),
-            sent_at: row.sent_at.map(time),
-            blocks: row.blocks,
-            payload: None,
-            payload_base64: None,
-        }
-    }
-
     /// With its message.
     #[must_use]
     pub fn whole(row: &EventRow) -> Self {
@@ -209,39 +187,25 @@ impl EventView {
     }
 }
 
-/// Something that was done by hand, or that came too late.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct AuditView {
-    /// Its id.
-    pub id: String,
-    /// When.
-    pub at: String,
-    /// Who.
-    pub who: String,
-    /// What was done.
-    pub action: String,
-    /// To which record.
-    pub record_id: Option<String>,
-    /// To which event.
-    pub event_id: Option<String>,
-    /// Why.
-    pub why: Option<String>,
-    /// More, as JSON text.
-    pub detail: Option<String>,
-}
-
-impl From<&AuditRow> for AuditView {
-    fn from(row: &AuditRow) -> Self {
-        Self {
-            id: row.id.to_string(),
-            at: time(row.at),
-            who: row.who.clone(),
-            action: row.action.clone(),
-            record_id: row.record.map(|id| id.to_string()),
-            event_id: row.event.map(|id| id.to_string()),
-            why: row.why.clone(),
-            detail: row.detail.clone(),
-        }
+view! {
+    /// Something that was done by hand, or that came too late.
+    AuditView of row: AuditRow {
+        /// Its id.
+        id: String = row.id.to_string();
+        /// When.
+        at: String = time(row.at);
+        /// Who.
+        who: String = row.who.clone();
+        /// What was done.
+        action: String = row.action.clone();
+        /// To which record.
+        record_id: Option<String> = row.record.map(|id| id.to_string());
+        /// To which event.
+        event_id: Option<String> = row.event.map(|id| id.to_string());
+        /// Why.
+        why: Option<String> = row.why.clone();
+        /// More, as JSON text.
+        detail: Option<String> = row.detail.clone();
     }
 }
 
@@ -263,30 +227,19 @@ pub struct EventPage {
     pub next: Option<String>,
 }
 
-/// An attempt to deliver an event, that has ended.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct AttemptView {
-    /// Towards which sink.
-    pub sink: String,
-    /// Which attempt; counted anew after a redelivery.
-    pub attempt: u32,
-    /// When it ended.
-    pub at: String,
-    /// The sink's status, where there was one.
-    pub status: Option<u16>,
-    /// What went wrong; `None`: the sink took it.
-    pub error: Option<String>,
-}
-
-impl From<&AttemptRow> for AttemptView {
-    fn from(row: &AttemptRow) -> Self {
-        Self {
-            sink: row.sink.clone(),
-            attempt: row.attempt,
-            at: time(row.at),
-            status: row.status,
-            error: row.error.clone(),
-        }
+view! {
+    /// An attempt to deliver an event, that has ended.
+    AttemptView of row: AttemptRow {
+        /// Towards which sink.
+        sink: String = row.sink.clone();
+        /// Which attempt; counted anew after a redelivery.
+        attempt: u32 = row.attempt;
+        /// When it ended.
+        at: String = time(row.at);
+        /// The sink's status, where there was one.
+        status: Option<u16> = row.status;
+        /// What went wrong; `None`: the sink took it.
+        error: Option<String> = row.error.clone();
     }
 }
 
@@ -510,7 +463,7 @@ mod tests {
             detail: None,
         };
         assert_eq!(
-            serde_json::to_value(AuditView::from(&audit)).unwrap(),
+            serde_json::to_value(AuditView::brief(&audit)).unwrap(),
             json!({
                 "id": "00000000-0000-0000-0000-000000000004",
                 "at": "2031-01-01T00:00:00.250000Z",

@@ -188,6 +188,41 @@ pub enum Verdict {
     GivenBack,
 }
 
+/// What a verdict writes into the row of its delivery.
+pub(super) struct VerdictRow<'a> {
+    /// The outcome of one that has ended; else it is due again.
+    pub(super) outcome: Option<&'static str>,
+    /// After this long; `None`: it is given back as it was.
+    pub(super) delay: Option<Duration>,
+    pub(super) status: Option<u16>,
+    pub(super) error: Option<&'a str>,
+    /// How many attempts, and how many refusals, it was: 0 or 1.
+    pub(super) counted: (i32, i32),
+}
+
+impl Verdict {
+    /// What it writes, for both databases.
+    pub(super) fn row(&self) -> VerdictRow<'_> {
+        let (outcome, delay, counted) = match self {
+            Self::Sent { .. } => (Some(EventStatus::Sent), None, (1, 0)),
+            Self::Dead { .. } => (Some(EventStatus::Dead), None, (1, 0)),
+            Self::Retry { delay, .. } => (None, Some(*delay), (1, 0)),
+            Self::Refused { delay, .. } => (None, Some(*delay), (1, 1)),
+            Self::Returned { delay, .. } => (None, Some(*delay), (0, 0)),
+            Self::GivenBack => (None, None, (0, 0)),
+        };
+        let (status, error) = match self {
+            Self::Sent { status } => (*status, None),
+            Self::Dead { status, error }
+            | Self::Retry { status, error, .. }
+            | Self::Refused { status, error, .. }
+            | Self::Returned { status, error, .. } => (*status, Some(error.as_str())),
+            Self::GivenBack => (None, None),
+        };
+        VerdictRow { outcome: outcome.map(EventStatus::as_str), delay, status, error, counted }
+    }
+}
+
 /// A verdict under the claim it belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Acknowledgement {

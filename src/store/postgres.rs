@@ -45,11 +45,10 @@ mod write_probe;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use async_trait::async_trait;
 use parking_lot::Mutex;
 use uuid::Uuid;
 
-use super::batch::{BatchPermit, Batcher, RunError};
+use super::batch::{BatchPermit, Batcher};
 use super::layer::implement;
 use super::{
     Acknowledgement, Acted, AttemptRow, AuditRow, Cause, Changed, Chosen, Claim, Claimed,
@@ -65,10 +64,9 @@ use crate::record::event::subscription::Subscriber;
 use crate::record::{Attempt, Fence, OwnerId, Record, RecordId, Scope, Status};
 use crate::tasks::{self, Vital};
 use access::Access;
-use connection::{Connection, Effect};
 use connector::Connector;
 use migrate::Schema;
-use pool::{Dedicated, Pool, Retryable};
+use pool::{Dedicated, Pool};
 use write_probe::WriteProbe;
 
 /// How to reach the database.
@@ -201,25 +199,6 @@ fn connector(settings: &Settings) -> Result<(Connector, String), OpenError> {
     Ok((Connector::new(access, tls, *connect_timeout, *statement_timeout), place))
 }
 
-/// Asks whether the database takes writes: one that only reads is as good as away.
-struct Ping;
-
-#[async_trait]
-impl Retryable for Ping {
-    type Done = ();
-
-    async fn run(&self, connection: &mut Connection) -> Result<(), RunError> {
-        const PING: &str =
-            "-- ping\nSELECT current_setting('transaction_read_only') = 'on' AS read_only";
-        let rows = connection.run(Effect::Read, PING, &[]).await?;
-        if rows.first().is_some_and(|row| row.try_get("read_only").unwrap_or(true)) {
-            connection.is_read_only();
-            return Err(Error::Unavailable("the database is read-only".into()).into());
-        }
-        Ok(())
-    }
-}
-
 implement! { Records for Postgres, self: {
     heartbeat(owner: OwnerId, lease: Duration) -> Heartbeat =
         leases::heartbeat(&self.heartbeats, owner, lease);
@@ -307,10 +286,10 @@ implement! { Operators for Postgres, self: {
         self.reservations.works()?;
         self.completions.works()?;
         // Once more on another connection: the one at hand may be the last of a server that has been failed over.
-        match self.pool.run(&Ping).await {
-            Err(Error::Unavailable(_)) => self.pool.run(&Ping).await?,
+        match own::incarnation(&self.pool).await {
+            Err(Error::Unavailable(_)) => own::incarnation(&self.pool).await?,
             result => result?,
-        }
+        };
         self.write_probe.writes_work().await
     };
     unreached() -> Option<String> = async { Ok(self.pool.unreached()) };

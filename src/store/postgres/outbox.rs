@@ -20,7 +20,7 @@ use super::queue::{
 use super::rows::{self, duration, get, seconds};
 use crate::record::event::subscription::{Subscriber, TypeFilter, TypePattern};
 use crate::store::batch::RunError;
-use crate::store::{Acknowledgement, Claim, Claimed, Error, Look, Order, Reclaim, Verdict};
+use crate::store::{Acknowledgement, Claim, Claimed, Error, Look, Order, Reclaim};
 
 // A pattern holds no line end, so the patterns of a sink fit one text, and arrays of different lengths one parameter.
 const NAME_SINKS: &str = "-- name_sinks
@@ -105,20 +105,8 @@ pub(super) async fn acknowledge(
     let mut finished = Columns::default();
     let mut freed = Columns::default();
     for verdict in verdicts {
-        match &verdict.verdict {
-            Verdict::Sent { status } => finished.end(verdict, "sent", *status, None),
-            Verdict::Dead { status, error } => finished.end(verdict, "dead", *status, Some(error)),
-            Verdict::Retry { delay, status, error } => {
-                freed.add(verdict, Some(*delay), *status, Some(error), (1, 0));
-            }
-            Verdict::Refused { delay, status, error } => {
-                freed.add(verdict, Some(*delay), *status, Some(error), (1, 1));
-            }
-            Verdict::Returned { delay, status, error } => {
-                freed.add(verdict, Some(*delay), *status, Some(error), (0, 0));
-            }
-            Verdict::GivenBack => freed.add(verdict, None, None, None, (0, 0)),
-        }
+        let ended = verdict.verdict.row().outcome.is_some();
+        if ended { finished.add(verdict) } else { freed.add(verdict) }
     }
     if let Order::Key(on_dead) = order {
         let (finished, freed) = (&finished, &freed);

@@ -9,6 +9,7 @@ use super::connection::Transaction;
 use super::param::{Param, Params};
 use super::rows::{duration, get, seconds};
 use crate::store::batch::RunError;
+use crate::store::outbox::VerdictRow;
 use crate::store::read::Columns as _;
 use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Look, Reclaim};
 
@@ -218,34 +219,16 @@ pub(super) struct Columns {
 }
 
 impl Columns {
-    /// A delivery that ended.
-    pub(super) fn end(
-        &mut self,
-        verdict: &Acknowledgement,
-        outcome: &'static str,
-        status: Option<u16>,
-        error: Option<&str>,
-    ) {
-        self.outcomes.push(outcome);
-        self.add(verdict, None, status, error, (1, 0));
-    }
-
-    /// A delivery that stays pending; with how many attempts and refusals it was.
-    pub(super) fn add(
-        &mut self,
-        verdict: &Acknowledgement,
-        delay: Option<Duration>,
-        status: Option<u16>,
-        error: Option<&str>,
-        (attempts, refusals): (i32, i32),
-    ) {
+    pub(super) fn add(&mut self, verdict: &Acknowledgement) {
+        let VerdictRow { outcome, delay, status, error, counted } = verdict.verdict.row();
         self.ids.push(verdict.event_id);
         self.claims.push(verdict.claim_no);
+        self.outcomes.extend(outcome);
         self.delays.push(delay.map(seconds));
         self.statuses.push(status.map(i32::from));
         self.errors.push(error.map(clean));
-        self.attempts.push(attempts);
-        self.refusals.push(refusals);
+        self.attempts.push(counted.0);
+        self.refusals.push(counted.1);
     }
 
     pub(super) fn is_empty(&self) -> bool {

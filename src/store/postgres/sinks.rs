@@ -104,40 +104,49 @@ fn changed(rows: &[Row]) -> Changed {
     if rows.is_empty() { Changed::No } else { Changed::Yes }
 }
 
-const OPERATOR_PAUSE: &str = "-- operator_pause_sink
+/// What an operator changes, `$done`, with its row in the audit table.
+macro_rules! by_operator {
+    ($name:literal, $done:literal) => {
+        concat!(
+            "-- ",
+            $name,
+            "
 WITH was AS MATERIALIZED (
     SELECT pause_reason FROM outbox_sinks WHERE sink = $1 FOR UPDATE),
-done AS (
+done AS (",
+            $done,
+            "
+    RETURNING sink),
+logged AS (
+    INSERT INTO audit_log (who, action, why, detail)
+    SELECT $2, $4, $3,
+           json_build_object('sink', sink, 'was', (SELECT pause_reason FROM was))::text
+    FROM done)
+SELECT sink FROM done"
+        )
+    };
+}
+
+const OPERATOR_PAUSE: &str = by_operator!(
+    "operator_pause_sink",
+    "
     INSERT INTO outbox_sinks AS s (sink, pause_no, pause_reason, since, note)
     VALUES ($1, 1, 'operator', clock_timestamp(), $3)
     ON CONFLICT (sink) DO UPDATE
     SET pause_no = s.pause_no + 1, pause_reason = 'operator', since = excluded.since,
         probe_at = NULL, prober = NULL, probing_until = NULL, failed_probes = 0,
         note = excluded.note
-    WHERE s.pause_reason IS DISTINCT FROM 'operator'
-    RETURNING sink),
-logged AS (
-    INSERT INTO audit_log (who, action, why, detail)
-    SELECT $2, $4, $3,
-           json_build_object('sink', sink, 'was', (SELECT pause_reason FROM was))::text
-    FROM done)
-SELECT sink FROM done";
+    WHERE s.pause_reason IS DISTINCT FROM 'operator'"
+);
 
-const OPERATOR_RESUME: &str = "-- operator_resume_sink
-WITH was AS MATERIALIZED (
-    SELECT pause_reason FROM outbox_sinks WHERE sink = $1 FOR UPDATE),
-done AS (
+const OPERATOR_RESUME: &str = by_operator!(
+    "operator_resume_sink",
+    "
     UPDATE outbox_sinks
     SET pause_no = pause_no + 1, pause_reason = NULL, since = clock_timestamp(), probe_at = NULL,
         prober = NULL, probing_until = NULL, failed_probes = 0, note = NULL
-    WHERE sink = $1 AND pause_reason IS NOT NULL
-    RETURNING sink),
-logged AS (
-    INSERT INTO audit_log (who, action, why, detail)
-    SELECT $2, $4, $3,
-           json_build_object('sink', sink, 'was', (SELECT pause_reason FROM was))::text
-    FROM done)
-SELECT sink FROM done";
+    WHERE sink = $1 AND pause_reason IS NOT NULL"
+);
 
 pub(super) async fn operate(
     pool: &Pool,

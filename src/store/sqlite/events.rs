@@ -5,7 +5,6 @@
 //! - What is being delivered is left alone: under a running claim nothing is redelivered or discarded.
 //! - Claim numbers go on where they stood, so that no late worker's number fits again.
 
-use rusqlite::types::Value;
 use rusqlite::{params, params_from_iter};
 use uuid::Uuid;
 
@@ -13,6 +12,7 @@ use super::super::{AttemptRow, DeadFilter, EventAction, EventStatus, Operator};
 use super::operator::{self, audit};
 use super::order;
 use super::row::micros;
+use super::show::Filter;
 use super::thread::Tx;
 use crate::fault::{self, Point};
 use crate::store::read::{self, Columns};
@@ -204,18 +204,16 @@ impl Walk {
     }
 
     fn page(&self, tx: &Tx<'_>, before: i64) -> rusqlite::Result<Vec<Cursor>> {
-        let (conditions, mut values) = conditions(tx, &self.filter);
-        let mut sql =
-            format!("SELECT d.sink, d.finished_at, d.event_id {conditions} AND d.finished_at <= ?");
-        values.push(before.into());
+        let mut query = dead(tx, &self.filter, "d.sink, d.finished_at, d.event_id");
+        query.and("d.finished_at <= ?", [before.into()]);
         if let Some((sink, at, event)) = &self.after {
-            sql.push_str(" AND (d.sink, d.finished_at, d.event_id) > (?, ?, ?)");
-            values.extend([sink.clone().into(), (*at).into(), event.clone().into()]);
+            let values = [sink.clone().into(), (*at).into(), event.clone().into()];
+            query.and("(d.sink, d.finished_at, d.event_id) > (?, ?, ?)", values);
         }
-        sql.push_str(" ORDER BY d.sink, d.finished_at, d.event_id LIMIT ?");
-        values.push(i64::try_from(PIECE).unwrap_or(i64::MAX).into());
+        query.sql.push_str(" ORDER BY d.sink, d.finished_at, d.event_id LIMIT ?");
+        query.values.push(i64::try_from(PIECE).unwrap_or(i64::MAX).into());
         let read = |row: &rusqlite::Row<'_>| Ok((row.get(0)?, row.get(1)?, row.get(2)?));
-        tx.rows(&sql, params_from_iter(values), read)
+        tx.rows(&query.sql, params_from_iter(query.values), read)
     }
 
     fn note(&self, tx: &Tx<'_>) -> rusqlite::Result<()> {
@@ -237,34 +235,26 @@ fn bury(tx: &Tx<'_>, event: &str, sink: &str) -> rusqlite::Result<bool> {
     Ok(rows > 0)
 }
 
-/// The rows of a filter: what stands behind `SELECT ...`, and its values.
-fn conditions(tx: &Tx<'_>, filter: &DeadFilter) -> (String, Vec<Value>) {
+/// The dead rows of a filter.
+fn dead(tx: &Tx<'_>, filter: &DeadFilter, columns: &str) -> Filter {
     // The index is named: it has the order of the walk, and no dead row is looked at twice.
-    let mut sql = "FROM outbox_done d INDEXED BY outbox_done_dead CROSS JOIN outbox_messages m
+    let sql = format!(
+        "SELECT {columns} FROM outbox_done d INDEXED BY outbox_done_dead CROSS JOIN outbox_messages m
         ON m.id = d.event_id WHERE d.outcome = 'dead'"
-        .to_owned();
-    let mut values = Vec::new();
-    for (column, wanted) in [
-        ("d.sink", &filter.sink),
-        ("m.event_type", &filter.kind),
-        ("m.tenant_id", &filter.tenant),
-        ("m.operation", &filter.operation),
-    ] {
-        if let Some(wanted) = wanted {
-            sql.push_str(&format!(" AND {column} = ?"));
-            values.push(Value::Text(wanted.clone()));
-        }
-    }
+    );
+    let mut query = Filter { sql, values: Vec::new() };
+    query.equal("d.sink", filter.sink.as_deref());
+    query.equal("m.event_type", filter.kind.as_deref());
+    query.equal("m.tenant_id", filter.tenant.as_deref());
+    query.equal("m.operation", filter.operation.as_deref());
     if let Some(since) = filter.since {
-        sql.push_str(" AND m.created_at >= ?");
-        values.push((tx.now - micros(since)).into());
+        query.and("m.created_at >= ?", [(tx.now - micros(since)).into()]);
     }
-    (sql, values)
+    query
 }
 
 pub(super) fn count_dead(tx: &Tx<'_>, filter: &DeadFilter) -> rusqlite::Result<u64> {
-    let (conditions, values) = conditions(tx, filter);
-    let sql = format!("SELECT count(*) {conditions}");
+    let Filter { sql, values } = dead(tx, filter, "count(*)");
     let count: Option<i64> = tx.first(&sql, params_from_iter(values), |row| row.get(0))?;
     Ok(count.and_then(|count| u64::try_from(count).ok()).unwrap_or(0))
 }

@@ -11,13 +11,14 @@ use bytes::Bytes;
 use rusqlite::params;
 use uuid::Uuid;
 
-use super::super::{Acknowledgement, Claim, Claimed, Look, Order, Reclaim, Verdict};
+use super::super::{Acknowledgement, Claim, Claimed, Look, Order, Reclaim};
 use super::order::{self, OrderedClaims};
 use super::queue::{Taken, claimable, lane, taken};
 use super::row::{left, micros};
 use super::thread::Tx;
 use crate::record::event::Event;
 use crate::record::{RecordId, Scope};
+use crate::store::outbox::VerdictRow;
 
 /// Writes an event and its deliveries. An event that stands already is left as it is.
 pub(super) fn write(
@@ -154,34 +155,23 @@ pub(super) fn acknowledge(
 }
 
 fn acknowledge_one(tx: &Tx<'_>, sink: &str, ack: &Acknowledgement) -> rusqlite::Result<bool> {
-    const PENDING: &str =
-        "UPDATE outbox_queue SET attempts = attempts + ?7, refusals = refusals + ?8,
+    const DUE: &str = "UPDATE outbox_queue SET attempts = attempts + ?7, refusals = refusals + ?8,
           lane = 1, lease_until = 0, next_attempt_at = ?4, last_status = ?5, last_error = ?6
         WHERE event_id = ?1 AND sink = ?2 AND claim_no = ?3";
     const BACK: &str = "UPDATE outbox_queue SET lease_until = 0
         WHERE event_id = ?1 AND sink = ?2 AND claim_no = ?3";
-    let id = ack.event_id.to_string();
-    let rows = match &ack.verdict {
-        Verdict::Sent { status } => end(tx, sink, ack, "sent", *status, None)?,
-        Verdict::Dead { status, error } => {
-            note_attempt(tx, sink, ack, *status, error)?;
-            end(tx, sink, ack, "dead", *status, Some(error))?
+    let (id, no) = (ack.event_id.to_string(), ack.claim_no);
+    let VerdictRow { outcome, delay, status, error, counted } = ack.verdict.row();
+    if let (Some(error), (1, _)) = (error, counted) {
+        note_attempt(tx, sink, ack, status, error)?;
+    }
+    let rows = match (outcome, delay) {
+        (Some(outcome), _) => end(tx, sink, ack, outcome, status, error)?,
+        (None, Some(delay)) => {
+            let (next, (attempts, refusals)) = (tx.now + micros(delay), counted);
+            tx.execute(DUE, params![id, sink, no, next, status, error, attempts, refusals])?
         }
-        Verdict::Retry { delay, status, error } => {
-            note_attempt(tx, sink, ack, *status, error)?;
-            let next = tx.now + micros(*delay);
-            tx.execute(PENDING, params![id, sink, ack.claim_no, next, status, error, 1, 0])?
-        }
-        Verdict::Refused { delay, status, error } => {
-            note_attempt(tx, sink, ack, *status, error)?;
-            let next = tx.now + micros(*delay);
-            tx.execute(PENDING, params![id, sink, ack.claim_no, next, status, error, 1, 1])?
-        }
-        Verdict::Returned { delay, status, error } => {
-            let next = tx.now + micros(*delay);
-            tx.execute(PENDING, params![id, sink, ack.claim_no, next, status, error, 0, 0])?
-        }
-        Verdict::GivenBack => tx.execute(BACK, params![id, sink, ack.claim_no])?,
+        (None, None) => tx.execute(BACK, params![id, sink, no])?,
     };
     Ok(rows > 0)
 }
@@ -209,7 +199,7 @@ fn end(
     ack: &Acknowledgement,
     outcome: &str,
     status: Option<u16>,
-    error: Option<&String>,
+    error: Option<&str>,
 ) -> rusqlite::Result<usize> {
     const DONE: &str = "INSERT INTO outbox_done (event_id, sink, outcome, claim_no, attempts,
           last_status, last_error, finished_at)

@@ -16,21 +16,21 @@ use crate::record::RecordId;
 use crate::store::read::{self, Columns};
 
 /// Conditions and their values, joined by AND.
-struct Filter {
-    sql: String,
-    values: Vec<Value>,
+pub(super) struct Filter {
+    pub(super) sql: String,
+    pub(super) values: Vec<Value>,
 }
 
 impl Filter {
     /// Appends a condition with one `?` for each of `values`.
-    fn and(&mut self, condition: &str, values: impl IntoIterator<Item = Value>) {
+    pub(super) fn and(&mut self, condition: &str, values: impl IntoIterator<Item = Value>) {
         self.sql.push_str(" AND ");
         self.sql.push_str(condition);
         self.values.extend(values);
     }
 
     /// Appends `column = ?` where there is a value.
-    fn equal(&mut self, column: &str, value: Option<impl Into<String>>) {
+    pub(super) fn equal(&mut self, column: &str, value: Option<impl Into<String>>) {
         if let Some(value) = value {
             self.and(&format!("{column} = ?"), [Value::Text(value.into())]);
         }
