@@ -159,7 +159,7 @@ async fn lost(key: &str, orders: &Orders, place: &Place, gateway: &Gateway) {
 async fn the_attempt_after_a_question_survives_each_loss() {
     let Parts { orders, place, wire, gateway } = parts(ASKS, "").await;
     let mut losses = 0;
-    for statement in ["-- unresolved\n", "-- take_over_question\n", "-- raise\n"] {
+    for statement in ["-- unresolved\n", "-- take_over_lookup\n", "-- raise\n"] {
         for loss in [Loss::Statement, Loss::Answer] {
             let key = format!("{losses}");
             lost(&key, &orders, &place, &gateway).await;

@@ -310,7 +310,7 @@ async fn a_doubt_is_told_once_in_spite_of_each_loss() {
     };
     let mut doubts = 0;
     for (began, ended) in
-        [("-- notices\n", "-- notices\n"), ("-- tell_unknown\n", "-- tell_resolved\n")]
+        [("-- notices\n", "-- notices\n"), ("-- announce_unknown\n", "-- announce_resolved\n")]
     {
         for loss in BOTH {
             doubts += 1;

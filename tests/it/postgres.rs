@@ -597,7 +597,7 @@ async fn plans_use_the_indexes_of_a_table_that_was_never_analysed() {
     }
     let log = Cluster::shared().log();
     let plans = plans(&log, database);
-    let own = ["reinstate", "stands", "open_of"];
+    let own = ["reinstate", "statuses", "open_of"];
     for name in ["reserve", "read_losers", "complete", "place_of_claim", "claim", "finish"]
         .into_iter()
         .chain(own)

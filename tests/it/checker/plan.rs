@@ -249,7 +249,7 @@ const STATEMENTS: [&str; 11] = [
     "-- release_first",
     "-- mark_unknown",
     "-- take_over_unknown",
-    "-- take_over_question",
+    "-- take_over_lookup",
     "-- take_over_expired",
     "-- claim",
     "-- finish",
