@@ -18,6 +18,7 @@ pub mod route;
 pub mod explain;
 pub mod fault;
 pub mod identity;
+pub mod net;
 pub mod tasks;
 pub mod telemetry;
 

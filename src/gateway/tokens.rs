@@ -27,6 +27,7 @@ use super::forward::{self, Evidence};
 use super::upstream::{self, Upstream};
 use crate::backoff::jittered;
 use crate::clock;
+use crate::net;
 use crate::scope::jwt::{self, Claims, Keys, Rules, TokenError};
 use crate::scope::{self, Refusal};
 use crate::tasks;
@@ -36,7 +37,6 @@ use crate::telemetry::causes;
 const SET_MAX: usize = 256 * 1024;
 /// How often keys are asked for while there are none yet.
 const FIRST_EVERY: Duration = Duration::from_secs(1);
-const AGENT: &str = concat!("oncegate/", env!("CARGO_PKG_VERSION"));
 
 /// How tokens are checked.
 #[derive(Clone, Debug)]
@@ -238,7 +238,7 @@ impl Fetched {
         let headers = request.headers_mut();
         headers.insert(ACCEPT, HeaderValue::from_static("application/json"));
         headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
-        headers.insert(USER_AGENT, HeaderValue::from_static(AGENT));
+        headers.insert(USER_AGENT, HeaderValue::from_static(net::AGENT));
         let connection = self.server.dial().await.map_err(|error| causes(&error))?;
         // It reads only, so it may go out under any lease.
         let answer = connection.send(request, || true).await.map_err(|error| causes(&error))?;

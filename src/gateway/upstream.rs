@@ -19,10 +19,8 @@
 mod answer;
 mod connection;
 mod counted;
-mod pool;
 
 use std::io;
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -37,19 +35,19 @@ use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper::client::conn::TrySendError;
 use hyper::upgrade::Upgraded;
-use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, ServerName};
-use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout, timeout_at};
-use tokio_rustls::TlsConnector;
 
 pub(super) use self::answer::SentNames;
 use self::answer::reframe;
 pub use self::answer::{Answer, Silent};
 use self::connection::{Connection, Probe, Use};
 use self::counted::Stream;
-use self::pool::Pool;
 use super::headers::Offer;
+use crate::net::tls::{self, Tls};
+use crate::net::{self, Pool};
+
+/// Connections that wait in the pool.
+const IDLE_MAX: usize = 64;
 
 /// Why a body ended before its end.
 pub type BodyError = Box<dyn std::error::Error + Send + Sync>;
@@ -104,9 +102,9 @@ struct Inner {
     host: String,
     port: u16,
     authority: HeaderValue,
-    tls: Option<(TlsConnector, ServerName<'static>)>,
+    tls: Option<Tls>,
     settings: Settings,
-    pool: Arc<Pool>,
+    pool: Arc<Pool<Connection>>,
 }
 
 /// There is no connection, so nothing was sent.
@@ -200,7 +198,7 @@ impl Upstream {
             (Some(_), None) => return Err(wrong("has a port that is none")),
         };
         let authority = HeaderValue::from_str(authority.as_str()).map_err(|e| e.to_string())?;
-        let pool = Arc::new(Pool::new(settings.idle_timeout));
+        let pool = Pool::new(IDLE_MAX, settings.idle_timeout);
         Ok(Self(Arc::new(Inner { host, port, authority, tls, settings, pool })))
     }
 
@@ -216,7 +214,7 @@ impl Upstream {
         let Some(limit) = self.0.settings.reuse_for_keyed else {
             return self.dial_for(Use::Once).await;
         };
-        match self.0.pool.take(limit) {
+        match self.0.pool.take(limit, Connection::is_usable) {
             Some(connection) => Ok(self.dialed(connection, Use::Pool)),
             None => self.dial_for(Use::Pool).await,
         }
@@ -247,8 +245,7 @@ impl Upstream {
         // Each time: containers change their addresses.
         let name = (self.0.host.as_str(), self.0.port);
         let addresses = tokio::net::lookup_host(name).await.map_err(DialError::Resolve)?.collect();
-        let tcp = connect_any(addresses, deadline).await.map_err(DialError::Connect)?;
-        tcp.set_nodelay(true).map_err(DialError::Connect)?;
+        let tcp = net::connect_any(addresses, deadline).await.map_err(DialError::Connect)?;
         let probe = match purpose {
             Use::Once => None,
             Use::Pool => Some(Probe::of(&tcp).map_err(DialError::Connect)?),
@@ -277,7 +274,9 @@ impl Upstream {
         self.name_host(request.headers_mut());
         *request.version_mut() = Version::HTTP_11;
         loop {
-            let (mut connection, reused) = match self.0.pool.take(self.0.settings.idle_timeout) {
+            let idle_timeout = self.0.settings.idle_timeout;
+            let idle = self.0.pool.take(idle_timeout, Connection::is_usable);
+            let (mut connection, reused) = match idle {
                 Some(connection) if !repeated => (connection, true),
                 Some(_) | None => {
                     let dialed = self.dial_for(Use::Pool).await;
@@ -407,56 +406,20 @@ fn failed(error: &hyper::Error) -> PassError {
     if error.is_user() { PassError::Caller } else { PassError::Failed }
 }
 
-fn tls(host: &str, ca: Option<&Path>) -> Result<(TlsConnector, ServerName<'static>), String> {
-    let name = ServerName::try_from(host.to_owned()).map_err(|e| e.to_string())?;
-    let roots = roots(ca)?;
-    let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let config = rustls::ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .map_err(|e| e.to_string())?
-        .with_root_certificates(roots)
-        .with_no_client_auth();
-    Ok((TlsConnector::from(Arc::new(config)), name))
-}
-
-fn roots(ca: Option<&Path>) -> Result<rustls::RootCertStore, String> {
-    let mut roots = rustls::RootCertStore::empty();
-    if let Some(path) = ca {
-        let wrong = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
-        for certificate in CertificateDer::pem_file_iter(path).map_err(|e| wrong(&e))? {
-            let certificate = certificate.map_err(|e| wrong(&e))?;
-            roots.add(certificate).map_err(|e| wrong(&e))?;
-        }
-    } else {
-        // A few broken certificates among the system's are normal, and no reason to refuse the others.
-        roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
-    }
+/// TLS to `host` by a file's certificates, or by the system's.
+fn tls(host: &str, ca_file: Option<&Path>) -> Result<Tls, String> {
+    let roots = tls::roots(ca_file).map_err(|why| format!("ca_file {why}"))?;
     if roots.is_empty() {
         return Err("there are no root certificates to trust".to_owned());
     }
-    Ok(roots)
-}
-
-/// Tries the addresses in order, each with its share of the time that is left.
-async fn connect_any(addresses: Vec<SocketAddr>, deadline: Instant) -> io::Result<TcpStream> {
-    let mut left = u32::try_from(addresses.len()).unwrap_or(u32::MAX);
-    let mut error = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-    for address in addresses {
-        let share = deadline.saturating_duration_since(Instant::now()) / left.max(1);
-        left = left.saturating_sub(1);
-        match timeout(share, TcpStream::connect(address)).await {
-            Ok(Ok(stream)) => return Ok(stream),
-            Ok(Err(refused)) => error = refused,
-            Err(_) => error = io::ErrorKind::TimedOut.into(),
-        }
-    }
-    Err(error)
+    let config = tls::trusting(roots)?.with_no_client_auth();
+    tls::to(host, config).map_err(|error| error.to_string())
 }
 
 /// A connection on which nothing of the request has been written yet.
 pub struct Dialed {
     connection: Connection,
-    pool: Option<Arc<Pool>>,
+    pool: Option<Arc<Pool<Connection>>>,
     authority: HeaderValue,
     idle_limit: Option<Duration>,
 }

@@ -9,7 +9,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{self, HeaderValue};
+use http::header::{self, HeaderName, HeaderValue};
 use http::{StatusCode, Version};
 use http_body::{Body as _, Frame, SizeHint};
 use hyper::body::Incoming;
@@ -17,7 +17,7 @@ use tokio::time::Sleep;
 
 use super::BodyError;
 use super::connection::Connection;
-use super::pool::Pool;
+use crate::net::Pool;
 
 /// The first bytes of an answer, which say how the names of its header lines were spelled: an extension of it.
 #[derive(Clone, Debug)]
@@ -39,20 +39,14 @@ fn sent_names(bytes: &[u8]) -> Vec<&str> {
         for line in lines.by_ref().take_while(|line| !line.is_empty()).filter(|_| !interim) {
             let colon = line.iter().position(|byte| *byte == b':');
             let name = colon.and_then(|at| line.get(..at)).unwrap_or_default().trim_ascii_end();
-            let token = !name.is_empty() && name.iter().all(|byte| is_token(*byte));
-            names.extend(std::str::from_utf8(name).ok().filter(|_| token));
+            let is_name = HeaderName::from_bytes(name).is_ok();
+            names.extend(std::str::from_utf8(name).ok().filter(|_| is_name));
         }
         if !interim {
             break;
         }
     }
     names
-}
-
-/// What a header's name is made of (RFC 9110, 5.6.2).
-const fn is_token(byte: u8) -> bool {
-    byte.is_ascii_alphanumeric()
-        || matches!(byte, b'!' | b'#'..=b'\'' | b'*' | b'+' | b'-' | b'.' | b'^'..=b'`' | b'|' | b'~')
 }
 
 /// Checks that an answer's end is certain, and leaves at most one header that says it.
@@ -98,7 +92,7 @@ pub(super) fn reframe(head: &mut http::response::Parts) -> Result<(), &'static s
 pub struct Answer {
     body: Incoming,
     connection: Option<Connection>,
-    pool: Option<Arc<Pool>>,
+    pool: Option<Arc<Pool<Connection>>>,
     idle: Idle,
     idle_limit: Option<Duration>,
 }
@@ -137,7 +131,7 @@ impl Answer {
     pub(super) fn new(
         body: Incoming,
         connection: Connection,
-        pool: Option<Arc<Pool>>,
+        pool: Option<Arc<Pool<Connection>>>,
         idle_limit: Option<Duration>,
     ) -> Self {
         let connection = Some(connection);
@@ -163,7 +157,7 @@ impl Answer {
 
     fn over(&mut self) {
         if let (Some(connection), Some(pool)) = (self.connection.take(), &self.pool) {
-            pool.park(connection);
+            connection.park(pool);
         }
     }
 }

@@ -13,6 +13,7 @@ use tokio::time::timeout;
 
 use super::counted::{Counted, Meter, Stream};
 use super::{Body, DialError};
+use crate::net::Pool;
 use crate::tasks;
 
 /// Header lines of an answer that are read; more make it malformed.
@@ -98,7 +99,7 @@ impl Connection {
     /// Waits until the connection could take another request; false if it ended, or got stuck.
     ///
     /// After an early answer the rest of the request still goes out; an upstream that takes no more of it is left.
-    pub(super) async fn finish(&mut self) -> bool {
+    async fn finish(&mut self) -> bool {
         let mut seen = self.meter.written();
         loop {
             if let Ok(ready) = timeout(PARK_TIMEOUT, self.sender.ready()).await {
@@ -110,6 +111,18 @@ impl Connection {
             }
             seen = written;
         }
+    }
+
+    /// Goes back to the pool once it is ready for the next request.
+    pub(super) fn park(mut self, pool: &Arc<Pool<Self>>) {
+        let pool = Arc::downgrade(pool);
+        tasks::short(async move {
+            if self.finish().await
+                && let Some(pool) = pool.upgrade()
+            {
+                pool.park(self);
+            }
+        });
     }
 
     /// Ends the task and waits until it has ended: from then on the counter stands still.

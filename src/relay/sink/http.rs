@@ -32,9 +32,8 @@ use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use ring::hmac;
 use rustls::pki_types::pem::PemObject as _;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio::time::{Instant, timeout_at};
-use tokio_rustls::TlsConnector;
 
 use self::connection::{Client, Server};
 pub use self::message::Format;
@@ -43,6 +42,7 @@ use self::secrets::Secrets;
 pub use self::secrets::lines as secret_lines;
 use super::Delivered;
 use crate::clock;
+use crate::net::{self, tls};
 use crate::relay::address::Rule;
 pub use crate::relay::address::{Resolve, System};
 use crate::relay::verdict::{ERROR_MAX, Evidence, clean, retry_after};
@@ -64,7 +64,6 @@ const WEBHOOK_ID: HeaderName = HeaderName::from_static("webhook-id");
 const WEBHOOK_SIGNATURE: HeaderName = HeaderName::from_static("webhook-signature");
 const WEBHOOK_TIMESTAMP: HeaderName = HeaderName::from_static("webhook-timestamp");
 const ATTEMPT: HeaderName = HeaderName::from_static("oncegate-attempt");
-const AGENT: &str = concat!("oncegate/", env!("CARGO_PKG_VERSION"));
 
 /// A webhook as configured.
 #[derive(Clone)]
@@ -170,7 +169,7 @@ impl Settings {
             return Err("certificates have no meaning for an http url: use https".into());
         }
         if asks {
-            tls(self)?;
+            tls_config(self)?;
         }
         secrets::signers(&self.secrets).map(drop)
     }
@@ -197,13 +196,11 @@ impl Settings {
         let host = self.url.host().unwrap_or_default().to_owned();
         let secure = self.is_secure();
         let tls = if secure {
-            let config = tls(self)?;
-            if self.ca_file.is_none() && config.1 == 0 {
+            let (config, trusted) = tls_config(self)?;
+            if self.ca_file.is_none() && trusted == 0 {
                 tracing::warn!(sink, "the system has no root certificates");
             }
-            let name = ServerName::try_from(host.trim_matches(['[', ']']).to_owned())
-                .map_err(|error| format!("the url's host: {error}"))?;
-            Some((TlsConnector::from(Arc::new(config.0)), name))
+            Some(tls::to(&host, config).map_err(|error| format!("the url's host: {error}"))?)
         } else {
             None
         };
@@ -218,27 +215,11 @@ impl Settings {
 }
 
 /// TLS, and how many roots it trusts. Without any, each delivery fails and says so, and the next start looks again.
-fn tls(settings: &Settings) -> Result<(rustls::ClientConfig, usize), String> {
-    let mut roots = rustls::RootCertStore::empty();
-    if let Some(path) = &settings.ca_file {
-        let wrong = |error: &dyn fmt::Display| format!("ca_file {}: {error}", path.display());
-        for certificate in CertificateDer::pem_file_iter(path).map_err(|error| wrong(&error))? {
-            let certificate = certificate.map_err(|error| wrong(&error))?;
-            roots.add(certificate).map_err(|error| wrong(&error))?;
-        }
-        if roots.is_empty() {
-            return Err(wrong(&"there is no certificate in it"));
-        }
-    } else {
-        // A few broken certificates among the system's are normal, and no reason to refuse the others.
-        roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
-    }
+fn tls_config(settings: &Settings) -> Result<(rustls::ClientConfig, usize), String> {
+    let roots = tls::roots(settings.ca_file.as_deref());
+    let roots = roots.map_err(|why| format!("ca_file {why}"))?;
     let trusted = roots.len();
-    let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let builder = rustls::ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .map_err(|error| error.to_string())?
-        .with_root_certificates(roots);
+    let builder = tls::trusting(roots)?;
     let Some(Identity { cert_file, key_file }) = &settings.identity else {
         return Ok((builder.with_no_client_auth(), trusted));
     };
@@ -335,7 +316,7 @@ impl Transport {
         headers.insert(CONTENT_TYPE, outgoing.content_type.clone());
         // Named also where it is 0: some servers refuse a POST without it.
         headers.insert(CONTENT_LENGTH, outgoing.body.len().into());
-        headers.insert(USER_AGENT, HeaderValue::from_static(AGENT));
+        headers.insert(USER_AGENT, HeaderValue::from_static(net::AGENT));
         // What comes back is read as it is, so that its bound is one of what it holds.
         headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
         headers.insert(ATTEMPT, event.attempts.saturating_add(1).into());
@@ -509,7 +490,7 @@ mod tests {
                 std::fs::write(&path, content).unwrap();
             }
             let bad = Settings { ca_file: Some(path.clone()), ..settings("https://example.com") };
-            let error = tls(&bad).unwrap_err();
+            let error = tls_config(&bad).unwrap_err();
             let place = format!("ca_file {}: ", path.display());
             assert!(error.starts_with(&place) && error.len() > place.len(), "{error}");
         }

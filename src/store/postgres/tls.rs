@@ -13,27 +13,24 @@ use std::sync::Arc;
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{
-    CryptoProvider, WebPkiSupportedAlgorithms, ring, verify_tls12_signature,
-    verify_tls13_signature, verify_tls13_signature_with_raw_key,
+    CryptoProvider, WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature,
+    verify_tls13_signature_with_raw_key,
 };
-use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName, SubjectPublicKeyInfoDer, UnixTime};
-use rustls::{
-    CertificateError, ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme,
-};
+use rustls::{CertificateError, DigitallySignedStruct, Error, RootCertStore, SignatureScheme};
 use tokio_postgres_rustls::MakeRustlsConnect;
 use x509_cert::Certificate;
 use x509_cert::der::{Decode as _, Encode as _};
 use x509_cert::spki::SubjectPublicKeyInfoOwned;
 
 use super::access::{Roots, Tls};
+use crate::net::tls;
 use crate::store::Cause;
 
 /// How TLS is spoken in this mode.
 pub(super) fn connector(tls: &Tls) -> Result<MakeRustlsConnect, Cause> {
-    let provider = Arc::new(ring::default_provider());
-    let config = ClientConfig::builder_with_provider(Arc::clone(&provider))
-        .with_safe_default_protocol_versions()?;
+    let config = tls::client()?;
+    let provider = Arc::clone(config.crypto_provider());
     let config = match tls {
         Tls::Prefer => config
             .dangerous()
@@ -56,27 +53,12 @@ pub(super) fn connector(tls: &Tls) -> Result<MakeRustlsConnect, Cause> {
 }
 
 /// The certificates that may sign the server's.
-fn trusted(roots: &Roots) -> Result<RootCertStore, Cause> {
-    let mut store = RootCertStore::empty();
-    match roots {
-        Roots::System => {
-            let found = rustls_native_certs::load_native_certs();
-            for error in &found.errors {
-                tracing::warn!(%error, "a root certificate of the system cannot be read");
-            }
-            store.add_parsable_certificates(found.certs);
-        }
-        Roots::File(path) => {
-            let wrong = |cause: Cause| format!("the roots in {}: {cause}", path.display());
-            for certificate in CertificateDer::pem_file_iter(path).map_err(|e| wrong(e.into()))? {
-                store.add(certificate.map_err(|e| wrong(e.into()))?)?;
-            }
-            if store.is_empty() {
-                return Err(wrong("there is no certificate in it (PEM)".into()).into());
-            }
-        }
-    }
-    Ok(store)
+fn trusted(roots: &Roots) -> Result<RootCertStore, String> {
+    let file = match roots {
+        Roots::System => None,
+        Roots::File(path) => Some(path.as_path()),
+    };
+    tls::roots(file).map_err(|why| format!("the roots in {why}"))
 }
 
 /// Takes a certificate of one of the roots, whichever host it names.

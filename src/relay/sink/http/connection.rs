@@ -13,10 +13,9 @@
 use std::error::Error as _;
 use std::future::Future;
 use std::io;
-use std::net::SocketAddr;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -26,16 +25,13 @@ use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
-use parking_lot::Mutex;
-use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::TcpStream;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, timeout, timeout_at};
-use tokio_rustls::TlsConnector;
+use tokio::time::{Instant, timeout_at};
 
+use crate::net::tls::Tls;
+use crate::net::{self, Pool};
 use crate::relay::address::{Resolve, Rule};
-use crate::tasks;
 use crate::telemetry::causes;
 
 /// How long an unused connection is kept: below the five seconds at which common servers close theirs.
@@ -106,18 +102,18 @@ pub(super) struct Server {
     pub(super) port: u16,
     pub(super) rule: Rule,
     pub(super) resolver: Arc<dyn Resolve>,
-    pub(super) tls: Option<(TlsConnector, ServerName<'static>)>,
+    pub(super) tls: Option<Tls>,
 }
 
 /// Sends requests to a server, on connections that it keeps for a while.
 pub(super) struct Client {
     server: Server,
-    pool: Arc<Pool>,
+    pool: Arc<Pool<Connection>>,
 }
 
 impl Client {
     pub(super) fn new(server: Server, idle_max: usize) -> Self {
-        Self { server, pool: Arc::new(Pool { idle: Mutex::default(), idle_max }) }
+        Self { server, pool: Pool::new(idle_max, IDLE_MAX) }
     }
 
     /// The head of the answer, with the connection on which its body comes.
@@ -127,7 +123,7 @@ impl Client {
         body: &Bytes,
         deadline: Instant,
     ) -> Result<(Response<Incoming>, Connection), Failure> {
-        if let Some(waited) = self.pool.take() {
+        if let Some(waited) = self.pool.take(IDLE_MAX, Connection::is_open) {
             match waited.send(&request, body, deadline).await {
                 Err(failure) if failure.cut => {
                     tracing::debug!(?failure, "a connection that waited was closed: once more");
@@ -140,16 +136,16 @@ impl Client {
 
     /// Keeps a connection whose answer was read to its end.
     pub(super) fn park(&self, connection: Connection) {
-        self.pool.park(connection);
+        if connection.is_open() {
+            self.pool.park(connection);
+        }
     }
 
     async fn connect(&self, deadline: Instant) -> Result<Connection, Failure> {
         let Server { host, port, rule, resolver, tls } = &self.server;
         let found = rule.find(resolver.as_ref(), host, *port);
         let addresses = by(deadline, Step::Resolve, found).await?;
-        let stream = by(deadline, Step::Connect, connect_any(addresses, deadline)).await?;
-        // Small messages should not wait for an acknowledgement of the one before.
-        stream.set_nodelay(true).map_err(|error| Failure::of(Step::Connect, &error))?;
+        let stream = by(deadline, Step::Connect, net::connect_any(addresses, deadline)).await?;
         let Some((connector, name)) = tls else { return Connection::open(stream).await };
         let stream = by(deadline, Step::Tls, connector.connect(name.clone(), stream)).await?;
         Connection::open(stream).await
@@ -167,24 +163,6 @@ async fn by<T>(
         Ok(Err(error)) => Err(Failure::of(step, &error)),
         Err(_) => Err(Failure::late(step)),
     }
-}
-
-/// Tries the addresses in order, each with its share of the time that is left.
-async fn connect_any(addresses: Vec<SocketAddr>, deadline: Instant) -> io::Result<TcpStream> {
-    let mut left = u32::try_from(addresses.len()).unwrap_or(u32::MAX);
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-    for address in addresses {
-        let share = deadline.saturating_duration_since(Instant::now()) / left.max(1);
-        left = left.saturating_sub(1);
-        last = match timeout(share, TcpStream::connect(address)).await {
-            Ok(Ok(stream)) => return Ok(stream),
-            Ok(Err(error)) => io::Error::new(error.kind(), format!("{address}: {error}")),
-            // Of the last address it is the deadline, which says so itself.
-            Err(_) if left == 0 => return std::future::pending().await,
-            Err(_) => io::Error::new(io::ErrorKind::TimedOut, format!("{address}: time-out")),
-        };
-    }
-    Err(last)
 }
 
 /// A connection with the task that drives it; dropping it closes the socket.
@@ -210,6 +188,10 @@ impl Connection {
             }
         });
         Ok(Self { sender, _driver: driver })
+    }
+
+    fn is_open(&self) -> bool {
+        !self.sender.is_closed()
     }
 
     async fn send(
@@ -271,64 +253,5 @@ impl Body for Piecewise {
 
     fn size_hint(&self) -> SizeHint {
         SizeHint::with_exact(u64::try_from(self.rest.len()).unwrap_or(u64::MAX))
-    }
-}
-
-/// Connections that wait for their next request.
-struct Pool {
-    idle: Mutex<Idle>,
-    idle_max: usize,
-}
-
-#[derive(Default)]
-struct Idle {
-    waiting: Vec<(Instant, Connection)>,
-    /// Whether somebody will look for those that have waited for too long.
-    watched: bool,
-}
-
-impl Pool {
-    /// The connection that was used last, unless it has waited for too long.
-    fn take(&self) -> Option<Connection> {
-        let mut idle = self.idle.lock();
-        let fresh = |(since, connection): &mut (Instant, Connection)| {
-            since.elapsed() < IDLE_MAX && !connection.sender.is_closed()
-        };
-        while let Some(mut waiting) = idle.waiting.pop() {
-            if fresh(&mut waiting) {
-                return Some(waiting.1);
-            }
-        }
-        None
-    }
-
-    fn park(self: &Arc<Self>, connection: Connection) {
-        let mut idle = self.idle.lock();
-        if idle.waiting.len() >= self.idle_max || connection.sender.is_closed() {
-            return;
-        }
-        idle.waiting.push((Instant::now(), connection));
-        if !std::mem::replace(&mut idle.watched, true) {
-            tasks::short(watch(Arc::downgrade(self)));
-        }
-    }
-
-    /// Whether none is left.
-    fn drop_old(&self) -> bool {
-        let mut idle = self.idle.lock();
-        idle.waiting.retain(|(since, _)| since.elapsed() < IDLE_MAX);
-        idle.watched = !idle.waiting.is_empty();
-        !idle.watched
-    }
-}
-
-/// Closes what nobody uses, as long as there is something.
-async fn watch(pool: Weak<Pool>) {
-    loop {
-        tokio::time::sleep(IDLE_MAX).await;
-        match pool.upgrade() {
-            Some(pool) if !pool.drop_old() => {}
-            Some(_) | None => return,
-        }
     }
 }

@@ -9,9 +9,10 @@
 
 use bytes::Bytes;
 use http::{HeaderName, HeaderValue};
-use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
+
+use crate::relay::sink::broker::header;
 
 /// How the body and its headers are made of a message.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -32,9 +33,6 @@ pub(super) struct Outgoing {
     pub(super) attributes: Vec<(HeaderName, HeaderValue)>,
     pub(super) body: Bytes,
 }
-
-/// What stands for itself in the value of an attribute: U+0021 to U+007E without the quote and the per cent sign.
-const ENCODED: &AsciiSet = &CONTROLS.add(b' ').add(b'"').add(b'%');
 
 /// The members of a stored message.
 #[derive(Deserialize)]
@@ -111,14 +109,14 @@ fn binary(source: &str, message: &Message<'_>, payload: &Bytes) -> Result<Outgoi
         ("ce-operation", &message.operation),
         ("ce-idempotencykey", &message.idempotency_key),
     ];
-    let header = |(name, value): (&'static str, &str)| {
-        let encoded = utf8_percent_encode(value, ENCODED).to_string();
+    let attribute = |(name, value): (&'static str, &str)| {
+        let encoded = header(value);
         let value = HeaderValue::from_str(&encoded).map_err(|error| error.to_string())?;
         Ok((HeaderName::from_static(name), value))
     };
     Ok(Outgoing {
         content_type: HeaderValue::from_static(JSON),
-        attributes: attributes.into_iter().map(header).collect::<Result<_, String>>()?,
+        attributes: attributes.into_iter().map(attribute).collect::<Result<_, String>>()?,
         // A part of the message that is held anyway: nothing is copied.
         body: payload.slice_ref(message.data.get().as_bytes()),
     })
