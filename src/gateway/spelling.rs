@@ -6,6 +6,11 @@
 //!
 //! Letter case has no meaning in HTTP; this is for callers that read names by their letters. Whatever goes wrong here
 //! leaves the names lower-case, and nothing else.
+//!
+//! hyper's title case (`title_case_headers`) would be less code, and is another promise: it writes `Etag` and
+//! `Www-Authenticate` where an API says `ETag` and `WWW-Authenticate`, and the replay would differ from the first answer. The
+//! test `b12_headers_stay_repeated_in_order_and_raw` needs the letters as they came (`eTaG`, and `X-MANY-cases` beside
+//! `x-many-CASES`), in the first answer, in a replay and after a restart.
 
 use std::io;
 use std::pin::{Pin, pin};
