@@ -21,7 +21,7 @@ use serde_json::Value;
 
 use crate::fingerprint::{self, Recipe, show};
 use crate::record::{Fingerprint, Scope, Status, hex};
-use crate::route::{Look, Named, Near, Reading};
+use crate::route::Look;
 use crate::scope::DERIVED;
 
 pub use self::difference::{Difference, difference};
@@ -92,55 +92,6 @@ pub enum Disposition {
     PassesWithoutKey,
     /// It is answered with a problem.
     Refused,
-}
-
-/// A route by its names.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct RouteView {
-    /// Its operation.
-    pub operation: String,
-    /// Its methods.
-    pub methods: Vec<String>,
-    /// Its path template.
-    pub path: String,
-}
-
-impl From<Named> for RouteView {
-    fn from(named: Named) -> Self {
-        let methods = named.methods.iter().map(ToString::to_string).collect();
-        Self { operation: named.operation.to_string(), methods, path: named.path }
-    }
-}
-
-/// One reading of the path.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct ReadingView {
-    /// The path as it is looked up.
-    pub path: String,
-    /// The route that it names.
-    pub route: Option<RouteView>,
-}
-
-impl From<Reading> for ReadingView {
-    fn from(reading: Reading) -> Self {
-        Self { path: reading.path, route: reading.route.map(RouteView::from) }
-    }
-}
-
-/// A route that nearly fits.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct NearMissView {
-    /// The route.
-    #[serde(flatten)]
-    pub route: RouteView,
-    /// What does not fit.
-    pub why_not: String,
-}
-
-impl From<Near> for NearMissView {
-    fn from(near: Near) -> Self {
-        Self { route: near.route.into(), why_not: near.why_not }
-    }
 }
 
 /// Where a request belongs.
@@ -277,13 +228,9 @@ pub struct Explained {
     pub becomes: Disposition,
     /// Why, in one sentence.
     pub why: String,
-    /// The path, split and then decoded.
-    pub split: ReadingView,
-    /// The path, decoded, then split and resolved.
-    pub decoded: ReadingView,
-    /// Routes that nearly fit.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub near: Vec<NearMissView>,
+    /// What its path names, in both readings, and which routes nearly fit.
+    #[serde(flatten)]
+    pub look: Look,
     /// The answer, where it is refused.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<Value>,
@@ -318,9 +265,7 @@ impl Explained {
         Self {
             becomes,
             why: why.into(),
-            split: look.split.into(),
-            decoded: look.decoded.into(),
-            near: look.near.into_iter().map(NearMissView::from).collect(),
+            look,
             problem: None,
             scope: None,
             hash: None,

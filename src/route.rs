@@ -561,8 +561,7 @@ mod tests {
         let routes = routes(&list, false).unwrap();
         let look = |method: &str, path: &str| {
             let look = routes.look(&Method::from_bytes(method.as_bytes()).unwrap(), path);
-            let operation =
-                |reading: Reading| reading.route.map(|route| route.operation.to_string());
+            let operation = |reading: Reading| reading.route.map(|route| route.operation);
             let near =
                 look.near.iter().map(|near| format!("{}: {}", near.route.operation, near.why_not));
             let near: Vec<_> = near.collect();

@@ -13,10 +13,9 @@ use super::records::body_of;
 use crate::admin::explain::{
     ExplainError, ExplainQuery, ExplainResponse, RecordComparison, RequestText, answer,
 };
-use crate::explain::{
-    CanonicalView, Compared, Disposition, Explain, Explained, ReadingView, RouteView,
-};
+use crate::explain::{CanonicalView, Compared, Disposition, Explain, Explained};
 use crate::record::RecordId;
+use crate::route::{Named, Reading};
 use crate::store::Store;
 
 /// How much of a canonical body is printed, in characters; `--json` shows more.
@@ -139,9 +138,9 @@ fn print_explained(out: &mut dyn Write, explained: &Explained) -> std::io::Resul
         Disposition::Refused => "Refused",
     };
     writeln!(out, "{becomes}. {}", escape(&explained.why))?;
-    print_reading(out, "split, decoded", &explained.split)?;
-    print_reading(out, "decoded, split", &explained.decoded)?;
-    for near in &explained.near {
+    print_reading(out, "split, decoded", &explained.look.split)?;
+    print_reading(out, "decoded, split", &explained.look.decoded)?;
+    for near in &explained.look.near {
         let (route, why) = (route(&near.route), escape(&near.why_not));
         line(out, "not", &format!("{route}: {why}"))?;
     }
@@ -168,12 +167,12 @@ fn line(out: &mut dyn Write, name: &str, value: &str) -> std::io::Result<()> {
     writeln!(out, "  {name:<15} {value}")
 }
 
-fn route(route: &RouteView) -> String {
-    let RouteView { operation, methods, path } = route;
+fn route(route: &Named) -> String {
+    let Named { operation, methods, path } = route;
     escape(&format!("{operation} ({} {path})", methods.join(", ")))
 }
 
-fn print_reading(out: &mut dyn Write, name: &str, reading: &ReadingView) -> std::io::Result<()> {
+fn print_reading(out: &mut dyn Write, name: &str, reading: &Reading) -> std::io::Result<()> {
     let found = reading.route.as_ref().map_or_else(|| "no route".to_owned(), route);
     line(out, name, &format!("{} -> {found}", escape(&reading.path)))
 }

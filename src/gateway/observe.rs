@@ -156,7 +156,7 @@ pub(super) fn copy(
     let (head, body) = request.into_parts();
     let (sender, receiver) = oneshot::channel();
     let whole = Arc::new(AtomicBool::new(false));
-    let copy = Copy { pieces: Vec::new(), left: max, sender, whole: Arc::clone(&whole), room };
+    let copy = Copy { body: BytesMut::new(), left: max, sender, whole: Arc::clone(&whole), room };
     let mut tee = Tee { body, copy: Some(copy) };
     tee.look();
     let copied = Copied { head: head.clone(), body: receiver };
@@ -212,26 +212,11 @@ pub(super) fn tell(
     let operation = route.operation.as_str();
     metrics.observed(operation, would);
     let problem = problem.map(|problem| problem.name().as_str());
-    let would_text = would.as_str();
-    match would {
-        Would::Execute | Would::Pass => {
-            tracing::debug!(operation, would = would_text, key, "a request was observed");
-        }
-        Would::Replay
-        | Would::Wait
-        | Would::Mismatch
-        | Would::Forbidden
-        | Would::Hold
-        | Would::NotRetained
-        | Would::KeyMissing
-        | Would::KeyInvalid
-        | Would::TenantMissing
-        | Would::BodyTooLarge
-        | Would::Overloaded
-        | Would::Refuse
-        | Would::Unjudged => {
-            tracing::info!(operation, would = would_text, key, problem, "a request was observed");
-        }
+    let (would, is_news) = (would.as_str(), !matches!(would, Would::Execute | Would::Pass));
+    if is_news {
+        tracing::info!(operation, would, key, problem, "a request was observed");
+    } else {
+        tracing::debug!(operation, would, key, "a request was observed");
     }
 }
 
@@ -252,7 +237,7 @@ struct Tee {
 }
 
 struct Copy {
-    pieces: Vec<Bytes>,
+    body: BytesMut,
     /// How many bytes more are copied. One beyond them is enough to know.
     left: usize,
     sender: oneshot::Sender<Bytes>,
@@ -265,17 +250,13 @@ impl Copy {
     fn take(&mut self, data: &Bytes) -> bool {
         let enough = data.len() > self.left;
         let most = data.len().min(self.left.saturating_add(1));
-        self.pieces.push(data.slice(..most));
+        self.body.extend_from_slice(data.get(..most).unwrap_or_default());
         self.left = self.left.saturating_sub(most);
         enough
     }
 
     fn send(self) {
-        let Self { pieces, sender, whole, room, left: _ } = self;
-        let mut body = BytesMut::with_capacity(pieces.iter().map(Bytes::len).sum());
-        for piece in &pieces {
-            body.extend_from_slice(piece);
-        }
+        let Self { body, sender, whole, room, left: _ } = self;
         whole.store(true, Ordering::SeqCst);
         // Whoever reads the copy takes room for it.
         drop(room);

@@ -1,15 +1,15 @@
 //! Why a request takes a route, or takes none: for people. The lookups are those of [`Routes::find`].
 
 use http::Method;
+use serde::Serialize;
 
 use super::{Routes, decoded_then_split, split_then_decoded, template};
-use crate::record::Operation;
 
 /// How many routes are named that nearly fit.
 const NEAR_MAX: usize = 5;
 
 /// One reading of a path, and what it names.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Reading {
     /// The path as it is looked up: a segment's own slashes and percent signs are escaped.
     pub path: String,
@@ -18,33 +18,35 @@ pub struct Reading {
 }
 
 /// A route by its names.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Named {
     /// Its operation.
-    pub operation: Operation,
+    pub operation: String,
     /// Its methods.
-    pub methods: Vec<Method>,
+    pub methods: Vec<String>,
     /// Its path template.
     pub path: String,
 }
 
 /// A route that a request does not take, and what is missing.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Near {
     /// The route.
+    #[serde(flatten)]
     pub route: Named,
     /// What does not fit, as half a sentence.
     pub why_not: String,
 }
 
 /// What the two readings of a path name, and which other routes nearly fit.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Look {
     /// Split, then decoded.
     pub split: Reading,
     /// Decoded, then split and resolved.
     pub decoded: Reading,
     /// The nearest other routes.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub near: Vec<Near>,
 }
 
@@ -66,8 +68,8 @@ impl Routes {
 
     fn named(&self, index: usize) -> Option<Named> {
         let (route, pattern) = (self.routes.get(index)?, self.patterns.get(index)?);
-        let (methods, path) = (pattern.methods.clone(), pattern.path.clone());
-        Some(Named { operation: route.operation.clone(), methods, path })
+        let methods = pattern.methods.iter().map(ToString::to_string).collect();
+        Some(Named { operation: route.operation.to_string(), methods, path: pattern.path.clone() })
     }
 
     /// Those that would fit but for one thing, the nearest first.
@@ -76,8 +78,7 @@ impl Routes {
         let others = (0..self.routes.len()).filter(|index| !taken.contains(&Some(*index)));
         for index in others {
             let Some(route) = self.named(index) else { continue };
-            let listed =
-                route.methods.iter().any(|own| own.as_str().eq_ignore_ascii_case(method.as_str()));
+            let listed = route.methods.iter().any(|own| own.eq_ignore_ascii_case(method.as_str()));
             let Some((distance, why)) = paths
                 .into_iter()
                 .filter_map(|path| self.differs(&route.path, path))
@@ -89,8 +90,8 @@ impl Routes {
                 (true, 0) => "another route names this path more exactly".to_owned(),
                 (true, _) => why,
                 (false, 0) => {
-                    let own: Vec<_> = route.methods.iter().map(Method::as_str).collect();
-                    format!("the path fits, but the method is {method} and not {}", own.join(", "))
+                    let own = route.methods.join(", ");
+                    format!("the path fits, but the method is {method} and not {own}")
                 }
                 (false, _) => continue,
             };
