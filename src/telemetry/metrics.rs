@@ -122,12 +122,6 @@ impl Metrics {
         GaugeGuard::raise(&self.in_flight)
     }
 
-    /// How many reserved requests are in flight.
-    #[must_use]
-    pub fn in_flight_now(&self) -> i64 {
-        self.in_flight.get()
-    }
-
     /// Counts a waiting duplicate until the guard is dropped.
     #[must_use]
     pub fn waiting(&self) -> GaugeGuard {

@@ -89,6 +89,7 @@ mod storm;
 mod sweep;
 mod tenants;
 mod tokens;
+mod transition;
 mod tunnels;
 mod unknown_events;
 mod upstream;

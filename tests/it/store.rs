@@ -13,8 +13,8 @@ use oncegate::record::event::Event;
 use oncegate::record::event::notice::{Notice, NoticeKind, Resolution};
 use oncegate::record::event::subscription::{Subscriber, TypeFilter};
 use oncegate::record::{
-    Answer, Attempt, Caller, Change, Fence, Fingerprint, KeptBody, Key, LookupDelay, Next,
-    Operation, OwnerId, RecordId, Scope, Spelling, State, Status, Tenant, transition,
+    Answer, Attempt, Caller, Fence, Fingerprint, KeptBody, Key, LookupDelay, Operation, OwnerId,
+    RecordId, Scope, Spelling, State, Status, Tenant,
 };
 use oncegate::store::{
     ATTEMPTS_KEPT, Acknowledgement, AttemptRow, Changed, Chosen, Claim, Claimed, Completion,
@@ -26,6 +26,7 @@ use oncegate::store::{
 use uuid::Uuid;
 
 use crate::support::{eventually, happens};
+use crate::transition::{Change, Next, transition};
 
 /// Runs each named check on each store.
 macro_rules! on_every_store {
