@@ -9,6 +9,7 @@
 //! and its retry finds the result. Those who wait for another's execution are not tasks; they hold nothing.
 
 pub mod accept;
+mod budget;
 mod bypass;
 pub mod complete;
 mod deliver;
@@ -27,7 +28,6 @@ mod recover;
 pub mod reply;
 pub mod reserve;
 mod rights;
-mod room;
 mod settle;
 mod spelling;
 pub mod spill;
@@ -49,11 +49,12 @@ use tokio::sync::{Notify, oneshot};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use self::budget::{Budget, Exhausted};
 use self::bypass::Alarm;
-use self::complete::{Closing, Finish, Late};
+use self::complete::{Completer, Finish, LateExchange};
 use self::forward::Bounds;
 use self::headers::Forwarding;
-use self::intake::{Intake, Keyed, Read};
+use self::intake::{Intake, Keyed, ReadRequest};
 use self::late::LateReads;
 use self::lookup::AfterLookup;
 use self::pass::PassError;
@@ -62,7 +63,6 @@ use self::reserve::{
     Admission, Followed, Leader, MayJudge, Refusal, Role, SingleFlight, Unreserved,
 };
 use self::rights::Rights;
-use self::room::{Limits, NoRoom};
 use self::spill::Spill;
 use self::tokens::Tokens;
 use self::tunnel::Tunnels;
@@ -110,7 +110,7 @@ impl Settings {
     /// Whether one request with bodies of these lengths can be admitted at all.
     #[must_use]
     pub fn fits(&self, request_body_max: usize, response_body_max: usize) -> bool {
-        room::fits(self.buffered_bytes_max, request_body_max, response_body_max)
+        budget::fits(self.buffered_bytes_max, request_body_max, response_body_max)
     }
 }
 
@@ -138,8 +138,8 @@ pub struct Gateway {
     tunnels: Tunnels,
     alarm: Alarm,
     observed: observe::Memory,
-    acts_read: operators::Read,
-    compared: recover::Compared,
+    acts_watermark: operators::Watermark,
+    compared: recover::LastCompared,
     metrics: Arc<Metrics>,
     wake: Arc<Notify>,
     tasks: TaskTracker,
@@ -169,7 +169,7 @@ pub struct Parts {
     pub metrics: Arc<Metrics>,
     /// Wakes the relay.
     pub wake: Arc<Notify>,
-    /// What is owed already.
+    /// How many events are undelivered.
     pub backlog: Backlog,
 }
 
@@ -188,10 +188,10 @@ impl Gateway {
         let (asked, counted) = (Arc::clone(&store), Arc::clone(&metrics));
         let single_flight =
             SingleFlight::new(flight_settings, asked, lease, may_judge, spill, backlog, counted);
-        let limits =
-            Limits::new(settings.in_flight_max, settings.waiting_max, settings.buffered_bytes_max);
+        let budget =
+            Budget::new(settings.in_flight_max, settings.waiting_max, settings.buffered_bytes_max);
         let tokens = tokens.map(Arc::new);
-        let intake = Intake::new(digest, tokens.clone(), Arc::clone(&metrics), limits);
+        let intake = Intake::new(digest, tokens.clone(), Arc::clone(&metrics), budget);
         let rights = Rights::new(settings.forwarding.clone(), servers);
         let tasks = TaskTracker::new();
         let late = LateReads::new(settings.late_answers_max, Arc::clone(&metrics));
@@ -210,8 +210,8 @@ impl Gateway {
             tunnels,
             alarm: Alarm::default(),
             observed: observe::Memory::default(),
-            acts_read: operators::Read::default(),
-            compared: recover::Compared::default(),
+            acts_watermark: operators::Watermark::default(),
+            compared: recover::LastCompared::default(),
             metrics,
             wake,
             tasks,
@@ -263,11 +263,11 @@ impl Gateway {
         self.metrics.replied(route.operation.as_str(), Reply::Passed);
         let upstream = self.upstream(&route);
         let max = route.policy.request_body_max;
-        let Ok(room) = self.intake.room_for_a_copy(request.headers(), max) else {
+        let Ok(permit) = self.intake.admit_copy(request.headers(), max) else {
             observe::tell(&self.metrics, &route, Would::Overloaded, None, None);
             return self.pass(&upstream, request).await;
         };
-        let (request, copied, whole) = observe::copy(request, max, room);
+        let (request, copied, whole) = observe::copy(request, max, permit);
         let (gateway, observed) = (Arc::clone(&self), Arc::clone(&route));
         let ended = observe::Ended::default();
         let ends = ended.clone();
@@ -290,13 +290,13 @@ impl Gateway {
         request: Request<Body>,
     ) -> Response<Body> {
         let mut keyed = match self.intake.read(&route, params, request).await {
-            Read::Keyed(keyed) => keyed,
-            Read::Unkeyed(request) => {
+            ReadRequest::Keyed(keyed) => keyed,
+            ReadRequest::Unkeyed(request) => {
                 self.metrics.replied(route.operation.as_str(), Reply::Passed);
                 let upstream = self.upstream(&route);
                 return self.pass(&upstream, request).await;
             }
-            Read::Refused(problem) => return self.refuse(&route, problem),
+            ReadRequest::Refused(problem) => return self.refuse(&route, problem),
         };
         let deadline = Instant::now() + route.policy.wait;
         loop {
@@ -306,12 +306,12 @@ impl Gateway {
                     return self.reply(&mut keyed, admission, Reply::Replayed).await;
                 }
                 // Dropping the leader lets the others look again.
-                Role::Leader(leader) => match keyed.room.work() {
-                    Ok(()) => return self.detach(keyed, leader, deadline).await,
-                    Err(NoRoom) => return self.overloaded(&route),
+                Role::Leader(leader) => match keyed.permit.work() {
+                    Ok(()) => return self.spawn_leader(keyed, leader, deadline).await,
+                    Err(Exhausted) => return self.overloaded(&route),
                 },
                 Role::Follower(follower) => {
-                    if keyed.room.wait() == Err(NoRoom) {
+                    if keyed.permit.wait() == Err(Exhausted) {
                         return self.overloaded(&route);
                     }
                     let followed =
@@ -333,7 +333,7 @@ impl Gateway {
     }
 
     /// Does a leader's work in a task of its own, and waits for its answer as long as the caller does.
-    async fn detach(
+    async fn spawn_leader(
         self: Arc<Self>,
         keyed: Box<Keyed>,
         leader: Leader,
@@ -343,7 +343,7 @@ impl Gateway {
         let sending = leader.sending();
         let (gateway, route) = (Arc::clone(&self), Arc::clone(&keyed.route));
         self.tasks.spawn(async move {
-            let response = gateway.work(*keyed, leader, deadline).await;
+            let response = gateway.run_leader(*keyed, leader, deadline).await;
             // Nobody waits any more: the retry finds the result.
             drop(answer.send(response));
         });
@@ -358,7 +358,7 @@ impl Gateway {
     }
 
     /// A leader's work: reserve, forward, complete.
-    async fn work(
+    async fn run_leader(
         self: Arc<Self>,
         mut keyed: Keyed,
         leader: Leader,
@@ -367,11 +367,11 @@ impl Gateway {
         let route = Arc::clone(&keyed.route);
         let reservation = match self.single_flight.lead(&keyed.request, leader, deadline).await {
             Admission::Execute(reservation) => reservation,
-            Admission::LookUp(question) => {
+            Admission::LookUp(guard) => {
                 let _in_flight = self.metrics.in_flight();
-                match self.look_up_first(&route, &keyed.request, question).await {
+                match self.look_up_first(&route, &keyed.request, guard).await {
                     AfterLookup::Send(reservation) => reservation,
-                    AfterLookup::Over(finish) => return self.told(keyed, *finish).await,
+                    AfterLookup::Over(finish) => return self.reply_looked_up(keyed, *finish).await,
                 }
             }
             Admission::Refuse(refusal) if self.bypasses(&keyed, refusal) => {
@@ -389,15 +389,15 @@ impl Gateway {
         let policy = &route.policy;
         let bounds = Bounds { timeout: policy.timeout, body_max: policy.response_body_max };
         let begun = Instant::now();
-        let (mut in_flight, evidence, given_up) =
+        let (mut in_flight, evidence, open_exchange) =
             forward::forward(reservation, upstream, request, bounds).await;
         self.metrics.took(Step::Forward, begun.elapsed());
         // What was taken for the answer, cut down to it, stays taken until store and caller have it.
         let bytes = evidence.bytes();
-        let held = keyed.room.answer(bytes).ok();
+        let held = keyed.permit.answer(bytes).ok();
         in_flight.hold(held.clone());
-        let closing = self.closing(&route, context.as_deref());
-        let (finish, late) = closing.close(in_flight, evidence, given_up).await;
+        let completer = self.completer(&route, context.as_deref());
+        let (finish, late) = completer.close(in_flight, evidence, open_exchange).await;
         if let Some(late) = late {
             self.await_late(late, &route, context);
         }
@@ -410,15 +410,15 @@ impl Gateway {
     }
 
     /// What a retry gets that asked first. What was found may be what another caller's attempt brought.
-    async fn told(&self, mut keyed: Keyed, finish: Finish) -> Response<Body> {
+    async fn reply_looked_up(&self, mut keyed: Keyed, finish: Finish) -> Response<Body> {
         if let Finish::Found(found) = finish {
             return self.reply(&mut keyed, Admission::Replay(found), Reply::Replayed).await;
         }
         self.finished(&keyed, finish).await
     }
 
-    fn closing<'a>(&'a self, route: &'a Route, context: Option<&'a [u8]>) -> Closing<'a> {
-        Closing {
+    fn completer<'a>(&'a self, route: &'a Route, context: Option<&'a [u8]>) -> Completer<'a> {
+        Completer {
             single_flight: &self.single_flight,
             metrics: &self.metrics,
             wake: &self.wake,
@@ -429,12 +429,17 @@ impl Gateway {
     }
 
     /// Goes on reading an answer whose caller was told that it did not come in time.
-    fn await_late(self: &Arc<Self>, late: Late, route: &Arc<Route>, context: Option<Bytes>) {
-        let Late { detached, exchange } = late;
+    fn await_late(
+        self: &Arc<Self>,
+        late: LateExchange,
+        route: &Arc<Route>,
+        context: Option<Bytes>,
+    ) {
+        let LateExchange { detached, exchange } = late;
         let (gateway, route) = (Arc::clone(self), Arc::clone(route));
         let time = route.policy.late_answer;
         self.late.start(exchange, time, move |evidence| async move {
-            gateway.closing(&route, context.as_deref()).close_late(detached, evidence).await
+            gateway.completer(&route, context.as_deref()).close_late(detached, evidence).await
         });
     }
 
@@ -443,7 +448,7 @@ impl Gateway {
     fn bypasses(&self, keyed: &Keyed, refusal: Refusal) -> bool {
         self.settings.on_unavailable == OnUnavailable::Bypass
             && refusal == Refusal::StoreUnavailable(Unreserved::Certainly)
-            && !self.single_flight.saw_open(&keyed.request.scope)
+            && !self.single_flight.saw_unfinished(&keyed.request.scope)
     }
 
     /// Forwards a request that nothing protects, once.
@@ -523,7 +528,7 @@ impl Gateway {
     async fn watch_operators(&self, stop: &CancellationToken) {
         let acted_on = |window| self.store.acted_on(window);
         operators::watch(
-            &self.acts_read,
+            &self.acts_watermark,
             acted_on,
             |records| self.single_flight.forget(records),
             stop,

@@ -11,7 +11,7 @@
 //!                  | lost|   released          | late outcome of the same attempt,
 //!                  v     |   (attempt > 1)     | or an operator's completion
 //!                unknown <--/ -----------------+
-//!                  |  retried: attempt + 1, back to in_progress; asked about: the same attempt, for the time of the question
+//!                  |  retried: attempt + 1, back to in_progress; asked about: the same attempt, for the time of the look-up
 //!                  +--released by an operator--> gone
 //! ```
 //!

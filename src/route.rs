@@ -135,7 +135,7 @@ pub enum OnUnknown {
 /// How the upstream is asked what became of an attempt.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Lookup {
-    /// The question, and what its answer means.
+    /// The request that asks, and what its answer means.
     pub template: lookup::Template,
     /// How long the upstream is left alone before.
     pub delay: LookupDelay,

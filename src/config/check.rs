@@ -198,7 +198,7 @@ fn about_sink(sink: &sink::Settings, warn: &mut impl FnMut(&str, String)) {
 fn about_backlog(config: &Config, warn: &mut impl FnMut(&str, String)) {
     let few = config.sweep.backlog.most().filter(|most| most.get() < BACKLOG_MIN);
     if let Some(most) = few
-        && let Some(names) = operations(config, |route| route.events.are_owed())
+        && let Some(names) = operations(config, |route| route.events.reach_sinks())
     {
         let text = format!(
             "a sink that is away until {most} events wait makes {names} answer 503: let it be what the disk can hold"

@@ -1,4 +1,4 @@
-//! Listeners: who may connect, how long they may take, and how they are let go.
+//! Listeners: who may connect, how long they may take, and how they are closed.
 //!
 //! A permit is taken before each accept, so callers beyond the limit wait in the kernel's backlog. Each connection is a task
 //! that serves HTTP/1.1 by hyper over [`Paced`], which ends a connection whose caller takes nothing of its answer, and which

@@ -7,8 +7,8 @@
 //! An end that changes no row found its record gone on: completed, at another attempt, or gone. What stands is read and
 //! counts for the caller; what the attempt itself came to goes to the audit table, so that it is never dropped.
 //!
-//! After a time-out the record is `unknown` and the caller is told; the exchange goes on as a [`Late`] one, and what it
-//! brings comes back here ([`Closing::close_late`]).
+//! After a time-out the record is `unknown` and the caller is told; the exchange goes on as a [`LateExchange`], and what it
+//! brings comes back here ([`Completer::close_late`]).
 //!
 //! An application on the same database may complete the record in its own transaction. Then its answer is what counts,
 //! also where all that was seen from here is a connection that broke.
@@ -20,11 +20,12 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderName, StatusCode, response};
 use tokio::sync::Notify;
 
-use super::forward::{Evidence, ForOrigin, GivenUp, Unasked};
+use super::forward::{Evidence, ForOrigin, OpenExchange, Unasked};
 use super::headers;
 use super::notes;
 use super::reserve::{
-    Detached, FlightEnd, InFlight, PendingWrite, Replay, Shared, SharedAnswer, SingleFlight, Told,
+    Detached, FlightEnd, InFlight, PendingWrite, Replay, SettledEnd, Shared, SharedAnswer,
+    SingleFlight,
 };
 use super::settle::{End, Executed, NotExecuted, Unsettled};
 use super::spill::Keeping;
@@ -42,11 +43,11 @@ use crate::telemetry::{Drained, LateAnswer, Metrics, Reply, Step, causes};
 const LOOKS: Backoff = Backoff::new(Duration::from_millis(20), Duration::from_millis(200));
 
 /// What became of an attempt whose outcome was not seen.
-enum Lost {
+enum UnknownEnd {
     /// It is `unknown`, or will be.
     Detached(Detached),
     /// There is an answer in the store.
-    Stands(Detached, Arc<Replay>),
+    Completed(Detached, Arc<Replay>),
 }
 
 /// A body on its way to the first caller.
@@ -58,7 +59,7 @@ pub(super) enum FirstBody {
 }
 
 /// The upstream's answer on its way to the first caller.
-pub(super) struct First {
+pub(super) struct FirstAnswer {
     pub(super) record: RecordId,
     pub(super) head: response::Parts,
     pub(super) body: FirstBody,
@@ -67,11 +68,11 @@ pub(super) struct First {
 /// How an attempt ended, for the caller that started it.
 pub(super) enum Finish {
     /// Kept until then.
-    Kept { first: First, expires_at: SystemTime },
+    Kept { first: FirstAnswer, expires_at: SystemTime },
     /// Kept in the spill until the store takes it.
-    Spilled { first: First },
+    Spilled { first: FirstAnswer },
     /// The upstream answered, and the store has not taken it (yet), or the record had gone on.
-    NotStored { first: First, counted: Reply },
+    NotStored { first: FirstAnswer, counted: Reply },
     /// The application completed this very attempt itself: this is its answer.
     Recorded(Arc<Replay>),
     /// Somebody else completed the record meanwhile: this is what stands.
@@ -81,21 +82,21 @@ pub(super) enum Finish {
     /// The upstream was asked and did not say, or the store has not taken what it said.
     StillUnknown { record: RecordId },
     /// Known not to have executed: passed on.
-    Released { first: First },
+    Released { first: FirstAnswer },
     /// Perhaps executed: passed on.
-    Unknown { first: First },
+    Unknown { first: FirstAnswer },
     /// No answer.
     Failed { fence: Fence, failure: Failure },
 }
 
 /// An attempt that timed out, whose record says so, and the exchange that goes on. Dropping it closes the connection.
-pub(super) struct Late {
+pub(super) struct LateExchange {
     pub(super) detached: Detached,
-    pub(super) exchange: GivenUp,
+    pub(super) exchange: OpenExchange,
 }
 
 /// What completing needs besides the attempt.
-pub(super) struct Closing<'a> {
+pub(super) struct Completer<'a> {
     pub(super) single_flight: &'a SingleFlight,
     pub(super) metrics: &'a Metrics,
     /// Wakes the relay.
@@ -107,26 +108,26 @@ pub(super) struct Closing<'a> {
     pub(super) timeout: Duration,
 }
 
-impl Closing<'_> {
+impl Completer<'_> {
     /// Brings an attempt to its end. With it comes the exchange that may still bring an answer.
     pub(super) async fn close(
         &self,
         in_flight: Box<InFlight>,
         evidence: Evidence,
-        given_up: Option<GivenUp>,
-    ) -> (Finish, Option<Late>) {
+        open_exchange: Option<OpenExchange>,
+    ) -> (Finish, Option<LateExchange>) {
         match self.classify(in_flight.fence.id, evidence) {
-            Ok((Class::Stored, first)) => (self.keep(in_flight, first).await, None),
-            Ok((Class::Released, first)) => (self.free(in_flight, first).await, None),
+            Ok((Class::Stored, first)) => (self.complete(in_flight, first).await, None),
+            Ok((Class::Released, first)) => (self.release_answered(in_flight, first).await, None),
             Ok((Class::Unknown, first)) => {
                 let fence = in_flight.fence;
-                let finish = match self.lose(in_flight).await {
-                    Lost::Stands(_, replay) => self.found(fence, replay),
-                    Lost::Detached(_) => Finish::Unknown { first },
+                let finish = match self.mark_unknown(in_flight).await {
+                    UnknownEnd::Completed(_, replay) => self.finish_stored(fence, replay),
+                    UnknownEnd::Detached(_) => Finish::Unknown { first },
                 };
                 (finish, None)
             }
-            Err(failure) => self.fail(in_flight, failure, given_up).await,
+            Err(failure) => self.fail(in_flight, failure, open_exchange).await,
         }
     }
 
@@ -135,10 +136,10 @@ impl Closing<'_> {
         let Fence { id: record, attempt } = detached.fence();
         let finish = match self.classify(record, evidence) {
             Ok((Class::Stored, first)) => {
-                self.keep(self.single_flight.resume(detached), first).await
+                self.complete(self.single_flight.resume(detached), first).await
             }
             Ok((Class::Released, first)) => {
-                self.free(self.single_flight.resume(detached), first).await
+                self.release_answered(self.single_flight.resume(detached), first).await
             }
             Ok((Class::Unknown, _)) => return LateAnswer::Unknown,
             Err(failure) if failure.class() == Class::Released => {
@@ -162,7 +163,11 @@ impl Closing<'_> {
     }
 
     /// An answer with its class, or why there is none.
-    fn classify(&self, record: RecordId, evidence: Evidence) -> Result<(Class, First), Failure> {
+    fn classify(
+        &self,
+        record: RecordId,
+        evidence: Evidence,
+    ) -> Result<(Class, FirstAnswer), Failure> {
         let (head, body) = match evidence {
             Evidence::Answered { head, body, trailers } => {
                 (head, FirstBody::Whole { body, trailers })
@@ -171,15 +176,15 @@ impl Closing<'_> {
             Evidence::Failed(failure) => return Err(failure),
         };
         let class = self.route.outcome.class(head.status, &head.headers);
-        Ok((class, First { record, head, body }))
+        Ok((class, FirstAnswer { record, head, body }))
     }
 
     async fn fail(
         &self,
         in_flight: Box<InFlight>,
         failure: Failure,
-        given_up: Option<GivenUp>,
-    ) -> (Finish, Option<Late>) {
+        open_exchange: Option<OpenExchange>,
+    ) -> (Finish, Option<LateExchange>) {
         let fence = in_flight.fence;
         let Fence { id: record, attempt } = fence;
         let caller = in_flight.caller.clone();
@@ -187,15 +192,19 @@ impl Closing<'_> {
         tracing::warn!(%record, %operation, ?failure, "an attempt ended without an answer");
         let ending = match failure {
             Failure::Broken | Failure::TimedOut => {
-                let (detached, finish) = match self.lose(in_flight).await {
-                    Lost::Detached(detached) => (detached, Finish::Failed { fence, failure }),
-                    Lost::Stands(detached, replay) => (detached, self.found(fence, replay)),
+                let (detached, finish) = match self.mark_unknown(in_flight).await {
+                    UnknownEnd::Detached(detached) => (detached, Finish::Failed { fence, failure }),
+                    UnknownEnd::Completed(detached, replay) => {
+                        (detached, self.finish_stored(fence, replay))
+                    }
                 };
                 // Only now may the connection be cut: the record says what happened. What the application kept by itself
                 // is this attempt's answer, so nothing else is awaited.
                 let awaited = !self.route.policy.late_answer.is_zero()
                     && !matches!(finish, Finish::Recorded(_));
-                let late = given_up.filter(|_| awaited).map(|exchange| Late { detached, exchange });
+                let late = open_exchange
+                    .filter(|_| awaited)
+                    .map(|exchange| LateExchange { detached, exchange });
                 return (finish, late);
             }
             // What is freed of a later attempt is unknown again, and no waiter starts the next one.
@@ -213,7 +222,7 @@ impl Closing<'_> {
     }
 
     /// The upstream did not execute: passes its answer on.
-    async fn free(&self, in_flight: Box<InFlight>, first: First) -> Finish {
+    async fn release_answered(&self, in_flight: Box<InFlight>, first: FirstAnswer) -> Finish {
         let caller = in_flight.caller.clone();
         let share = shared(&first, caller, &self.route.policy.replay_drop).map(Arc::new);
         let ending = share.map_or(FlightEnd::LookAgain, FlightEnd::Shared);
@@ -232,65 +241,70 @@ impl Closing<'_> {
         ending: FlightEnd,
         late: LateEnd,
     ) -> (Drained, Option<Arc<Replay>>) {
-        in_flight.frees();
+        in_flight.begin_release();
         let (scope, fence) = (in_flight.scope.clone(), in_flight.fence);
         let retrier = self.single_flight.retrier();
         let _known = retrier.known();
         let end = End::Release(NotExecuted { scope, fence, late: Some(late), tried: false });
-        in_flight.knows(end.clone(), ending.clone());
-        match retrier.before_the_end(self.settle(&in_flight, &end, &ending)).await {
-            Ok(told) => self.over(in_flight, told).await,
+        in_flight.set_known_end(end.clone(), ending.clone());
+        match retrier.until_shutdown(self.settle(&in_flight, &end, &ending)).await {
+            Ok(settled) => self.conclude(in_flight, settled).await,
             Err(error) => {
                 // Before the caller is told: what is known not to have executed is known after a crash, too.
-                self.pend(in_flight, end, ending, &error).await;
+                self.hand_to_retrier(in_flight, end, ending, &error).await;
                 (Drained::Released, None)
             }
         }
     }
 
-    /// Keeps what a question found, with the events, under the fence that was held for it.
-    pub(super) async fn adopt(&self, in_flight: Box<InFlight>, answer: Answer) -> Finish {
+    /// Keeps what a look-up found, with the events, under the fence that was held for it.
+    pub(super) async fn complete_found(&self, in_flight: Box<InFlight>, answer: Answer) -> Finish {
         let record = in_flight.fence.id;
         let end = End::Complete(self.executed(&in_flight, answer, true));
         match self.settle(&in_flight, &end, &FlightEnd::LookAgain).await {
-            Ok(told) => {
-                let (_, replay) = self.over(in_flight, told).await;
+            Ok(settled) => {
+                let (_, replay) = self.conclude(in_flight, settled).await;
                 replay.map_or(Finish::StillUnknown { record }, Finish::Found)
             }
             Err(error) => {
-                self.pend(in_flight, end, FlightEnd::LookAgain, &error).await;
+                self.hand_to_retrier(in_flight, end, FlightEnd::LookAgain, &error).await;
                 Finish::StillUnknown { record }
             }
         }
     }
 
-    /// Ends a question that brought nothing: unknown again, unless the attempt was completed meanwhile.
-    pub(super) async fn put_back(&self, in_flight: Box<InFlight>) -> Finish {
+    /// Ends a look-up that brought nothing: unknown again, unless the attempt was completed meanwhile.
+    pub(super) async fn give_up_lookup(&self, in_flight: Box<InFlight>) -> Finish {
         let record = in_flight.fence.id;
-        match self.lose(in_flight).await {
-            Lost::Detached(_) => Finish::StillUnknown { record },
-            Lost::Stands(_, replay) => Finish::Found(replay),
+        match self.mark_unknown(in_flight).await {
+            UnknownEnd::Detached(_) => Finish::StillUnknown { record },
+            UnknownEnd::Completed(_, replay) => Finish::Found(replay),
         }
     }
 
     /// Marks the record `unknown`: what comes now is late, unless it is completed already, whoever did it.
-    async fn lose(&self, in_flight: Box<InFlight>) -> Lost {
+    async fn mark_unknown(&self, in_flight: Box<InFlight>) -> UnknownEnd {
         let (scope, fence) = (in_flight.scope.clone(), in_flight.fence);
-        let end = End::Unknown { scope, fence, open: in_flight.open().cloned() };
+        let end = End::Unknown { scope, fence, row: in_flight.row().cloned() };
         match self.once_unlocked(&in_flight, &end).await {
-            Ok(Told { ending: FlightEnd::Kept(replay), .. }) => {
-                Lost::Stands(in_flight.detach(FlightEnd::Kept(Arc::clone(&replay))), replay)
-            }
-            Ok(told) => Lost::Detached(in_flight.detach(told.ending)),
+            Ok(SettledEnd { ending: FlightEnd::Kept(replay), .. }) => UnknownEnd::Completed(
+                in_flight.detach(FlightEnd::Kept(Arc::clone(&replay))),
+                replay,
+            ),
+            Ok(settled) => UnknownEnd::Detached(in_flight.detach(settled.ending)),
             Err(error) => {
                 log_pending(&error);
-                Lost::Detached(in_flight.detach_pending(PendingWrite::of(end)))
+                UnknownEnd::Detached(in_flight.detach_pending(PendingWrite::of(end)))
             }
         }
     }
 
     /// Settles an end once no transaction of the application holds its record any more, for as long as the caller waits.
-    async fn once_unlocked(&self, in_flight: &InFlight, end: &End) -> Result<Told, Unsettled> {
+    async fn once_unlocked(
+        &self,
+        in_flight: &InFlight,
+        end: &End,
+    ) -> Result<SettledEnd, Unsettled> {
         let begun = Instant::now();
         let mut looks = LOOKS;
         loop {
@@ -308,23 +322,23 @@ impl Closing<'_> {
         in_flight: &InFlight,
         end: &End,
         ending: &FlightEnd,
-    ) -> Result<Told, Unsettled> {
+    ) -> Result<SettledEnd, Unsettled> {
         let deadline = Instant::now() + self.timeout;
         self.single_flight.retrier().settle(end, ending, deadline, || in_flight.was_held()).await
     }
 
     /// An end is settled: those who waited are told, and what is late is noted. With the answer that counts.
-    async fn over(
+    async fn conclude(
         &self,
         in_flight: Box<InFlight>,
-        Told { ending, how, late }: Told,
+        SettledEnd { ending, how, late }: SettledEnd,
     ) -> (Drained, Option<Arc<Replay>>) {
         let replay = match &ending {
             FlightEnd::Kept(replay) => Some(Arc::clone(replay)),
             FlightEnd::Shared(_)
             | FlightEnd::Unknown(_)
             | FlightEnd::Unavailable(_)
-            | FlightEnd::Swamped
+            | FlightEnd::BacklogFull
             | FlightEnd::LookAgain => None,
         };
         in_flight.settled(ending);
@@ -339,7 +353,7 @@ impl Closing<'_> {
 
     /// The store has not taken an end: it goes to the spill before the caller is answered, and the retrier goes on. Whether it
     /// is durable now.
-    async fn pend(
+    async fn hand_to_retrier(
         &self,
         in_flight: Box<InFlight>,
         end: End,
@@ -354,25 +368,25 @@ impl Closing<'_> {
     }
 
     /// The answer that stands for an attempt that did not write it from here.
-    fn found(&self, attempt: Fence, replay: Arc<Replay>) -> Finish {
+    fn finish_stored(&self, attempt: Fence, replay: Arc<Replay>) -> Finish {
         self.wake.notify_one();
         if replay.fence == attempt { Finish::Recorded(replay) } else { Finish::Overtaken(replay) }
     }
 
     /// Keeps the answer with its events.
-    async fn keep(&self, mut in_flight: Box<InFlight>, first: First) -> Finish {
+    async fn complete(&self, mut in_flight: Box<InFlight>, first: FirstAnswer) -> Finish {
         let begun = Instant::now();
         let retrier = self.single_flight.retrier();
         let _known = retrier.known();
         let executed = self.executed(&in_flight, self.answer(&first), false);
         let end = End::Complete(executed.clone());
-        in_flight.knows(end.clone(), FlightEnd::LookAgain);
+        in_flight.set_known_end(end.clone(), FlightEnd::LookAgain);
         let settling = self.settle(&in_flight, &end, &FlightEnd::LookAgain);
-        let settled = retrier.before_the_end(settling).await;
+        let settled = retrier.until_shutdown(settling).await;
         self.metrics.took(Step::Complete, begun.elapsed());
         let not_stored = |first| Finish::NotStored { first, counted: Reply::Executed };
         match settled {
-            Ok(told) => match self.over(in_flight, told).await {
+            Ok(settled) => match self.conclude(in_flight, settled).await {
                 (Drained::Completed, Some(replay)) => {
                     Finish::Kept { first, expires_at: replay.expires_at }
                 }
@@ -384,7 +398,8 @@ impl Closing<'_> {
                 (_, None) => not_stored(first),
             },
             Err(error) => {
-                let spilled = self.pend(in_flight, end, FlightEnd::LookAgain, &error).await;
+                let spilled =
+                    self.hand_to_retrier(in_flight, end, FlightEnd::LookAgain, &error).await;
                 if spilled && is_promised(&error) {
                     return Finish::Spilled { first };
                 }
@@ -394,7 +409,7 @@ impl Closing<'_> {
     }
 
     /// The answer as far as the route keeps it.
-    fn answer(&self, first: &First) -> Answer {
+    fn answer(&self, first: &FirstAnswer) -> Answer {
         let drop = &self.route.policy.replay_drop;
         let mut headers = headers::kept(&first.head.headers, drop);
         let body = match &first.body {
@@ -408,7 +423,7 @@ impl Closing<'_> {
         Answer { status: first.head.status, headers, spelling, body }
     }
 
-    /// What is known of an attempt with this answer. `found`: by a question.
+    /// What is known of an attempt with this answer. `found`: by a look-up.
     fn executed(&self, in_flight: &InFlight, answer: Answer, found: bool) -> Executed {
         let events = self.events(in_flight, &answer);
         let completion = Arc::new(Completion {
@@ -419,7 +434,7 @@ impl Closing<'_> {
             events,
         });
         let (fingerprint, caller) = (in_flight.fingerprint, in_flight.caller.clone());
-        Executed { completion, fingerprint, caller, open: in_flight.open().cloned(), found }
+        Executed { completion, fingerprint, caller, row: in_flight.row().cloned(), found }
     }
 
     fn events(&self, in_flight: &InFlight, answer: &Answer) -> Vec<Event> {
@@ -461,7 +476,7 @@ fn log_pending(error: &Unsettled) {
 
 /// An answer that is not kept, for those who waited for it; a stream cannot be shared. Like a replay it leaves `drop`
 /// out: a session that was opened for the first caller is nobody else's.
-fn shared(first: &First, caller: Option<Caller>, drop: &[HeaderName]) -> Option<Shared> {
+fn shared(first: &FirstAnswer, caller: Option<Caller>, drop: &[HeaderName]) -> Option<Shared> {
     let FirstBody::Whole { body, trailers } = &first.body else { return None };
     let without = |mut headers: HeaderMap| {
         for name in drop {
@@ -477,7 +492,7 @@ fn shared(first: &First, caller: Option<Caller>, drop: &[HeaderName]) -> Option<
 }
 
 /// Notes among the headers that are kept what a replay needs besides.
-fn note(headers: &mut HeaderMap, first: &First, trailers: &HeaderMap) {
+fn note(headers: &mut HeaderMap, first: &FirstAnswer, trailers: &HeaderMap) {
     notes::keep_trailers(headers, trailers);
     if first.head.extensions.get::<Unasked>().is_some() {
         notes::keep_unasked(headers);

@@ -1,6 +1,6 @@
-//! From what became of a request to what its caller gets: rights and form of a stored answer, room for it, and how it counts.
+//! From what became of a request to what its caller gets: grant, form and permit of a stored answer, and how it counts.
 //!
-//! What must stay true: a stored answer leaves only with a [`Permit`], or to the caller whose own request it answers. Dying
+//! What must stay true: a stored answer leaves only with a [`Grant`], or to the caller whose own request it answers. Dying
 //! here loses nothing: the answer is stored, and the retry gets it.
 
 use std::sync::Arc;
@@ -8,26 +8,26 @@ use std::sync::Arc;
 use http::Response;
 
 use super::Gateway;
+use super::budget::Exhausted;
 use super::complete::Finish;
 use super::intake::Keyed;
-use super::reply::{self, Decoded, Kept, Name, Problem, Takes};
+use super::reply::{self, Accepts, Decoded, Kept, Name, Problem};
 use super::reserve::{Admission, Refusal, Replay, Shared, SharedAnswer};
-use super::rights::{Permit, Rights};
-use super::room::NoRoom;
+use super::rights::{Grant, Rights};
 use super::upstream::Body;
 use crate::record::outcome::Failure;
 use crate::record::{Answer, KeptBody, Operation, RecordId};
 use crate::telemetry::Reply;
 
 /// What a request gets that is not executed by itself.
-enum Permitted {
+enum Granted {
     /// A stored answer that this caller may read.
-    Replay(Arc<Replay>, Permit),
+    Replay(Arc<Replay>, Grant),
     /// The answer of an attempt that was not kept.
     Share(Arc<Shared>),
 }
 
-impl Permitted {
+impl Granted {
     /// The stored or shared answer that it is answered with.
     fn answer(&self) -> Option<&Answer> {
         match self {
@@ -59,10 +59,10 @@ impl Gateway {
         let route = Arc::clone(&keyed.route);
         let admission = match admission {
             Admission::Replay(replay) => match self.rights.check(keyed, &replay).await {
-                Ok(permit) => Permitted::Replay(replay, permit),
+                Ok(grant) => Granted::Replay(replay, grant),
                 Err(problem) => return self.refuse(&route, problem),
             },
-            Admission::Share(shared) => Permitted::Share(shared),
+            Admission::Share(shared) => Granted::Share(shared),
             Admission::Refuse(refusal) => {
                 return self.refuse(&route, reply::refusal(refusal, &route.policy));
             }
@@ -78,25 +78,25 @@ impl Gateway {
         };
         let (decoded, held) = decoded.map(|it| (it.answer, it.held)).unzip();
         let bytes = decoded.as_ref().or(stored).map_or(0, body_bytes);
-        // A stored answer that finds no room is still stored: the caller comes again for it.
+        // A stored answer that gets no permit is still stored: the caller comes again for it.
         let held = match (held, bytes) {
             (None, 0) => None,
             (Some(held), _) => Some(held),
-            (None, bytes) => match keyed.room.answer(bytes) {
+            (None, bytes) => match keyed.permit.answer(bytes) {
                 Ok(held) => Some(held),
-                Err(NoRoom) => return self.overloaded(&route),
+                Err(Exhausted) => return self.overloaded(&route),
             },
         };
-        let (operation, takes) = (&route.operation, &keyed.takes);
+        let (operation, accepts) = (&route.operation, &keyed.accepts);
         let response = match admission {
-            Permitted::Replay(replay, permit) => {
+            Granted::Replay(replay, grant) => {
                 self.metrics.replied(operation.as_str(), replayed);
                 let sent = decoded.as_ref().unwrap_or(&replay.answer);
-                reply::replay(&replay, sent, takes, operation, permit)
+                reply::replay(&replay, sent, accepts, operation, grant)
             }
-            Permitted::Share(shared) => {
+            Granted::Share(shared) => {
                 self.metrics.replied(operation.as_str(), Reply::Released);
-                reply::shared(&shared, decoded.as_ref(), takes, operation)
+                reply::shared(&shared, decoded.as_ref(), accepts, operation)
             }
         };
         match held {
@@ -114,7 +114,7 @@ impl Gateway {
     ) -> Result<Option<Decoded>, Problem> {
         let Some(stored) = stored else { return Ok(None) };
         let kept_max = keyed.route.policy.response_body_max;
-        let fitted = reply::fit(&keyed.takes, stored, kept_max, &keyed.room).await;
+        let fitted = reply::fit(&keyed.accepts, stored, kept_max, &keyed.permit).await;
         fitted.map_err(|unfit| unfit.problem(stored).record(record))
     }
 
@@ -124,7 +124,7 @@ impl Gateway {
         keyed: &Keyed,
         replay: &Replay,
         counted: Reply,
-        write: impl FnOnce(&Replay, &Answer, &Takes, &Operation) -> Response<Body>,
+        write: impl FnOnce(&Replay, &Answer, &Accepts, &Operation) -> Response<Body>,
     ) -> Response<Body> {
         let operation = &keyed.route.operation;
         match self.fit(keyed, Some(&replay.answer), Some(replay.fence.id)).await {
@@ -132,7 +132,7 @@ impl Gateway {
                 self.metrics.replied(operation.as_str(), counted);
                 let (decoded, held) = decoded.map(|it| (it.answer, it.held)).unzip();
                 let sent = decoded.as_ref().unwrap_or(&replay.answer);
-                let response = write(replay, sent, &keyed.takes, operation);
+                let response = write(replay, sent, &keyed.accepts, operation);
                 match held {
                     Some(held) => response.map(|body| held.carry(body, body_bytes(sent))),
                     None => response,
@@ -145,9 +145,9 @@ impl Gateway {
     /// The answer of another attempt than this caller's, where it may read that.
     async fn other(&self, keyed: &Keyed, replay: &Replay, counted: Reply) -> Response<Body> {
         match Rights::of_executor(keyed, replay) {
-            Ok(permit) => {
-                let write = |replay: &Replay, sent: &Answer, takes: &Takes, of: &Operation| {
-                    reply::replay(replay, sent, takes, of, permit)
+            Ok(grant) => {
+                let write = |replay: &Replay, sent: &Answer, accepts: &Accepts, of: &Operation| {
+                    reply::replay(replay, sent, accepts, of, grant)
                 };
                 self.found(keyed, replay, counted, write).await
             }
@@ -157,16 +157,16 @@ impl Gateway {
 
     /// The answer for the caller whose request was executed, or was to be.
     pub(super) async fn finished(&self, keyed: &Keyed, finish: Finish) -> Response<Body> {
-        let (route, takes) = (&keyed.route, &keyed.takes);
+        let (route, accepts) = (&keyed.route, &keyed.accepts);
         let (reply, response) = match finish {
             Finish::Kept { first, expires_at } => {
-                (Reply::Executed, reply::first(first, Kept::Until(expires_at), takes))
+                (Reply::Executed, reply::first(first, Kept::Until(expires_at), accepts))
             }
             Finish::Spilled { first } => {
-                (Reply::Executed, reply::first(first, Kept::Spilled, takes))
+                (Reply::Executed, reply::first(first, Kept::Spilled, accepts))
             }
             Finish::NotStored { first, counted } => {
-                (counted, reply::first(first, Kept::NotYet, takes))
+                (counted, reply::first(first, Kept::NotYet, accepts))
             }
             Finish::Recorded(replay) => {
                 return self.found(keyed, &replay, Reply::Executed, reply::recorded).await;
@@ -177,8 +177,8 @@ impl Gateway {
                 let refusal = Refusal::OutcomeUnknown { record, again: None };
                 return self.refuse(route, reply::refusal(refusal, &route.policy));
             }
-            Finish::Released { first } => (Reply::Released, reply::first(first, Kept::No, takes)),
-            Finish::Unknown { first } => (Reply::Unknown, reply::first(first, Kept::No, takes)),
+            Finish::Released { first } => (Reply::Released, reply::first(first, Kept::No, accepts)),
+            Finish::Unknown { first } => (Reply::Unknown, reply::first(first, Kept::No, accepts)),
             Finish::Failed { fence, failure } => {
                 let counted = match failure {
                     Failure::NothingSent | Failure::LeaseEnded => Reply::Released,

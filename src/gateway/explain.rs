@@ -9,9 +9,9 @@ use async_trait::async_trait;
 use http::Request;
 use http_body_util::{BodyExt, Full};
 
-use super::intake::{Intake, Read};
+use super::budget::Budget;
+use super::intake::{Intake, ReadRequest};
 use super::reply::{Name, Problem};
-use super::room::Limits;
 use super::tokens::Tokens;
 use super::{Gateway, Settings, headers};
 use crate::explain::{self, Canonical, Disposition, Explain, Explained, Sample};
@@ -34,8 +34,8 @@ impl Explainer {
         digest: DigestKey,
         tokens: Option<Arc<Tokens>>,
     ) -> Self {
-        let limits = Limits::new(1, 1, settings.buffered_bytes_max);
-        Self { routes, intake: Intake::new(digest, tokens, Arc::new(Metrics::default()), limits) }
+        let budget = Budget::new(1, 1, settings.buffered_bytes_max);
+        Self { routes, intake: Intake::new(digest, tokens, Arc::new(Metrics::default()), budget) }
     }
 }
 
@@ -114,7 +114,7 @@ async fn read(
         Mode::Observe => Disposition::Observed,
     };
     match intake.read(route, params, request).await {
-        Read::Keyed(keyed) => {
+        ReadRequest::Keyed(keyed) => {
             // The form of a large body takes long, as its fingerprint does.
             let form = move || {
                 let recipe = &keyed.route.fingerprint;
@@ -122,17 +122,17 @@ async fn read(
                 let (scope, fingerprint) = (keyed.request.scope, keyed.request.fingerprint);
                 explain::Read { scope, fingerprint, canonical }
             };
-            let read = intake.aside(form).await;
+            let read = intake.on_blocking_thread(form).await;
             let why = format!("The route {operation} takes it, and it has a key.");
             (protects, why, Some(Ok(read)))
         }
-        Read::Unkeyed(_) => {
+        ReadRequest::Unkeyed(_) => {
             let why = format!(
                 "The route {operation} takes it, but it has no key and the route requires none: it passes through unprotected."
             );
             (Disposition::PassesWithoutKey, why, None)
         }
-        Read::Refused(problem) => {
+        ReadRequest::Refused(problem) => {
             let becomes = match route.policy.mode {
                 Mode::Protect => Disposition::Refused,
                 Mode::Observe => Disposition::Observed,

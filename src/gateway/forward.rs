@@ -58,7 +58,7 @@ pub(super) struct Bounds {
 }
 
 /// An exchange that was given up, its connection still open: dropped only once the record says `unknown`.
-pub(super) type GivenUp = std::pin::Pin<Box<dyn Future<Output = Evidence> + Send>>;
+pub(super) type OpenExchange = std::pin::Pin<Box<dyn Future<Output = Evidence> + Send>>;
 
 /// Sends the reservation's request, once.
 pub(super) async fn forward(
@@ -66,11 +66,11 @@ pub(super) async fn forward(
     upstream: std::sync::Arc<Upstream>,
     request: Request<Full<Bytes>>,
     bounds: Bounds,
-) -> (Box<InFlight>, Evidence, Option<GivenUp>) {
+) -> (Box<InFlight>, Evidence, Option<OpenExchange>) {
     let in_flight = reservation.begin();
     let may_write = in_flight.may_write();
     let deadline = Instant::now() + bounds.timeout;
-    let mut exchange: GivenUp =
+    let mut exchange: OpenExchange =
         Box::pin(async move { exchange(&upstream, request, may_write, bounds.body_max).await });
     match tokio::time::timeout_at(deadline.into(), &mut exchange).await {
         Ok(evidence) => (in_flight, evidence, None),

@@ -8,7 +8,7 @@
 //! Small bodies are looked into where the request is read. What may take longer (fingerprint, derived key, what events
 //! need) is made on a thread of its own, and only as many at once as there are processors: so no other request waits for
 //! it, and what decoding needs of memory does not grow with the count of requests. Such work goes on when its caller has
-//! hung up, and holds its turn until it has ended.
+//! hung up, and holds its permit until it has ended.
 
 use std::borrow::Cow;
 use std::panic::resume_unwind;
@@ -22,11 +22,11 @@ use http_body_util::{BodyExt, Full};
 use tokio::sync::Semaphore;
 
 use super::accept;
+use super::budget::{Budget, Exhausted, Permit};
 use super::headers::{self, Forwarding, Hop, Offer};
 use super::prefixed::Prefixed;
-use super::reply::{self, Name, Problem, Takes};
-use super::reserve::{KeyedRequest, Owes, Readers};
-use super::room::{Limits, NoRoom, Room};
+use super::reply::{self, Accepts, Name, Problem};
+use super::reserve::{KeyedRequest, Readers};
 use super::tokens::Tokens;
 use super::upstream::{Body, Upstream};
 use crate::fingerprint;
@@ -42,15 +42,15 @@ const IN_PLACE_MAX: usize = 256 << 10;
 /// The same where the recipe looks into the body, which takes longer.
 const IN_PLACE_PATHS_MAX: usize = 16 << 10;
 
-/// Reads keyed requests, within the limits that all of them share.
+/// Reads keyed requests, within the budget that all of them share.
 pub(super) struct Intake {
     digest: DigestKey,
     /// Only where a route reads its tenant from a token.
     tokens: Option<Arc<Tokens>>,
     metrics: Arc<Metrics>,
-    limits: Limits,
-    /// Turns at work on a thread of its own.
-    long: Arc<Semaphore>,
+    budget: Budget,
+    /// Bounds the blocking threads that look into bodies.
+    blocking: Arc<Semaphore>,
 }
 
 /// A keyed request, read as far as its scope needs.
@@ -61,13 +61,13 @@ pub(super) struct Keyed {
     body: Bytes,
     pub(super) request: KeyedRequest,
     /// Of the answer.
-    pub(super) takes: Takes,
+    pub(super) accepts: Accepts,
     /// Held until the request is answered.
-    pub(super) room: Room,
+    pub(super) permit: Permit,
 }
 
-/// What becomes of a request on a keyed route.
-pub(super) enum Read {
+/// What a request on a keyed route is read to.
+pub(super) enum ReadRequest {
     Keyed(Box<Keyed>),
     /// It carries no key, and need not: passes through.
     Unkeyed(Request<Body>),
@@ -79,10 +79,10 @@ impl Intake {
         digest: DigestKey,
         tokens: Option<Arc<Tokens>>,
         metrics: Arc<Metrics>,
-        limits: Limits,
+        budget: Budget,
     ) -> Self {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        Self { digest, tokens, metrics, limits, long: Arc::new(Semaphore::new(processors)) }
+        Self { digest, tokens, metrics, budget, blocking: Arc::new(Semaphore::new(processors)) }
     }
 
     /// Reads key, body, tenant and fingerprint. Nothing is reserved before the whole body has arrived.
@@ -91,8 +91,8 @@ impl Intake {
         route: &Arc<Route>,
         params: &Params,
         request: Request<Body>,
-    ) -> Read {
-        self.try_read(route, params, request).await.unwrap_or_else(Read::Refused)
+    ) -> ReadRequest {
+        self.try_read(route, params, request).await.unwrap_or_else(ReadRequest::Refused)
     }
 
     async fn try_read(
@@ -100,10 +100,10 @@ impl Intake {
         route: &Arc<Route>,
         params: &Params,
         request: Request<Body>,
-    ) -> Result<Read, Problem> {
+    ) -> Result<ReadRequest, Problem> {
         let refused = |refusal| Problem::of_scope(refusal, &route.scope);
         let (hop, target) = (hop(&request), target(request.uri()));
-        let (takes, switches) = (Takes::of(&request), Offer::of(&request).is_some());
+        let (accepts, switches) = (Accepts::of(&request), Offer::of(&request).is_some());
         let (mut head, body) = request.into_parts();
         let recipe = &route.scope;
         let untouched = (!head.headers.contains_key(&recipe.key_header)).then(|| head.clone());
@@ -113,7 +113,7 @@ impl Intake {
             if recipe.key_required {
                 return Err(refused(scope::Refusal::KeyMissing));
             }
-            return Ok(Read::Unkeyed(Request::from_parts(untouched.unwrap_or(head), body)));
+            return Ok(ReadRequest::Unkeyed(Request::from_parts(untouched.unwrap_or(head), body)));
         }
         if switches {
             return Err(Problem::new(Name::UpgradeRefused));
@@ -128,20 +128,23 @@ impl Intake {
         {
             return Err(too_large(body_max));
         }
-        let room = self.room(route, &head.headers);
-        let mut room = room.map_err(|NoRoom| Problem::new(Name::Overloaded))?;
+        let permit = self.admit(route, &head.headers);
+        let mut permit = permit.map_err(|Exhausted| Problem::new(Name::Overloaded))?;
         let body = match collect(body, body_max).await {
             Collected::Whole(body) => body,
             Collected::TooLarge { .. } if required => return Err(too_large(body_max)),
             Collected::TooLarge { begun, rest } => {
                 let body = Prefixed::new(begun, rest).boxed_unsync();
-                return Ok(Read::Unkeyed(Request::from_parts(untouched.unwrap_or(head), body)));
+                return Ok(ReadRequest::Unkeyed(Request::from_parts(
+                    untouched.unwrap_or(head),
+                    body,
+                )));
             }
             Collected::Cut => return Err(Problem::new(Name::BodyIncomplete)),
         };
-        room.received(body.len());
+        permit.received(body.len());
         let host = head.headers.get(HOST).and_then(|host| host.to_str().ok()).map(str::to_owned);
-        let mut asked = RequestHead {
+        let mut request_head = RequestHead {
             method: &head.method,
             target: &target,
             headers: &head.headers,
@@ -151,24 +154,24 @@ impl Intake {
         };
         let key = match key {
             Some(key) => Some(key),
-            None => self.derive_key(route, &asked, &body).await,
+            None => self.derive_key(route, &request_head, &body).await,
         };
         let key = match key {
             Some(key) => key,
             None if recipe.key_required => return Err(refused(scope::Refusal::KeyMissing)),
             None => {
                 let passed = Request::from_parts(untouched.unwrap_or(head), whole(body));
-                return Ok(Read::Unkeyed(passed));
+                return Ok(ReadRequest::Unkeyed(passed));
             }
         };
         let known = match known {
             Some(known) => known,
             None => self.identify(route, &head.headers).await?,
         };
-        asked.token = known.token.as_ref();
-        let request = self.request(route, &asked, key, &body).await.map_err(refused)?;
+        request_head.token = known.token.as_ref();
+        let request = self.request(route, &request_head, key, &body).await.map_err(refused)?;
         let route = Arc::clone(route);
-        Ok(Read::Keyed(Box::new(Keyed { route, head, hop, body, request, takes, room })))
+        Ok(ReadRequest::Keyed(Box::new(Keyed { route, head, hop, body, request, accepts, permit })))
     }
 
     /// A key as logs name it.
@@ -176,10 +179,10 @@ impl Intake {
         self.digest.digest(key.as_str().as_bytes())
     }
 
-    /// A share of the limits for a copy of a body, of at most this many bytes.
-    pub(super) fn room_for_a_copy(&self, headers: &HeaderMap, max: usize) -> Result<Room, NoRoom> {
+    /// A permit for a copy of a body, of at most this many bytes.
+    pub(super) fn admit_copy(&self, headers: &HeaderMap, max: usize) -> Result<Permit, Exhausted> {
         let length = declared_length(headers).and_then(|length| usize::try_from(length).ok());
-        self.limits.admit(length.map_or(max, |length| length.min(max)), 0)
+        self.budget.admit(length.map_or(max, |length| length.min(max)), 0)
     }
 
     /// Checks who asks, as far as the route wants it known.
@@ -204,77 +207,81 @@ impl Intake {
     async fn derive_key(
         &self,
         route: &Arc<Route>,
-        asked: &RequestHead<'_>,
+        request_head: &RequestHead<'_>,
         body: &Bytes,
     ) -> Option<Key> {
         if route.scope.derive_key.as_ref()?.reads_body() {
-            let derived = |route: &Route, asked: &RequestHead<'_>, body: &Bytes| {
-                scope::derive_key(&route.scope, asked, &plain(route, asked, body))
+            let derived = |route: &Route, request_head: &RequestHead<'_>, body: &Bytes| {
+                scope::derive_key(&route.scope, request_head, &plain(route, request_head, body))
             };
-            return self.look(route, asked, body, derived).await;
+            return self.inspect(route, request_head, body, derived).await;
         }
-        scope::derive_key(&route.scope, asked, body)
+        scope::derive_key(&route.scope, request_head, body)
     }
 
     /// Scope, fingerprint and what is kept of the request.
     async fn request(
         &self,
         route: &Arc<Route>,
-        asked: &RequestHead<'_>,
+        request_head: &RequestHead<'_>,
         key: Key,
         body: &Bytes,
     ) -> Result<KeyedRequest, scope::Refusal> {
-        let tenant = scope::read_tenant(&route.scope, asked, &self.digest)?;
+        let tenant = scope::read_tenant(&route.scope, request_head, &self.digest)?;
         let begun = Instant::now();
-        let (fingerprint, context) = self.look(route, asked, body, compared).await;
+        let (fingerprint, context) = self.inspect(route, request_head, body, compared).await;
         self.metrics.took(Step::Fingerprint, begun.elapsed());
         Ok(KeyedRequest {
             scope: Scope { tenant, operation: route.operation.clone(), key },
             fingerprint,
-            caller: scope::caller(asked.headers, asked.token, &self.digest),
+            caller: scope::caller(request_head.headers, request_head.token, &self.digest),
             readers: readers(route),
             context,
             on_unknown: route.policy.on_unknown.clone(),
             retention: route.policy.retention,
-            owes: if route.events.are_owed() { Owes::Events } else { Owes::Nothing },
+            emits_events: route.events.reach_sinks(),
         })
     }
 
-    /// Looks into a body: in place where that is short, else aside.
-    async fn look<T: Send + 'static>(
+    /// Looks into a body: in place where that is short, else on a blocking thread.
+    async fn inspect<T: Send + 'static>(
         &self,
         route: &Arc<Route>,
-        asked: &RequestHead<'_>,
+        request_head: &RequestHead<'_>,
         body: &Bytes,
         read: fn(&Route, &RequestHead<'_>, &Bytes) -> T,
     ) -> T {
         let looks = route.fingerprint.looks_into_bodies();
         let in_place_max = if looks { IN_PLACE_PATHS_MAX } else { IN_PLACE_MAX };
-        if body.len() <= in_place_max && !asked.headers.contains_key(CONTENT_ENCODING) {
-            return read(route, asked, body);
+        if body.len() <= in_place_max && !request_head.headers.contains_key(CONTENT_ENCODING) {
+            return read(route, request_head, body);
         }
-        let (route, body, params) = (Arc::clone(route), body.clone(), asked.params.clone());
-        let (method, target, headers) =
-            (asked.method.clone(), asked.target.to_owned(), asked.headers.clone());
-        self.aside(move || {
+        let (route, body, params) = (Arc::clone(route), body.clone(), request_head.params.clone());
+        let (method, target, headers) = (
+            request_head.method.clone(),
+            request_head.target.to_owned(),
+            request_head.headers.clone(),
+        );
+        self.on_blocking_thread(move || {
             let (method, target, headers, params) = (&method, target.as_str(), &headers, &params);
             // Neither host nor token says anything of a body.
-            let asked = RequestHead { method, target, headers, params, host: None, token: None };
-            read(&route, &asked, &body)
+            let request_head =
+                RequestHead { method, target, headers, params, host: None, token: None };
+            read(&route, &request_head, &body)
         })
         .await
     }
 
-    /// Does on a thread of its own what may take long, when it is its turn. The turn ends with the work, not with whoever waits
-    /// for it: a caller that hangs up makes no place for more of it.
-    pub(super) async fn aside<T: Send + 'static>(
+    /// Does on a blocking thread what may take long, under a permit. The work holds the permit, not whoever waits for it: a
+    /// caller that hangs up does not let more of it begin.
+    pub(super) async fn on_blocking_thread<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> T {
         // It is never closed.
-        let turn = Arc::clone(&self.long).acquire_owned().await;
+        let permit = Arc::clone(&self.blocking).acquire_owned().await;
         let work = move || {
-            let _turn = turn;
+            let _permit = permit;
             work()
         };
         match tokio::task::spawn_blocking(work)
@@ -288,12 +295,12 @@ impl Intake {
         }
     }
 
-    /// A share of the limits: before the body is read, so that who gets none is told at once.
-    fn room(&self, route: &Route, headers: &HeaderMap) -> Result<Room, NoRoom> {
+    /// A permit: before the body is read, so that who gets none is told at once.
+    fn admit(&self, route: &Route, headers: &HeaderMap) -> Result<Permit, Exhausted> {
         let policy = &route.policy;
         let length = declared_length(headers).and_then(|length| usize::try_from(length).ok());
         let body = length.map_or(policy.request_body_max, |n| n.min(policy.request_body_max));
-        self.limits.admit(body, policy.response_body_max)
+        self.budget.admit(body, policy.response_body_max)
     }
 }
 
@@ -305,20 +312,24 @@ fn clean(headers: &mut HeaderMap, recipe: &scope::Recipe) {
 }
 
 /// A body without its content codings, where they can be taken off; else as it came.
-fn plain<'b>(route: &Route, asked: &RequestHead<'_>, body: &'b Bytes) -> Cow<'b, [u8]> {
-    fingerprint::plain(&route.fingerprint, asked.headers, body)
+fn plain<'b>(route: &Route, request_head: &RequestHead<'_>, body: &'b Bytes) -> Cow<'b, [u8]> {
+    fingerprint::plain(&route.fingerprint, request_head.headers, body)
 }
 
 /// What the request is compared by, and what is kept of it for its events.
-fn compared(route: &Route, asked: &RequestHead<'_>, body: &Bytes) -> (Fingerprint, Option<Bytes>) {
-    let RequestHead { method, target, headers, .. } = *asked;
+fn compared(
+    route: &Route,
+    request_head: &RequestHead<'_>,
+    body: &Bytes,
+) -> (Fingerprint, Option<Bytes>) {
+    let RequestHead { method, target, headers, .. } = *request_head;
     let parts = fingerprint::Parts { method, target, headers, body };
     let print = fingerprint::fingerprint(&route.fingerprint, &parts);
     if !route.events.need_request() {
         return (print, None);
     }
-    let params: Vec<_> = asked.params.iter().collect();
-    let body = plain(route, asked, body);
+    let params: Vec<_> = request_head.params.iter().collect();
+    let body = plain(route, request_head, body);
     let context = route.events.context(&RequestParts {
         method,
         target,
@@ -350,8 +361,8 @@ impl Keyed {
         read(&fingerprint::Parts { method, target: &target, headers, body })
     }
 
-    /// The caller's headers and hop, for a question about it; the method and target that it asked for.
-    pub(super) fn asked(&self) -> (&Method, &Uri, &HeaderMap, &Hop) {
+    /// The caller's headers and hop, for a subrequest about it; the method and target that it asked for.
+    pub(super) fn caller_head(&self) -> (&Method, &Uri, &HeaderMap, &Hop) {
         (&self.head.method, &self.head.uri, &self.head.headers, &self.hop)
     }
 
@@ -476,14 +487,14 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn work_that_nobody_waits_for_any_more_holds_its_turn_until_it_has_ended() {
-        let limits = Limits::new(1, 1, 1 << 20);
+    async fn work_that_nobody_waits_for_any_more_holds_its_permit_until_it_has_ended() {
+        let budget = Budget::new(1, 1, 1 << 20);
         let digest = DigestKey::from_bytes(b"secret");
-        let intake = Intake::new(digest, None, Arc::new(Metrics::default()), limits);
-        let turns = intake.long.available_permits();
+        let intake = Intake::new(digest, None, Arc::new(Metrics::default()), budget);
+        let permits = intake.blocking.available_permits();
         let (begun, begins) = mpsc::channel();
         let (go, goes) = mpsc::channel::<()>();
-        let mut working = Box::pin(intake.aside(move || {
+        let mut working = Box::pin(intake.on_blocking_thread(move || {
             begun.send(()).unwrap();
             // An error: the test is over.
             goes.recv().ok();
@@ -491,9 +502,9 @@ mod tests {
         assert!(working.as_mut().now_or_never().is_none());
         begins.recv().unwrap();
         drop(working);
-        assert_eq!(intake.long.available_permits(), turns - 1);
-        let turns = u32::try_from(turns).unwrap();
-        let mut all = pin!(intake.long.acquire_many(turns));
+        assert_eq!(intake.blocking.available_permits(), permits - 1);
+        let permits = u32::try_from(permits).unwrap();
+        let mut all = pin!(intake.blocking.acquire_many(permits));
         assert!(all.as_mut().now_or_never().is_none(), "as many at once, and no more");
         drop(go);
         drop(all.await.unwrap());

@@ -12,13 +12,13 @@ use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::forward::{Evidence, GivenUp};
+use super::forward::{Evidence, OpenExchange};
 use crate::fault::{self, Point};
 use crate::telemetry::{LateAnswer, Metrics};
 
 /// The reads of one process.
 pub(super) struct LateReads {
-    room: Arc<Semaphore>,
+    permits: Arc<Semaphore>,
     tasks: TaskTracker,
     stop: CancellationToken,
     metrics: Arc<Metrics>,
@@ -27,19 +27,19 @@ pub(super) struct LateReads {
 impl LateReads {
     /// At most `max` at a time.
     pub(super) fn new(max: usize, metrics: Arc<Metrics>) -> Self {
-        let room = Arc::new(Semaphore::new(max.min(Semaphore::MAX_PERMITS)));
-        Self { room, tasks: TaskTracker::new(), stop: CancellationToken::new(), metrics }
+        let permits = Arc::new(Semaphore::new(max.min(Semaphore::MAX_PERMITS)));
+        Self { permits, tasks: TaskTracker::new(), stop: CancellationToken::new(), metrics }
     }
 
-    /// Awaits what comes within `time` and brings it to its end by `close`, in a task of its own. Without room the
-    /// exchange is dropped.
+    /// Awaits what comes within `time` and brings it to its end by `close`, in a task of its own. Without a permit
+    /// the exchange is dropped.
     pub(super) fn start<F: Future<Output = LateAnswer> + Send>(
         &self,
-        exchange: GivenUp,
+        exchange: OpenExchange,
         time: Duration,
         close: impl FnOnce(Evidence) -> F + Send + 'static,
     ) {
-        let Ok(room) = Arc::clone(&self.room).try_acquire_owned() else {
+        let Ok(permit) = Arc::clone(&self.permits).try_acquire_owned() else {
             self.metrics.late_answer(LateAnswer::NoRoom);
             return;
         };
@@ -55,7 +55,7 @@ impl LateReads {
                 Some(Err(_)) | None => LateAnswer::Missed,
             };
             metrics.late_answer(result);
-            drop((reading, room));
+            drop((reading, permit));
         });
     }
 

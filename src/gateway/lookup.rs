@@ -1,6 +1,6 @@
 //! Asks the upstream what became of an attempt whose end nobody knows: before a retry is sent, and from time to time.
 //!
-//! The question reads; it executes nothing, so it needs no reservation. But only whoever holds the record asks: the store
+//! The look-up reads; it executes nothing, so it needs no reservation. But only whoever holds the record asks: the store
 //! lets one at a time, over all replicas. What must stay true: an answer counts only if it came whole and in time;
 //! everything else is [`LookupResult::Failed`], and leaves the record as unknown as it was.
 //!
@@ -20,7 +20,7 @@ use super::Gateway;
 use super::complete::Finish;
 use super::forward::{self, Evidence};
 use super::headers;
-use super::reserve::{KeyedRequest, Question, Raised, Reservation};
+use super::reserve::{KeyedRequest, LookupGuard, Raised, Reservation};
 use super::upstream::Upstream;
 use crate::backoff::jittered;
 use crate::fault::{self, Point};
@@ -36,7 +36,7 @@ use crate::telemetry::{LookupEnd, Metrics, causes};
 const ASK_EVERY: Duration = Duration::from_secs(1);
 /// About how many at most in one look.
 const ASK_BATCH: u32 = 32;
-/// How many questions are under way at a time.
+/// How many look-ups are in flight at a time.
 const ASK_AT_ONCE: usize = 4;
 
 /// What came of asking for a retry.
@@ -64,26 +64,26 @@ impl Gateway {
         &self,
         route: &Route,
         request: &KeyedRequest,
-        question: Question,
+        guard: LookupGuard,
     ) -> AfterLookup {
-        let result = self.look_up(route, &question).await;
-        let context = question.context();
-        let closing = self.closing(route, context.as_deref());
+        let result = self.look_up(route, &guard).await;
+        let context = guard.context();
+        let completer = self.completer(route, context.as_deref());
         AfterLookup::Over(Box::new(match result {
-            LookupResult::Found(answer) => closing.adopt(question.attempt(), answer).await,
-            LookupResult::Failed(_) => closing.put_back(question.attempt()).await,
-            LookupResult::NotFound => match self.single_flight.raise(question, request).await {
+            LookupResult::Found(answer) => completer.complete_found(guard.attempt(), answer).await,
+            LookupResult::Failed(_) => completer.give_up_lookup(guard.attempt()).await,
+            LookupResult::NotFound => match self.single_flight.raise(guard, request).await {
                 Raised::Held(reservation) => return AfterLookup::Send(reservation),
-                Raised::Not(question) => closing.put_back(question.attempt()).await,
+                Raised::Not(guard) => completer.give_up_lookup(guard.attempt()).await,
                 Raised::Doubt(record) => Finish::StillUnknown { record },
             },
         }))
     }
 
-    async fn look_up(&self, route: &Route, question: &Question) -> LookupResult {
-        let lookup = question.lookup();
+    async fn look_up(&self, route: &Route, guard: &LookupGuard) -> LookupResult {
+        let lookup = guard.lookup();
         let upstream = self.upstreams.get(&lookup.upstream).unwrap_or(&self.default);
-        let result = ask(route, lookup, upstream, &question.about(), &self.metrics).await;
+        let result = ask(route, lookup, upstream, &guard.about(), &self.metrics).await;
         fault::point(Point::QuestionAnswered).await;
         result
     }
@@ -126,14 +126,14 @@ impl Gateway {
     async fn look_up_due(&self, due: DueLookup) {
         let Some(route) = self.routes.by_operation(due.scope.operation.as_str()) else { return };
         let OnUnknown::Lookup(lookup) = &route.policy.on_unknown else { return };
-        let Some(question) = self.single_flight.question(&due, lookup).await else { return };
-        let result = self.look_up(&route, &question).await;
-        let context = question.context();
-        let closing = self.closing(&route, context.as_deref());
+        let Some(guard) = self.single_flight.hold_for_lookup(&due, lookup).await else { return };
+        let result = self.look_up(&route, &guard).await;
+        let context = guard.context();
+        let completer = self.completer(&route, context.as_deref());
         drop(match result {
-            LookupResult::Found(answer) => closing.adopt(question.attempt(), answer).await,
+            LookupResult::Found(answer) => completer.complete_found(guard.attempt(), answer).await,
             LookupResult::NotFound | LookupResult::Failed(_) => {
-                closing.put_back(question.attempt()).await
+                completer.give_up_lookup(guard.attempt()).await
             }
         });
     }
@@ -150,8 +150,8 @@ async fn ask(
     let body_max = route.policy.response_body_max;
     let result = match lookup.template.request(about) {
         Err(error) => LookupResult::Failed(error),
-        Ok(question) => {
-            let exchange = exchange(upstream, question, body_max);
+        Ok(request) => {
+            let exchange = exchange(upstream, request, body_max);
             match tokio::time::timeout(lookup.timeout, exchange).await {
                 Ok(Ok(reply)) => lookup.template.interpret(about, &reply),
                 Ok(Err(error)) => LookupResult::Failed(error),
@@ -180,14 +180,14 @@ async fn ask(
 
 async fn exchange(
     upstream: &Upstream,
-    question: Request<()>,
+    request: Request<()>,
     body_max: usize,
 ) -> Result<Answer, String> {
-    let mut question = question.map(|()| Full::<Bytes>::default());
-    question.headers_mut().entry(ACCEPT_ENCODING).or_insert(HeaderValue::from_static("identity"));
+    let mut request = request.map(|()| Full::<Bytes>::default());
+    request.headers_mut().entry(ACCEPT_ENCODING).or_insert(HeaderValue::from_static("identity"));
     let connection = upstream.dial().await.map_err(|error| causes(&error))?;
     // It reads only, so it may go out under any lease.
-    let answer = connection.send(question, || true).await.map_err(|error| causes(&error))?;
+    let answer = connection.send(request, || true).await.map_err(|error| causes(&error))?;
     match forward::receive(answer, body_max).await {
         Evidence::Answered { head, body, .. } => {
             if head.headers.contains_key(CONTENT_ENCODING) {

@@ -24,10 +24,10 @@ use sha2::{Digest as _, Sha256};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use super::intake::{self, Intake, Read};
+use super::budget::Permit;
+use super::intake::{self, Intake, ReadRequest};
 use super::reply::{Name, Problem};
 use super::reserve::KeyedRequest;
-use super::room::Room;
 use super::upstream::{Body, BodyError, PassError};
 use crate::record::outcome::Class;
 use crate::record::{Caller, Fingerprint, Scope};
@@ -107,7 +107,7 @@ impl Memory {
                 return Would::Execute;
             }
             // As where it protects: a stranger is not told whether it is the same request.
-            let stranger = request.readers.part(caller.as_ref(), known.caller.as_ref());
+            let stranger = request.readers.differ(caller.as_ref(), known.caller.as_ref());
             if !stranger && !known.fingerprint.same_request(&fingerprint) {
                 return Would::Mismatch;
             }
@@ -147,16 +147,16 @@ pub(super) struct Copied {
     body: oneshot::Receiver<Bytes>,
 }
 
-/// The same request with a body that is copied while it passes, and the copy. `room`: what the copy takes.
+/// The same request with a body that is copied while it passes, and the copy. `permit`: for the copy.
 pub(super) fn copy(
     request: Request<Body>,
     max: usize,
-    room: Room,
+    permit: Permit,
 ) -> (Request<Body>, Copied, Arc<AtomicBool>) {
     let (head, body) = request.into_parts();
     let (sender, receiver) = oneshot::channel();
     let whole = Arc::new(AtomicBool::new(false));
-    let copy = Copy { body: BytesMut::new(), left: max, sender, whole: Arc::clone(&whole), room };
+    let copy = Copy { body: BytesMut::new(), left: max, sender, whole: Arc::clone(&whole), permit };
     let mut tee = Tee { body, copy: Some(copy) };
     tee.look();
     let copied = Copied { head: head.clone(), body: receiver };
@@ -178,13 +178,15 @@ pub(super) async fn judge(
     };
     let body = Full::new(body).map_err(|never| match never {}).boxed_unsync();
     match intake.read(route, params, Request::from_parts(head, body)).await {
-        Read::Keyed(keyed) => {
+        ReadRequest::Keyed(keyed) => {
             let would = memory.meet(route, &keyed.request, ended, Instant::now());
             let key = intake.key_digest(&keyed.request.scope.key);
             tell(metrics, route, would, Some(&key), None);
         }
-        Read::Unkeyed(_) => tell(metrics, route, Would::Pass, None, None),
-        Read::Refused(problem) => tell(metrics, route, refused(&problem), None, Some(&problem)),
+        ReadRequest::Unkeyed(_) => tell(metrics, route, Would::Pass, None, None),
+        ReadRequest::Refused(problem) => {
+            tell(metrics, route, refused(&problem), None, Some(&problem))
+        }
     }
 }
 
@@ -242,7 +244,7 @@ struct Copy {
     left: usize,
     sender: oneshot::Sender<Bytes>,
     whole: Arc<AtomicBool>,
-    room: Room,
+    permit: Permit,
 }
 
 impl Copy {
@@ -256,10 +258,10 @@ impl Copy {
     }
 
     fn send(self) {
-        let Self { body, sender, whole, room, left: _ } = self;
+        let Self { body, sender, whole, permit, left: _ } = self;
         whole.store(true, Ordering::SeqCst);
-        // Whoever reads the copy takes room for it.
-        drop(room);
+        // Whoever reads the copy acquires a permit for it.
+        drop(permit);
         // Nobody listens any more where the process is about to end.
         drop(sender.send(body.freeze()));
     }

@@ -19,15 +19,15 @@ const EVERY: Duration = Duration::from_millis(500);
 const BEYOND: Duration = Duration::from_secs(15);
 
 /// Up to when the acts have been read: it outlives the loop that reads them.
-pub(super) struct Read(Mutex<Instant>);
+pub(super) struct Watermark(Mutex<Instant>);
 
-impl Default for Read {
+impl Default for Watermark {
     fn default() -> Self {
         Self(Mutex::new(Instant::now()))
     }
 }
 
-impl Read {
+impl Watermark {
     fn at(&self) -> MutexGuard<'_, Instant> {
         self.0.lock()
     }
@@ -35,7 +35,7 @@ impl Read {
 
 /// Reads which records were acted on within a time, and forgets them, until `stop`.
 pub(super) async fn watch<F>(
-    read: &Read,
+    watermark: &Watermark,
     acted_on: impl Fn(Duration) -> F,
     forget: impl Fn(&[RecordId]),
     stop: &CancellationToken,
@@ -44,13 +44,13 @@ pub(super) async fn watch<F>(
 {
     while stop.run_until_cancelled(tokio::time::sleep(EVERY)).await.is_some() {
         let begun = Instant::now();
-        let since = begun.saturating_duration_since(*read.at());
+        let since = begun.saturating_duration_since(*watermark.at());
         let asked = stop.run_until_cancelled(acted_on(since.saturating_add(BEYOND))).await;
         let Some(read_now) = asked else { return };
         match read_now {
             Ok(records) => {
                 tasks::ran();
-                *read.at() = begun;
+                *watermark.at() = begun;
                 if !records.is_empty() {
                     forget(&records);
                 }
@@ -89,8 +89,8 @@ mod tests {
             assert_eq!(records, [released]);
             forgotten.lock().push(start.elapsed());
         };
-        let read = Read::default();
-        let watching = watch(&read, acted_on, forget, &stop);
+        let watermark = Watermark::default();
+        let watching = watch(&watermark, acted_on, forget, &stop);
         tokio::time::timeout(Duration::from_secs(200), watching).await.unwrap_err();
         let forgotten = forgotten.into_inner();
         assert!(forgotten.first().is_some_and(|at| *at < outage.end + 2 * EVERY), "{forgotten:?}");

@@ -61,7 +61,7 @@ async fn open(
     switch: &Switch,
     offer: &Offer,
 ) -> Result<Response<Body>, PassError> {
-    let place = tunnels.place().ok_or(PassError::Crowded)?;
+    let permit = tunnels.permit().ok_or(PassError::Crowded)?;
     let caller = hyper::upgrade::on(&mut request);
     let target = request.uri().clone();
     offer.write(request.headers_mut());
@@ -75,7 +75,7 @@ async fn open(
             let idle_timeout = upstream.tunnel_idle_timeout();
             let protocol = taken.to_string();
             let tunnel =
-                Tunnel { caller, upstream: connection, idle_timeout, place, protocol, target };
+                Tunnel { caller, upstream: connection, idle_timeout, permit, protocol, target };
             switch.leave(tunnel);
             let nothing = Empty::new().map_err(|never| match never {}).boxed_unsync();
             let mut answer = Response::from_parts(head, nothing);

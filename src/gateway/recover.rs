@@ -22,7 +22,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::Gateway;
-use super::reserve::{CompletedEnd, Confirmed, Numbered, Replay};
+use super::reserve::{Confirmed, ConfirmedCompletion, NumberedEnd, Replay};
 use crate::record::{Attempt, Fence, RecordId, Scope, Status};
 use crate::store::{
     Changed, Completion, Error, Incarnation, LateOutcome, Proposal, Reinstated, ScanFrom, Settled,
@@ -54,9 +54,9 @@ const BACK: Duration = Duration::from_secs(600);
 const BACK_PIECE: u32 = 5_000;
 
 /// What became of one end that the database did not show.
-enum Mended {
+enum Repaired {
     /// Nothing had to be done: it stands, has expired, or an operator has acted on it.
-    Stands,
+    Nothing,
     /// It is as it was, or as near as can be.
     Done(WentBack),
 }
@@ -100,9 +100,9 @@ impl Change {
 
 /// The last life whose records were compared: a look that is begun anew goes on from it.
 #[derive(Default)]
-pub(super) struct Compared(Mutex<Option<(Incarnation, Instant)>>);
+pub(super) struct LastCompared(Mutex<Option<(Incarnation, Instant)>>);
 
-impl Compared {
+impl LastCompared {
     fn last(&self) -> MutexGuard<'_, Option<(Incarnation, Instant)>> {
         self.0.lock()
     }
@@ -154,7 +154,7 @@ impl Watch {
         if Instant::now() < self.next_round {
             return Ok(());
         }
-        let last = gateway.look_for_strays(self.round, ROUND_PIECE).await?;
+        let last = gateway.sweep_orphans(self.round, ROUND_PIECE).await?;
         self.round = last.map_or(ScanFrom::Oldest, |(at, id)| ScanFrom::After(at, id.into()));
         self.next_round = Instant::now() + ROUND_EVERY;
         Ok(())
@@ -164,30 +164,30 @@ impl Watch {
 impl Gateway {
     /// Compares what this process knows with what stands, and mends what differs.
     async fn compare(self: &Arc<Self>, change: &mut Change) -> Result<(), Error> {
-        let mut mended = self.compare_running().await?;
-        let (ends, to) = self.single_flight.ends().since(change.from, change.back_to);
+        let mut repaired = self.compare_running().await?;
+        let (ends, to) = self.single_flight.confirmed().since(change.from, change.back_to);
         let missing = self.missing(&ends).await?;
         let oldest = ends.last().filter(|end| change.from == 0 && end.number > 0);
         let beyond = oldest.is_some_and(|end| missing.last() == Some(&end.number));
         change.from = to;
         let before = std::mem::take(&mut change.left);
-        let owed = before.len();
+        let pending = before.len();
         let missing = before.into_iter().chain(missing).collect();
-        let (more, why) = self.mend_all(missing, &mut change.left).await;
-        mended.extend(more);
-        if !mended.is_empty() || change.left.len() != owed {
-            tell(&mended, change.left.len(), why.as_ref());
+        let (more, why) = self.repair_all(missing, &mut change.left).await;
+        repaired.extend(more);
+        if !repaired.is_empty() || change.left.len() != pending {
+            tell(&repaired, change.left.len(), why.as_ref());
         }
-        if beyond && !mended.is_empty() {
+        if beyond && !repaired.is_empty() {
             tracing::error!(
                 "the database went back further than this process remembers: compare older keys with the API's own data"
             );
         }
-        change.went_back |= !mended.is_empty() || !change.left.is_empty();
+        change.went_back |= !repaired.is_empty() || !change.left.is_empty();
         if change.left.is_empty() && (!change.looked_through || change.since.elapsed() >= SETTLING)
         {
             let mut from = ScanFrom::Ago(BACK);
-            while let Some((at, id)) = self.look_for_strays(from, BACK_PIECE).await? {
+            while let Some((at, id)) = self.sweep_orphans(from, BACK_PIECE).await? {
                 from = ScanFrom::After(at, id.into());
             }
             change.looked_through = true;
@@ -198,28 +198,28 @@ impl Gateway {
     /// Writes reservations of running attempts back that are gone.
     async fn compare_running(&self) -> Result<Vec<WentBack>, Error> {
         let running = self.single_flight.running();
-        let mut mended = Vec::new();
+        let mut repaired = Vec::new();
         for some in running.chunks(COMPARED) {
             let ids: Vec<RecordId> = some.iter().map(|(fence, _)| fence.id).collect();
             let stands = self.store.statuses(&ids).await?;
             let there = |fence: &Fence| {
                 stands.iter().any(|(at, _)| at.id == fence.id && at.attempt >= fence.attempt)
             };
-            for (fence, open) in some.iter().filter(|(fence, _)| !there(fence)) {
+            for (fence, row) in some.iter().filter(|(fence, _)| !there(fence)) {
                 // One that was freed meanwhile is rightly gone, and its own end may have brought it back.
-                if !self.single_flight.executes(&open.scope, *fence) {
+                if !self.single_flight.executes(&row.scope, *fence) {
                     continue;
                 }
-                if self.single_flight.retrier().bring_back(open, *fence).await? {
-                    mended.push(WentBack::Reservation);
+                if self.single_flight.retrier().reinstate(row, *fence).await? {
+                    repaired.push(WentBack::Reservation);
                 }
             }
         }
-        Ok(mended)
+        Ok(repaired)
     }
 
     /// The numbers of those of these ends, newest first, that do not stand.
-    async fn missing(&self, ends: &[Numbered]) -> Result<Vec<u64>, Error> {
+    async fn missing(&self, ends: &[NumberedEnd]) -> Result<Vec<u64>, Error> {
         let mut seen = HashSet::new();
         // The last end of a record is the one that counts.
         let last: Vec<_> = ends.iter().filter(|end| seen.insert(end.fence.id)).collect();
@@ -240,62 +240,62 @@ impl Gateway {
     }
 
     /// Mends these ends, some at a time; what fails is left for later, with the reason of the last one.
-    async fn mend_all(
+    async fn repair_all(
         self: &Arc<Self>,
         missing: Vec<u64>,
         left: &mut Vec<u64>,
     ) -> (Vec<WentBack>, Option<Error>) {
-        let (mut tasks, mut mended, mut why) = (JoinSet::new(), Vec::new(), None);
+        let (mut tasks, mut repaired, mut why) = (JoinSet::new(), Vec::new(), None);
         let mut numbers = missing.into_iter();
         loop {
             while tasks.len() < AT_ONCE
                 && let Some(number) = numbers.next()
             {
                 let gateway = Arc::clone(self);
-                tasks.spawn(async move { (number, gateway.mend(number).await) });
+                tasks.spawn(async move { (number, gateway.repair(number).await) });
             }
             match tasks.join_next().await {
-                Some(Ok((_, Ok(Mended::Done(how))))) => {
+                Some(Ok((_, Ok(Repaired::Done(how))))) => {
                     self.metrics.store_went_back(how);
-                    mended.push(how);
+                    repaired.push(how);
                 }
-                Some(Ok((_, Ok(Mended::Stands)))) => {}
+                Some(Ok((_, Ok(Repaired::Nothing)))) => {}
                 Some(Ok((number, Err(error)))) => {
                     left.push(number);
                     why = Some(error);
                 }
                 Some(Err(panic)) => tracing::error!(%panic, "an end could not be written again"),
-                None => return (mended, why),
+                None => return (repaired, why),
             }
         }
     }
 
-    async fn mend(&self, number: u64) -> Result<Mended, Error> {
-        if self.single_flight.ends().is_over(number) {
-            return Ok(Mended::Stands);
+    async fn repair(&self, number: u64) -> Result<Repaired, Error> {
+        if self.single_flight.confirmed().is_over(number) {
+            return Ok(Repaired::Nothing);
         }
-        match self.single_flight.ends().get(number) {
-            Some(Confirmed::Completed(completed)) => self.complete_again(*completed).await,
-            Some(Confirmed::Unknown(fence, open)) => self.lose_again(&open, fence).await,
+        match self.single_flight.confirmed().get(number) {
+            Some(Confirmed::Completed(completed)) => self.restore_completed(*completed).await,
+            Some(Confirmed::Unknown(fence, row)) => self.restore_unknown(&row, fence).await,
             None => {
                 tracing::error!("an outcome that the database does not know is remembered no more");
-                Ok(Mended::Stands)
+                Ok(Repaired::Nothing)
             }
         }
     }
 
     /// Completes a record with the answer that its caller got, and announces the same events under the same ids.
-    async fn complete_again(&self, completed: CompletedEnd) -> Result<Mended, Error> {
-        let CompletedEnd { mut completion, fingerprint, caller, until } = completed;
+    async fn restore_completed(&self, completed: ConfirmedCompletion) -> Result<Repaired, Error> {
+        let ConfirmedCompletion { mut completion, fingerprint, caller, until } = completed;
         completion.retention = until.saturating_duration_since(Instant::now());
         if completion.retention.is_zero() {
-            return Ok(Mended::Stands);
+            return Ok(Repaired::Nothing);
         }
         let completion = Arc::new(completion);
         let mut how = WentBack::CompletedAgain;
         let mut settled = self.completed(&completion).await?;
         if settled.is_none() {
-            let open = Proposal {
+            let row = Proposal {
                 id: completion.fence.id,
                 scope: completion.scope.clone(),
                 fingerprint,
@@ -304,24 +304,24 @@ impl Gateway {
                 context: None,
                 retention: completion.retention,
             };
-            match self.store.reinstate(open, completion.fence.attempt).await? {
+            match self.store.reinstate(row, completion.fence.attempt).await? {
                 Reinstated::Yes => how = WentBack::WrittenBack,
                 Reinstated::No => {
                     return self.overtaken(&completion.scope, (&*completion).into()).await;
                 }
-                Reinstated::ActedOn => return Ok(Mended::Stands),
+                Reinstated::ActedOn => return Ok(Repaired::Nothing),
                 Reinstated::LeaseEnded => return Err(no_lease()),
             }
             settled = self.completed(&completion).await?;
         }
-        let Some(expires_at) = settled else { return Ok(Mended::Stands) };
+        let Some(expires_at) = settled else { return Ok(Repaired::Nothing) };
         let record = completion.fence.id;
         tracing::warn!(%record, result = how.as_str(), "an outcome is in the database again");
         let Completion { scope, fence, answer, .. } = Arc::unwrap_or_clone(completion);
         let replay = Replay::new(fence, fingerprint, caller, answer, expires_at, until);
         self.single_flight.remember(&scope, &Arc::new(replay));
         self.wake.notify_one();
-        Ok(Mended::Done(how))
+        Ok(Repaired::Done(how))
     }
 
     /// Until when it is kept; `None`: its record is not there to be completed.
@@ -335,22 +335,22 @@ impl Gateway {
     }
 
     /// Writes a record back of which nobody knows how it ended.
-    async fn lose_again(&self, open: &Proposal, fence: Fence) -> Result<Mended, Error> {
-        let proposal = Proposal { owner: self.single_flight.owner(), ..open.clone() };
+    async fn restore_unknown(&self, row: &Proposal, fence: Fence) -> Result<Repaired, Error> {
+        let proposal = Proposal { owner: self.single_flight.owner(), ..row.clone() };
         match self.store.reinstate(proposal, fence.attempt).await? {
-            Reinstated::ActedOn => Ok(Mended::Stands),
+            Reinstated::ActedOn => Ok(Repaired::Nothing),
             Reinstated::LeaseEnded => Err(no_lease()),
             Reinstated::No => {
-                let Some(other) = self.instead_of(&open.scope, fence.id).await? else {
-                    return Ok(Mended::Stands);
+                let Some(other) = self.instead_of(&row.scope, fence.id).await? else {
+                    return Ok(Repaired::Nothing);
                 };
                 tracing::error!(record = %fence.id, %other, "a record whose outcome is unknown is gone, and its key was used anew: it may be executed twice");
-                Ok(Mended::Done(WentBack::Overtaken))
+                Ok(Repaired::Done(WentBack::Overtaken))
             }
-            Reinstated::Yes => match self.store.mark_unknown(&open.scope, fence).await? {
+            Reinstated::Yes => match self.store.mark_unknown(&row.scope, fence).await? {
                 Changed::Yes | Changed::No => {
                     tracing::warn!(record = %fence.id, "a record was gone: it is written back, and unknown");
-                    Ok(Mended::Done(WentBack::Unknown))
+                    Ok(Repaired::Done(WentBack::Unknown))
                 }
                 Changed::Locked => Err(held()),
             },
@@ -358,13 +358,15 @@ impl Gateway {
     }
 
     /// What stands in the place of an outcome that cannot be written back. Another record's execution may be a second one.
-    async fn overtaken(&self, scope: &Scope, late: LateOutcome) -> Result<Mended, Error> {
+    async fn overtaken(&self, scope: &Scope, late: LateOutcome) -> Result<Repaired, Error> {
         let record = late.fence.id;
-        let Some(other) = self.instead_of(scope, record).await? else { return Ok(Mended::Stands) };
+        let Some(other) = self.instead_of(scope, record).await? else {
+            return Ok(Repaired::Nothing);
+        };
         self.store.note_late_outcome(&late).await?;
         self.metrics.late_outcome();
         tracing::error!(%record, %other, "a completed record is gone, and its key was used anew: it may have been executed twice; its outcome is in the audit table");
-        Ok(Mended::Done(WentBack::Overtaken))
+        Ok(Repaired::Done(WentBack::Overtaken))
     }
 
     /// The other record that stands under the scope of this one.
@@ -375,7 +377,7 @@ impl Gateway {
 
     /// Ends records that are in progress for this process though nothing here works on them, among a piece of all. The last
     /// one that was looked at, where there are more.
-    async fn look_for_strays(
+    async fn sweep_orphans(
         self: &Arc<Self>,
         from: ScanFrom,
         limit: u32,
@@ -386,8 +388,8 @@ impl Gateway {
             if self.single_flight.works_on(&scope) {
                 continue;
             }
-            if let Some(number) = self.single_flight.ends().last_of(fence)
-                && let Mended::Done(how) = self.mend(number).await?
+            if let Some(number) = self.single_flight.confirmed().last_of(fence)
+                && let Repaired::Done(how) = self.repair(number).await?
             {
                 self.metrics.store_went_back(how);
                 continue;
@@ -402,7 +404,7 @@ impl Gateway {
 }
 
 /// Whether a record that stands like this has this end, or has gone on from there.
-fn stands_on(stands: Option<&(Attempt, Status)>, end: &Numbered) -> bool {
+fn stands_on(stands: Option<&(Attempt, Status)>, end: &NumberedEnd) -> bool {
     match stands {
         None => false,
         Some((_, Status::Completed)) => true,
@@ -414,8 +416,8 @@ fn stands_on(stands: Option<&(Attempt, Status)>, end: &Numbered) -> bool {
 }
 
 /// One line for all of them, beside the one that each has.
-fn tell(mended: &[WentBack], left: usize, why: Option<&Error>) {
-    let count = |how| mended.iter().filter(|one| **one == how).count();
+fn tell(repaired: &[WentBack], left: usize, why: Option<&Error>) {
+    let count = |how| repaired.iter().filter(|one| **one == how).count();
     tracing::error!(
         reservations = count(WentBack::Reservation),
         completed_again = count(WentBack::CompletedAgain),

@@ -14,17 +14,17 @@ use http::{HeaderMap, HeaderName, HeaderValue, Response};
 use http_body::Frame;
 use http_body_util::{BodyExt, Full};
 
-pub(super) use self::negotiate::{Decoded, Takes, fit};
+pub(super) use self::negotiate::{Accepts, Decoded, fit};
 pub(super) use self::problem::{Name, Problem};
 pub(super) use self::vary::{depends_on_origin, origin_of};
 
-use super::complete::{First, FirstBody, has_body, without_hops};
+use super::complete::{FirstAnswer, FirstBody, has_body, without_hops};
 use super::headers;
 use super::notes::{self, Notes};
 use super::pass;
 use super::prefixed::Prefixed;
 use super::reserve::{Refusal, Replay, Shared, SharedAnswer};
-use super::rights::Permit;
+use super::rights::Grant;
 use super::spelling;
 use super::upstream::{self, Body, BodyError};
 use crate::record::outcome::Failure;
@@ -49,7 +49,7 @@ pub(super) fn expose_own(headers: &mut HeaderMap) {
     vary::expose(headers, &[REPLAYED, RECORD, EXPIRES, STORED, BYPASSED]);
 }
 
-/// When a caller comes again where too many events are owed: no sooner than that is counted anew.
+/// When a caller comes again where too many events are undelivered: no sooner than that is counted anew.
 const DRAINED_AFTER: Duration = Duration::from_secs(5);
 
 /// When a caller comes again for an outcome that the gateway itself asks about.
@@ -74,7 +74,7 @@ pub(super) fn refusal(refusal: Refusal, policy: &Policy) -> Problem {
         }
         Refusal::StoreUnavailable(_) => Problem::new(Name::StoreUnavailable),
         Refusal::NotStorable => Problem::new(Name::RequestNotStorable),
-        Refusal::Swamped => Problem::new(Name::Overloaded).after(DRAINED_AFTER).detail(
+        Refusal::BacklogFull => Problem::new(Name::Overloaded).after(DRAINED_AFTER).detail(
             "Too many events of earlier requests wait to be delivered. Nothing was reserved or forwarded. Send it again with the same key after the time in Retry-After.",
         ),
     }
@@ -113,11 +113,11 @@ pub(super) fn bypass_failed(failure: Failure) -> Problem {
 }
 
 /// The upstream's answer for the caller that started it. `expires_at`: where it is kept.
-pub(super) fn first(first: First, kept: Kept, takes: &Takes) -> Response<Body> {
-    let First { record, mut head, body } = first;
+pub(super) fn first(first: FirstAnswer, kept: Kept, accepts: &Accepts) -> Response<Body> {
+    let FirstAnswer { record, mut head, body } = first;
     let mut headers = without_hops(head.headers);
     let body = match body {
-        FirstBody::Whole { body, trailers } => trailed(body, trailers, &mut headers, takes),
+        FirstBody::Whole { body, trailers } => trailed(body, trailers, &mut headers, accepts),
         FirstBody::Streamed { begun, rest } => {
             // A trailer carries the gateway's names as little as a header does.
             pass::without_hop_trailers(Prefixed::new(begun, rest).boxed_unsync())
@@ -160,11 +160,11 @@ pub(super) enum Kept {
 pub(super) fn replay(
     replay: &Replay,
     sent: &Answer,
-    takes: &Takes,
+    accepts: &Accepts,
     operation: &Operation,
-    _: Permit,
+    _: Grant,
 ) -> Response<Body> {
-    let mut response = recorded(replay, sent, takes, operation);
+    let mut response = recorded(replay, sent, accepts, operation);
     if matches!(replay.answer.body, KeptBody::Whole(_)) {
         response.headers_mut().insert(REPLAYED, HeaderValue::from_static("true"));
     }
@@ -175,10 +175,10 @@ pub(super) fn replay(
 pub(super) fn recorded(
     replay: &Replay,
     sent: &Answer,
-    takes: &Takes,
+    accepts: &Accepts,
     operation: &Operation,
 ) -> Response<Body> {
-    let mut response = match kept_answer(sent, takes) {
+    let mut response = match kept_answer(sent, accepts) {
         Some(mut response) => {
             *response.extensions_mut() = replay.spelled();
             response
@@ -201,7 +201,7 @@ pub(super) fn recorded(
 pub(super) fn shared(
     shared: &Shared,
     sent: Option<&Answer>,
-    takes: &Takes,
+    accepts: &Accepts,
     operation: &Operation,
 ) -> Response<Body> {
     let unreachable = || {
@@ -209,7 +209,7 @@ pub(super) fn shared(
         problem.into_response(Some(operation))
     };
     let mut response = match &shared.answer {
-        SharedAnswer::Released(answer) => match kept_answer(sent.unwrap_or(answer), takes) {
+        SharedAnswer::Released(answer) => match kept_answer(sent.unwrap_or(answer), accepts) {
             Some(mut response) => {
                 *response.extensions_mut() = spelling::extensions(answer);
                 response
@@ -222,16 +222,16 @@ pub(super) fn shared(
     response
 }
 
-fn kept_answer(answer: &Answer, takes: &Takes) -> Option<Response<Body>> {
+fn kept_answer(answer: &Answer, accepts: &Accepts) -> Option<Response<Body>> {
     let KeptBody::Whole(body) = &answer.body else { return None };
     let body = if has_body(answer.status) { body.clone() } else { Bytes::new() };
     let mut headers = answer.headers.clone();
     let Notes { trailers, origin, .. } = notes::take(&mut headers);
-    vary::without_others(&mut headers, origin, takes.origin.as_ref());
+    vary::without_others(&mut headers, origin, accepts.origin.as_ref());
     // Of a body that may be decoded since: the one that is sent is counted.
     headers.remove(CONTENT_LENGTH);
     let body = if has_body(answer.status) {
-        trailed(body, trailers, &mut headers, takes)
+        trailed(body, trailers, &mut headers, accepts)
     } else {
         whole(body)
     };
@@ -243,9 +243,9 @@ fn kept_answer(answer: &Answer, takes: &Takes) -> Option<Response<Body>> {
 }
 
 /// A body with trailers behind it, announced, for a caller that reads them; for any other one without.
-fn trailed(body: Bytes, trailers: HeaderMap, headers: &mut HeaderMap, takes: &Takes) -> Body {
+fn trailed(body: Bytes, trailers: HeaderMap, headers: &mut HeaderMap, accepts: &Accepts) -> Body {
     headers.remove(TRAILER);
-    if !takes.trailers || trailers.is_empty() {
+    if !accepts.trailers || trailers.is_empty() {
         return whole(body);
     }
     for name in trailers.keys() {

@@ -14,29 +14,29 @@
 //! - Followers of an attempt that ends `unknown` are told so; only a duplicate that arrives later starts an attempt.
 //! - Losing a task (panic, shutdown) wakes its followers: a [`Leader`] that is dropped tells them to look again.
 
+mod acquisition;
 mod attempt;
 mod cache;
-mod ends;
+mod confirmed;
 mod flight;
-mod inquiry;
-mod question;
+mod lookup_guard;
 mod retrier;
 mod vocabulary;
 
 use std::sync::Arc;
 use std::time::Instant;
 
+use self::acquisition::{Acquisition, Decision, POLLS};
 pub(super) use self::attempt::{Detached, InFlight, Reservation};
 pub(super) use self::cache::Replay;
-pub(super) use self::ends::{Completed as CompletedEnd, Confirmed, Numbered};
-use self::flight::{Flight, LOOK_EVERY, Progress};
+pub(super) use self::confirmed::{Confirmed, ConfirmedCompletion, NumberedEnd};
+use self::flight::{Flight, Progress, RECHECK_EVERY};
 pub(super) use self::flight::{Follower, Leader, Role};
 pub use self::flight::{MayJudge, Settings, SingleFlight};
-use self::inquiry::{Inquiry, Next, POLLS};
-pub(super) use self::question::{Question, Raised};
-pub(super) use self::retrier::{PendingWrite, Told};
+pub(super) use self::lookup_guard::{LookupGuard, Raised};
+pub(super) use self::retrier::{PendingWrite, SettledEnd};
 pub(super) use self::vocabulary::{
-    FlightEnd, KeyedRequest, Owes, Readers, Refusal, Shared, SharedAnswer, Unreserved,
+    FlightEnd, KeyedRequest, Readers, Refusal, Shared, SharedAnswer, Unreserved,
 };
 use super::settle::Stored;
 use crate::record::{Record, RecordId, State};
@@ -50,7 +50,7 @@ pub(super) enum Admission {
     /// It is executed, by the holder of this value.
     Execute(Reservation),
     /// The upstream is asked first what became of the attempt before.
-    LookUp(Question),
+    LookUp(LookupGuard),
     /// The stored answer.
     Replay(Arc<Replay>),
     /// The answer of an attempt that ran meanwhile on this replica and was not kept.
@@ -78,20 +78,20 @@ impl SingleFlight {
         let Follower { mut progress, flight } = follower;
         let _waiting = self.metrics.waiting();
         let mut running = None;
-        let mut stranger = false;
-        let mut looks = flight.look_is_due();
+        let mut other_caller = false;
+        let mut may_recheck = flight.recheck_is_due();
         loop {
             let now = progress.borrow_and_update().clone();
             match now {
                 Progress::Proposed => {}
                 Progress::Running { record, fingerprint, caller } => {
-                    stranger = request.is_stranger(caller.as_ref());
-                    if !stranger && !fingerprint.same_request(&request.fingerprint) {
+                    other_caller = request.is_other_caller(caller.as_ref());
+                    if !other_caller && !fingerprint.same_request(&request.fingerprint) {
                         return Followed::Admitted(Admission::Refuse(Refusal::Mismatch { record }));
                     }
                     running = Some(record);
                 }
-                Progress::Ended(FlightEnd::Unknown(record)) if stranger => {
+                Progress::Ended(FlightEnd::Unknown(record)) if other_caller => {
                     return Followed::Admitted(Admission::Refuse(Refusal::Forbidden { record }));
                 }
                 Progress::Ended(ending) => return ended(request, ending),
@@ -99,8 +99,8 @@ impl SingleFlight {
             let changed = tokio::time::timeout_at(deadline.into(), progress.changed());
             let changed = tokio::select! {
                 changed = changed => changed,
-                found = self.look(request), if looks && running.is_some() => {
-                    looks = false;
+                found = self.recheck(request), if may_recheck && running.is_some() => {
+                    may_recheck = false;
                     match found {
                         Some(admission) => return Followed::Admitted(admission),
                         None => continue,
@@ -128,8 +128,9 @@ impl SingleFlight {
         if let Some(replay) = cached {
             return from_record(request, replay);
         }
-        if flight.look_is_due()
-            && let Ok(Some(admission)) = tokio::time::timeout(LOOK_EVERY, self.look(request)).await
+        if flight.recheck_is_due()
+            && let Ok(Some(admission)) =
+                tokio::time::timeout(RECHECK_EVERY, self.recheck(request)).await
         {
             return admission;
         }
@@ -137,7 +138,7 @@ impl SingleFlight {
     }
 
     /// The answer of a record that somebody else completed while it is being worked on here.
-    async fn look(&self, request: &KeyedRequest) -> Option<Admission> {
+    async fn recheck(&self, request: &KeyedRequest) -> Option<Admission> {
         let Ok(Some(record)) = self.store.find(&request.scope).await else { return None };
         let Record { fence, fingerprint, caller, state: State::Completed(completed) } = record
         else {
@@ -159,46 +160,46 @@ impl SingleFlight {
         mut leader: Leader,
         deadline: Instant,
     ) -> Admission {
-        let mut inquiry = Inquiry::new(self, request, &mut leader);
+        let mut acquisition = Acquisition::new(self, request, &mut leader);
         let mut polls = POLLS;
-        let mut next = inquiry.propose().await;
+        let mut decision = acquisition.propose().await;
         for _ in 0..ROUNDS_MAX {
-            while let Next::Wait(record) = next {
+            while let Decision::Wait(record) = decision {
                 if Instant::now() >= deadline {
                     return Admission::Refuse(Refusal::InProgress { record: Some(record) });
                 }
                 let next_look = Instant::now() + polls.pause();
                 tokio::time::sleep_until(next_look.min(deadline).into()).await;
-                next = inquiry.look().await;
+                decision = acquisition.recheck().await;
             }
-            match next {
-                Next::Held(held) => {
+            match decision {
+                Decision::Held(held) => {
                     return Admission::Execute(self.reservation(&held, request, leader));
                 }
-                Next::LookUp { held, lookup, context } => {
+                Decision::LookUp { held, lookup, context } => {
                     return Admission::LookUp(
-                        self.question_of(held, request, leader, &lookup, context),
+                        self.lookup_guard(held, request, leader, &lookup, context),
                     );
                 }
-                Next::Doubt(pending) => {
-                    self.retrier.take_on(*pending, move |ending| leader.end(ending));
+                Decision::Doubt(pending) => {
+                    self.retrier.submit(*pending, move |ending| leader.end(ending));
                     return Admission::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps));
                 }
-                Next::Replay(replay) => {
+                Decision::Replay(replay) => {
                     self.remember(&request.scope, &replay);
                     leader.end(FlightEnd::Kept(Arc::clone(&replay)));
                     return Admission::Replay(replay);
                 }
-                Next::Unknown(record, again) => {
+                Decision::Unknown(record, again) => {
                     leader.end(FlightEnd::Unknown(record));
                     return Admission::Refuse(Refusal::OutcomeUnknown { record, again });
                 }
-                Next::Refuse(refusal) => {
+                Decision::Refuse(refusal) => {
                     match refusal {
                         Refusal::StoreUnavailable(unreserved) => {
                             leader.end(FlightEnd::Unavailable(unreserved));
                         }
-                        Refusal::Swamped => leader.end(FlightEnd::Swamped),
+                        Refusal::BacklogFull => leader.end(FlightEnd::BacklogFull),
                         Refusal::Mismatch { .. }
                         | Refusal::Forbidden { .. }
                         | Refusal::InProgress { .. }
@@ -208,7 +209,7 @@ impl SingleFlight {
                     }
                     return Admission::Refuse(refusal);
                 }
-                Next::Again | Next::Wait(_) => next = inquiry.propose().await,
+                Decision::Again | Decision::Wait(_) => decision = acquisition.propose().await,
             }
         }
         tracing::warn!("a record kept moving while it was being reserved");
@@ -218,7 +219,7 @@ impl SingleFlight {
 
 /// A stored answer for the same request; for another one, a mismatch; for another caller neither.
 pub(super) fn from_record(request: &KeyedRequest, replay: Arc<Replay>) -> Admission {
-    if request.is_stranger(replay.caller.as_ref()) {
+    if request.is_other_caller(replay.caller.as_ref()) {
         Admission::Refuse(Refusal::Forbidden { record: replay.fence.id })
     } else if replay.fingerprint.same_request(&request.fingerprint) {
         Admission::Replay(replay)
@@ -241,7 +242,7 @@ fn ended(request: &KeyedRequest, ending: FlightEnd) -> Followed {
         FlightEnd::Unavailable(unreserved) => {
             Admission::Refuse(Refusal::StoreUnavailable(unreserved))
         }
-        FlightEnd::Swamped => Admission::Refuse(Refusal::Swamped),
+        FlightEnd::BacklogFull => Admission::Refuse(Refusal::BacklogFull),
         FlightEnd::LookAgain => return Followed::LookAgain,
     })
 }

@@ -1,4 +1,4 @@
-//! Who may read a stored answer: nobody gets one without a [`Permit`], and permits are made here only.
+//! Who may read a stored answer: nobody gets one without a [`Grant`], and grants are made here only.
 //!
 //! By the route's policy everybody within the scope may, or whoever made the record, or whoever another server lets. That
 //! server is asked for each replay, with the caller's own headers, the way nginx's `auth_request` asks: 2xx lets the caller
@@ -56,7 +56,7 @@ const NOT_ASKED: [HeaderName; 10] = [
 const BODY_MAX: usize = 64 * 1024;
 
 /// The right to read one stored answer.
-pub(super) struct Permit(());
+pub(super) struct Grant(());
 
 /// Decides on each replay.
 pub(super) struct Rights {
@@ -71,33 +71,33 @@ impl Rights {
     }
 
     /// Whether this caller may read that answer.
-    pub(super) async fn check(&self, keyed: &Keyed, replay: &Replay) -> Result<Permit, Problem> {
-        let permit = match &keyed.route.policy.replay_auth {
-            ReplayAuth::Scope => Ok(Permit(())),
+    pub(super) async fn check(&self, keyed: &Keyed, replay: &Replay) -> Result<Grant, Problem> {
+        let grant = match &keyed.route.policy.replay_auth {
+            ReplayAuth::Scope => Ok(Grant(())),
             ReplayAuth::SameCredential => same_caller(keyed, replay, Name::ReplayForbidden),
-            ReplayAuth::Subrequest(asked) => self.ask(keyed, asked).await,
+            ReplayAuth::Subrequest(subrequest) => self.subrequest(keyed, subrequest).await,
         };
-        permit.map_err(|problem| problem.record(replay.fence.id))
+        grant.map_err(|problem| problem.record(replay.fence.id))
     }
 
     /// As [`Rights::check`], of one whose own attempt was overtaken by another one's. Its request is used up, so nobody is
     /// asked any more: another caller's answer has to be asked for again.
-    pub(super) fn of_executor(keyed: &Keyed, replay: &Replay) -> Result<Permit, Problem> {
-        let permit = match &keyed.route.policy.replay_auth {
-            ReplayAuth::Scope => Ok(Permit(())),
+    pub(super) fn of_executor(keyed: &Keyed, replay: &Replay) -> Result<Grant, Problem> {
+        let grant = match &keyed.route.policy.replay_auth {
+            ReplayAuth::Scope => Ok(Grant(())),
             ReplayAuth::SameCredential => same_caller(keyed, replay, Name::ReplayForbidden),
             ReplayAuth::Subrequest(_) => same_caller(keyed, replay, Name::ReplayUnchecked),
         };
-        permit.map_err(|problem| problem.record(replay.fence.id))
+        grant.map_err(|problem| problem.record(replay.fence.id))
     }
 
-    async fn ask(&self, keyed: &Keyed, asked: &Subrequest) -> Result<Permit, Problem> {
+    async fn subrequest(&self, keyed: &Keyed, subrequest: &Subrequest) -> Result<Grant, Problem> {
         let unchecked = || Problem::new(Name::ReplayUnchecked);
         let operation = &keyed.route.operation;
         // The configuration names servers that are there.
-        let server = self.servers.get(&asked.server).ok_or_else(unchecked)?;
-        let exchange = exchange(server, self.question(keyed, asked, server));
-        let answer = tokio::time::timeout(asked.timeout, exchange).await;
+        let server = self.servers.get(&subrequest.server).ok_or_else(unchecked)?;
+        let exchange = exchange(server, self.build_subrequest(keyed, subrequest, server));
+        let answer = tokio::time::timeout(subrequest.timeout, exchange).await;
         let (status, headers) = match answer {
             Ok(Some(answer)) => answer,
             Ok(None) => {
@@ -110,7 +110,7 @@ impl Rights {
             }
         };
         match status {
-            status if status.is_success() => Ok(Permit(())),
+            status if status.is_success() => Ok(Grant(())),
             StatusCode::UNAUTHORIZED => {
                 let challenges = headers.get_all(WWW_AUTHENTICATE).iter().cloned();
                 Err(Problem::new(Name::ReplayUnauthorized).challenges(challenges))
@@ -126,11 +126,16 @@ impl Rights {
         }
     }
 
-    fn question(&self, keyed: &Keyed, asked: &Subrequest, server: &Upstream) -> Request<Body> {
-        let (method, target, sent, hop) = keyed.asked();
+    fn build_subrequest(
+        &self,
+        keyed: &Keyed,
+        subrequest: &Subrequest,
+        server: &Upstream,
+    ) -> Request<Body> {
+        let (method, target, sent, hop) = keyed.caller_head();
         let body = Empty::<Bytes>::new().map_err(|never| match never {}).boxed_unsync();
         let mut request = Request::new(body);
-        *request.uri_mut() = Uri::from(asked.target.clone());
+        *request.uri_mut() = Uri::from(subrequest.target.clone());
         let headers = request.headers_mut();
         headers.clone_from(sent);
         let names = headers.keys().filter(|name| name.as_str().starts_with("content-")).cloned();
@@ -157,7 +162,7 @@ impl Rights {
         }
         headers::forward(&self.forwarding, hop, headers);
         // Another server is asked under its own name.
-        let own = matches!(asked.server, Server::Url { .. });
+        let own = matches!(subrequest.server, Server::Url { .. });
         if own || self.forwarding.host == HostPolicy::Upstream {
             headers.insert(header::HOST, server.authority().clone());
         }
@@ -165,12 +170,8 @@ impl Rights {
     }
 }
 
-fn same_caller(keyed: &Keyed, replay: &Replay, otherwise: Name) -> Result<Permit, Problem> {
-    if keyed.request.caller == replay.caller {
-        Ok(Permit(()))
-    } else {
-        Err(Problem::new(otherwise))
-    }
+fn same_caller(keyed: &Keyed, replay: &Replay, otherwise: Name) -> Result<Grant, Problem> {
+    if keyed.request.caller == replay.caller { Ok(Grant(())) } else { Err(Problem::new(otherwise)) }
 }
 
 /// Asks once; `None`: no answer came.

@@ -19,7 +19,7 @@
 //! - A change names the attempt's fence. "No row fits" is read back before anything is concluded from it.
 //! - A row that somebody's transaction holds says nothing yet: the end stays pending ([`Unsettled::Locked`]).
 //! - What an attempt came to stands in its record or in the audit table. [`Settlement::late`] is still to be noted, and the end
-//!   is pending until it is. Two things are not noted: the answer to somebody's question (nothing was executed for it), and
+//!   is pending until it is. Two things are not noted: the answer to a look-up (nothing was executed for it), and
 //!   what the API says in time of an attempt that it has completed itself ([`Settlement::of_own_attempt`]).
 //! - What the database refuses, or cannot read back, is pending no more: [`End::refused`] says what is left to be written.
 
@@ -47,7 +47,7 @@ pub(super) enum End {
         scope: Scope,
         fence: Fence,
         /// What the row says, while it is in progress here.
-        open: Option<Arc<Proposal>>,
+        row: Option<Arc<Proposal>>,
     },
     /// Its record has gone on: what it came to is noted.
     Late(Box<LateOutcome>),
@@ -60,8 +60,8 @@ pub(super) struct Executed {
     pub(super) fingerprint: Fingerprint,
     pub(super) caller: Option<Caller>,
     /// What the row says, while it is in progress here.
-    pub(super) open: Option<Arc<Proposal>>,
-    /// Whether the answer was found by a question: then nothing is noted where the record has gone on.
+    pub(super) row: Option<Arc<Proposal>>,
+    /// Whether the answer was found by a look-up: then nothing is noted where the record has gone on.
     pub(super) found: bool,
 }
 
@@ -152,10 +152,10 @@ impl End {
     }
 
     /// What the row says that the database has forgotten, if no row fits: the attempt was in progress here.
-    pub(super) fn open(&self) -> Option<&Arc<Proposal>> {
+    pub(super) fn row(&self) -> Option<&Arc<Proposal>> {
         match self {
-            Self::Complete(executed) => executed.open.as_ref(),
-            Self::Unknown { open, .. } => open.as_ref(),
+            Self::Complete(executed) => executed.row.as_ref(),
+            Self::Unknown { row, .. } => row.as_ref(),
             // What is freed may rightly be gone.
             Self::Unkept(_) | Self::Release(_) | Self::Late(_) => None,
         }

@@ -86,8 +86,8 @@ struct Fetched {
     settings: Remote,
     server: Upstream,
     state: Mutex<State>,
-    /// Held by whoever fetches.
-    turn: Arc<tokio::sync::Mutex<()>>,
+    /// Held during a fetch.
+    fetch_lock: Arc<tokio::sync::Mutex<()>>,
     fetches: TaskTracker,
 }
 
@@ -113,7 +113,7 @@ impl Tokens {
                 server: Upstream::new(remote.server.clone())?,
                 settings: *remote,
                 state: Mutex::default(),
-                turn: Arc::default(),
+                fetch_lock: Arc::default(),
                 fetches: TaskTracker::new(),
             })),
         };
@@ -197,17 +197,17 @@ impl Fetched {
 
     async fn fetch_if_older(self: &Arc<Self>, age: Duration, rules: &Arc<Rules>) -> State {
         let asked = Instant::now();
-        let turn = Arc::clone(&self.turn).lock_owned().await;
-        // Whoever waited for the turn has what the one before brought.
+        let fetch_lock = Arc::clone(&self.fetch_lock).lock_owned().await;
+        // Whoever waited for the lock has what the one before brought.
         let fresh = |tried: Instant| tried >= asked || tried.elapsed() < age;
         if self.state().tried.is_some_and(fresh) {
             return self.state();
         }
         let (fetched, rules) = (Arc::clone(self), Arc::clone(rules));
-        // In a task of its own: else whoever names a key that never was and hangs up would use up the turn of those who
+        // In a task of its own: else whoever names a key that never was and hangs up would use up the fetch of those who
         // name a new one.
         let fetching = self.fetches.spawn(async move {
-            let _turn = turn;
+            let _lock = fetch_lock;
             fetched.fetch_now(&rules).await;
         });
         // A panic leaves what was known.

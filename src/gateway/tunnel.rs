@@ -6,7 +6,7 @@
 //! it is left in a [`Switch`]: so it holds that connection's permit, and is ended with it.
 //!
 //! What must stay true: a tunnel is not for HTTP, because requests in it would go past the routes; it holds one of
-//! `tunnels_max` places; one in which nothing passes is closed after the idle time-out; after `stop` it is closed as soon as it
+//! `tunnels_max` permits; one in which nothing passes is closed after the idle time-out; after `stop` it is closed as soon as it
 //! is quiet, and cut with the other connections at the end of the grace. A side that ends its sending may still receive.
 //!
 //! Nothing is remembered here. When the process dies, both sides see their connections end.
@@ -36,12 +36,12 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// What all tunnels share.
 pub struct Tunnels {
-    places: Arc<Semaphore>,
+    permits: Arc<Semaphore>,
     metrics: Arc<Metrics>,
 }
 
-/// A place for one tunnel, taken before the API is asked.
-pub(super) struct Place {
+/// A permit for one tunnel, taken before the API is asked.
+pub(super) struct TunnelPermit {
     _permit: OwnedSemaphorePermit,
     metrics: Arc<Metrics>,
 }
@@ -50,13 +50,13 @@ impl Tunnels {
     /// At most this many at a time.
     #[must_use]
     pub fn new(max: usize, metrics: Arc<Metrics>) -> Self {
-        Self { places: Arc::new(Semaphore::new(max.min(Semaphore::MAX_PERMITS))), metrics }
+        Self { permits: Arc::new(Semaphore::new(max.min(Semaphore::MAX_PERMITS))), metrics }
     }
 
     /// None: there are too many.
-    pub(super) fn place(&self) -> Option<Place> {
-        let permit = Arc::clone(&self.places).try_acquire_owned().ok()?;
-        Some(Place { _permit: permit, metrics: Arc::clone(&self.metrics) })
+    pub(super) fn permit(&self) -> Option<TunnelPermit> {
+        let permit = Arc::clone(&self.permits).try_acquire_owned().ok()?;
+        Some(TunnelPermit { _permit: permit, metrics: Arc::clone(&self.metrics) })
     }
 }
 
@@ -93,7 +93,7 @@ pub(super) struct Tunnel {
     pub(super) caller: OnUpgrade,
     pub(super) upstream: Upgraded,
     pub(super) idle_timeout: Option<Duration>,
-    pub(super) place: Place,
+    pub(super) permit: TunnelPermit,
     pub(super) protocol: String,
     pub(super) target: Uri,
 }
@@ -101,7 +101,7 @@ pub(super) struct Tunnel {
 impl Tunnel {
     /// Copies both ways until one of the connections fails, both have ended, nothing passes, or it is time to stop.
     pub(super) async fn run(self, stop: &CancellationToken) {
-        let Self { caller, upstream, idle_timeout, place, protocol, target } = self;
+        let Self { caller, upstream, idle_timeout, permit, protocol, target } = self;
         let caller = match caller.await {
             Ok(caller) => caller,
             Err(error) => {
@@ -109,7 +109,7 @@ impl Tunnel {
                 return;
             }
         };
-        let traffic = Traffic::new(place);
+        let traffic = Traffic::new(permit);
         let open = Open::new(Arc::clone(&traffic), protocol, &target);
         let mut caller = Side::of(caller, Way::ToApi, &traffic);
         let mut upstream = Side::of(upstream, Way::ToCaller, &traffic);
@@ -136,7 +136,7 @@ impl Tunnel {
 
 /// What passes through one tunnel.
 struct Traffic {
-    place: Place,
+    permit: TunnelPermit,
     begun: Instant,
     /// Milliseconds from the begin until something passed last.
     last: AtomicU64,
@@ -145,10 +145,10 @@ struct Traffic {
 }
 
 impl Traffic {
-    fn new(place: Place) -> Arc<Self> {
+    fn new(permit: TunnelPermit) -> Arc<Self> {
         let zero = AtomicU64::default;
         let begun = Instant::now();
-        Arc::new(Self { place, begun, last: zero(), to_api: zero(), to_caller: zero() })
+        Arc::new(Self { permit, begun, last: zero(), to_api: zero(), to_caller: zero() })
     }
 
     fn moved(&self) {
@@ -163,7 +163,7 @@ impl Traffic {
             Way::ToCaller => &self.to_caller,
         };
         count.fetch_add(bytes, Ordering::Relaxed);
-        self.place.metrics.tunnelled(way, bytes);
+        self.permit.metrics.tunnelled(way, bytes);
     }
 
     /// Returns once nothing has passed for so long; none: never.
@@ -190,7 +190,7 @@ struct Open {
 impl Open {
     fn new(traffic: Arc<Traffic>, protocol: String, target: &Uri) -> Self {
         tracing::info!(protocol, path = target.path(), "a tunnel is open");
-        let gauge = traffic.place.metrics.tunnel();
+        let gauge = traffic.permit.metrics.tunnel();
         Self { traffic, protocol, end: TunnelEnd::Shutdown, _gauge: gauge }
     }
 
@@ -201,8 +201,8 @@ impl Open {
 
 impl Drop for Open {
     fn drop(&mut self) {
-        let Traffic { place, begun, to_api, to_caller, .. } = &*self.traffic;
-        place.metrics.tunnel_ended(self.end);
+        let Traffic { permit, begun, to_api, to_caller, .. } = &*self.traffic;
+        permit.metrics.tunnel_ended(self.end);
         tracing::info!(
             protocol = self.protocol,
             end = self.end.as_str(),

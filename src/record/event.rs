@@ -190,9 +190,9 @@ impl Templates {
         self.specs.iter().map(|spec| spec.kind.as_str())
     }
 
-    /// Whether a stored outcome may owe an event to any sink.
+    /// Whether any sink may get an event of a stored outcome.
     #[must_use]
-    pub fn are_owed(&self) -> bool {
+    pub fn reach_sinks(&self) -> bool {
         self.specs.iter().any(|spec| !spec.sinks.is_empty())
     }
 

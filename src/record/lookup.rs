@@ -1,6 +1,6 @@
 //! What is asked of the upstream about an attempt whose end nobody knows, and what its answer means.
 //!
-//! Pure: templates make the question of the record and its kept request, and interpret the answer to it. Three results, and
+//! Pure: templates make the request of the record and its kept request, and interpret the answer to it. Three results, and
 //! "not found" is never a guess: it needs an answer that was understood. Every value that `found` names must be there, an
 //! answer that is not JSON has no `response.json`, only numbers with numbers and texts with texts are compared in order,
 //! and `found` is true or false; whatever goes wrong is [`LookupResult::Failed`].
@@ -21,17 +21,17 @@ use super::event::context;
 use super::event::template::{Compiler, Expression, Leaf, Text, Tree};
 use super::{Answer, KeptBody, Spelling};
 
-/// Longest target of a question, in bytes.
+/// Longest target of a look-up, in bytes.
 const TARGET_MAX: usize = 8 * 1024;
 
 /// A `lookup = { ... }` as configured.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Spec {
-    /// The question's method.
+    /// The request's method.
     pub method: Method,
     /// A template: path and query.
     pub path: String,
-    /// Headers of the question, each a template.
+    /// Headers of the request, each a template.
     pub headers: Vec<(HeaderName, String)>,
     /// An expression: whether the answer says that it was executed.
     pub found: String,
@@ -129,7 +129,7 @@ impl Template {
         &self.needs
     }
 
-    /// Whether the question, or `found`, names this or a part of it: `key`, `request` or `request.headers`, say.
+    /// Whether the request, or `found`, names this or a part of it: `key`, `request` or `request.headers`, say.
     #[must_use]
     pub fn names(&self, what: &str) -> bool {
         let is_part = |rest: &str| rest.is_empty() || rest.starts_with('.');
@@ -137,7 +137,7 @@ impl Template {
         self.named.iter().any(|name| name.strip_prefix(what).is_some_and(is_part) || whole(name))
     }
 
-    /// The question.
+    /// The request that asks.
     ///
     /// # Errors
     /// Why it cannot be asked about this record.
@@ -155,7 +155,7 @@ impl Template {
         Ok(request)
     }
 
-    /// What the upstream's answer to the question means.
+    /// What the upstream's answer means.
     #[must_use]
     pub fn interpret(&self, about: &RecordContext<'_>, reply: &Answer) -> LookupResult {
         if self.spec.not_found.contains(&reply.status) {

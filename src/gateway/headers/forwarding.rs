@@ -1,4 +1,4 @@
-//! How the upstream learns who asked: `X-Forwarded-*` and `Forwarded`, which tell one story.
+//! How the upstream learns who asked: `X-Forwarded-*` and `Forwarded`, which say the same.
 //!
 //! An upstream reads one of the two families, and it is not known which. So what a trusted proxy says in one of them stands in
 //! the other as well: the addresses that the request came over, and the scheme and host that the caller used. Where it
@@ -139,7 +139,7 @@ pub struct Hop {
 
 /// What is said of the way of a request before it came here.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Story {
+struct Forwarded {
     /// Whom it came over, the caller first.
     nodes: Vec<Node>,
     /// How the caller spoke.
@@ -174,27 +174,27 @@ pub fn forward(forwarding: &Forwarding, hop: &Hop, headers: &mut HeaderMap) {
         for name in names {
             headers.remove(name);
         }
-        Story::default()
+        Forwarded::default()
     };
-    let story = told.completed(hop, items(headers, &FORWARDED_PORT).next());
-    drop_contradicting(headers, &story);
-    write_lists(headers, &story, hop);
-    for (name, value) in [(FORWARDED_PROTO, &story.proto), (FORWARDED_HOST, &story.host)] {
+    let forwarded = told.completed(hop, items(headers, &FORWARDED_PORT).next());
+    drop_contradicting(headers, &forwarded);
+    write_lists(headers, &forwarded, hop);
+    for (name, value) in [(FORWARDED_PROTO, &forwarded.proto), (FORWARDED_HOST, &forwarded.host)] {
         set_if_absent(headers, name, value.as_deref());
     }
     add_via(headers);
 }
 
-/// The story of a trusted peer.
+/// What a trusted peer says.
 ///
 /// Who writes `X-Forwarded-*` may have passed the caller's own `Forwarded` on: it is not asked for what they leave out.
-fn believed(headers: &mut HeaderMap) -> Story {
+fn believed(headers: &mut HeaderMap) -> Forwarded {
     let legacy = LEGACY.iter().any(|name| headers.contains_key(name));
     drop_malformed(headers);
-    if legacy { legacy_story(headers) } else { forwarded_story(headers) }
+    if legacy { legacy_forwarded(headers) } else { standard_forwarded(headers) }
 }
 
-impl Story {
+impl Forwarded {
     /// What nobody said of scheme and host is as it reached this gateway.
     fn completed(self, hop: &Hop, port: Option<&str>) -> Self {
         let proto = self.proto.unwrap_or_else(|| if hop.https { "https" } else { "http" }.into());
@@ -268,7 +268,7 @@ impl Node {
 }
 
 /// What `X-Forwarded-*` and the like say. They have been checked.
-fn legacy_story(headers: &HeaderMap) -> Story {
+fn legacy_forwarded(headers: &HeaderMap) -> Forwarded {
     let mut nodes: Vec<_> = items(headers, &FORWARDED_FOR).filter_map(Node::read).collect();
     if nodes.is_empty() {
         nodes.extend(items(headers, &REAL_IP).filter_map(Node::read).take(1));
@@ -278,7 +278,7 @@ fn legacy_story(headers: &HeaderMap) -> Story {
     let host = items(headers, &FORWARDED_HOST).next();
     let port = items(headers, &FORWARDED_PORT).next();
     let host = host.map(|host| with_port(host, port, proto.as_deref()));
-    Story { nodes, proto, host }
+    Forwarded { nodes, proto, host }
 }
 
 fn scheme(headers: &HeaderMap, name: &HeaderName) -> Option<String> {
@@ -314,23 +314,23 @@ fn usual_port(proto: Option<&str>) -> Option<&'static str> {
 }
 
 /// What `Forwarded` says: of scheme and host, the first element that does. It has been checked.
-fn forwarded_story(headers: &HeaderMap) -> Story {
-    let mut story = Story::default();
+fn standard_forwarded(headers: &HeaderMap) -> Forwarded {
+    let mut forwarded = Forwarded::default();
     for line in headers.get_all(header::FORWARDED) {
         let elements = line.to_str().ok().and_then(|line| split_outside_quotes(line, ','));
         for element in elements.unwrap_or_default() {
             for (name, value) in pairs(element).unwrap_or_default() {
                 if name.eq_ignore_ascii_case("for") {
-                    story.nodes.extend(Node::read(value));
+                    forwarded.nodes.extend(Node::read(value));
                 } else if name.eq_ignore_ascii_case("proto") {
-                    story.proto.get_or_insert_with(|| value.to_ascii_lowercase());
+                    forwarded.proto.get_or_insert_with(|| value.to_ascii_lowercase());
                 } else if name.eq_ignore_ascii_case("host") {
-                    story.host.get_or_insert_with(|| value.to_owned());
+                    forwarded.host.get_or_insert_with(|| value.to_owned());
                 }
             }
         }
     }
-    story
+    forwarded
 }
 
 /// The items of a comma list, over all its lines.
@@ -369,23 +369,23 @@ fn is_scheme(text: &str) -> bool {
 }
 
 /// Removes what a trusted peer has passed on unread, and what says something else than the headers that it has written.
-fn drop_contradicting(headers: &mut HeaderMap, story: &Story) {
-    if story.contradicts(&forwarded_story(headers)) {
+fn drop_contradicting(headers: &mut HeaderMap, forwarded: &Forwarded) {
+    if forwarded.contradicts(&standard_forwarded(headers)) {
         headers.remove(header::FORWARDED);
     }
-    let proto = story.proto.as_deref();
+    let proto = forwarded.proto.as_deref();
     for name in SCHEMES {
         if scheme(headers, &name).is_some_and(|said| proto != Some(&said)) {
             headers.remove(name);
         }
     }
     let is_stop = |text: &str| {
-        Node::read(text).is_some_and(|node| story.nodes.iter().any(|stop| stop.is(&node)))
+        Node::read(text).is_some_and(|node| forwarded.nodes.iter().any(|stop| stop.is(&node)))
     };
     if !items(headers, &REAL_IP).all(is_stop) {
         headers.remove(REAL_IP);
     }
-    let port = story.host.as_deref().map(|host| port_of(host).or_else(|| usual_port(proto)));
+    let port = forwarded.host.as_deref().map(|host| port_of(host).or_else(|| usual_port(proto)));
     if port.is_some_and(|port| items(headers, &FORWARDED_PORT).next() != port) {
         headers.remove(FORWARDED_PORT);
     }
@@ -438,25 +438,25 @@ fn split_outside_quotes(text: &str, separator: char) -> Option<Vec<&str>> {
     (!quoted).then_some(pieces)
 }
 
-/// Both lists: what was said goes on, what was not is made of the story, and our hop stands at the end.
-fn write_lists(headers: &mut HeaderMap, story: &Story, hop: &Hop) {
-    let said = forwarded_story(headers);
+/// Both lists: what was said goes on, what was not is made of what the peer said, and our hop stands at the end.
+fn write_lists(headers: &mut HeaderMap, forwarded: &Forwarded, hop: &Hop) {
+    let said = standard_forwarded(headers);
     let peer = hop.peer.map(|peer| Node::Address(peer.to_canonical(), None));
     let mut items = Vec::new();
     if !headers.contains_key(FORWARDED_FOR) {
-        items.extend(story.nodes.iter().map(Node::item));
+        items.extend(forwarded.nodes.iter().map(Node::item));
     }
     items.extend(peer.iter().map(Node::item));
     extend_list(headers, FORWARDED_FOR, &items);
 
     // Where the caller's own element is ours to write, scheme and host stand there; else with our hop.
-    let made = if said.nodes.is_empty() { story.nodes.as_slice() } else { &[] };
+    let made = if said.nodes.is_empty() { forwarded.nodes.as_slice() } else { &[] };
     let mut facts = String::new();
-    if let (Some(host), None) = (&story.host, &said.host) {
+    if let (Some(host), None) = (&forwarded.host, &said.host) {
         // It is made of what a host may hold: neither a quote nor a backslash.
         facts.push_str(&format!(";host=\"{host}\""));
     }
-    if let (Some(proto), None) = (&story.proto, &said.proto) {
+    if let (Some(proto), None) = (&forwarded.proto, &said.proto) {
         facts.push_str(&format!(";proto={proto}"));
     }
     let known = !said.nodes.is_empty() || !made.is_empty();

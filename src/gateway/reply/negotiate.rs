@@ -5,7 +5,7 @@
 //!
 //! What must stay true: no caller that says what it takes gets a coding that it does not take. A body that cannot be
 //! decoded (an unknown coding, malformed, longer than the bound, `no-transform`) is refused then, with what it takes to get
-//! it; never cut, never passed on undecoded. Bodies are decoded off the threads that serve connections, within room that
+//! it; never cut, never passed on undecoded. Bodies are decoded off the threads that serve connections, within a permit that
 //! was taken before.
 
 use bytes::Bytes;
@@ -16,9 +16,9 @@ use http::{HeaderMap, HeaderName, HeaderValue, Request, Version};
 
 use super::{Name, Problem, vary};
 use crate::fingerprint::coding::{self, Coding};
+use crate::gateway::budget::{AnswerPermit, Permit};
 use crate::gateway::complete::has_body;
 use crate::gateway::notes;
-use crate::gateway::room::{AnswerRoom, Room};
 use crate::record::{Answer, KeptBody};
 
 /// How much longer than what is kept of an answer its decoded body may be.
@@ -51,7 +51,7 @@ const CODINGS: [&str; 13] = [
 
 /// What a caller takes of an answer.
 #[derive(Clone, Debug, Default)]
-pub(in crate::gateway) struct Takes {
+pub(in crate::gateway) struct Accepts {
     /// Codings by name, and whether they are taken. None: the caller does not say.
     codings: Option<Vec<(String, bool)>>,
     /// Whether it reads trailers, and can be sent any.
@@ -60,7 +60,7 @@ pub(in crate::gateway) struct Takes {
     pub(in crate::gateway) origin: Option<HeaderValue>,
 }
 
-impl Takes {
+impl Accepts {
     /// As a request says, before what it says to this hop is removed.
     pub(in crate::gateway) fn of<B>(request: &Request<B>) -> Self {
         let chunked = request.version() >= Version::HTTP_11;
@@ -70,7 +70,7 @@ impl Takes {
         Self { codings: codings(headers), trailers: reads && chunked, origin }
     }
 
-    fn takes(&self, coding: &str) -> bool {
+    fn coding(&self, coding: &str) -> bool {
         let Some(codings) = &self.codings else { return true };
         let named = |name: &str| {
             let mut named = codings.iter().filter(|(known, _)| known == name).peekable();
@@ -125,7 +125,7 @@ enum Form {
     Refused,
 }
 
-fn form(takes: &Takes, answer: &Answer) -> Form {
+fn form(accepts: &Accepts, answer: &Answer) -> Form {
     let headers = &answer.headers;
     let mut names: Vec<String> = members(headers, &CONTENT_ENCODING).map(plain).collect();
     names.retain(|name| name != "identity");
@@ -134,9 +134,9 @@ fn form(takes: &Takes, answer: &Answer) -> Form {
         return Form::AsStored;
     }
     let registered = names.iter().all(|name| CODINGS.contains(&name.as_str()));
-    let all_taken = names.iter().all(|name| takes.takes(name));
+    let all_taken = names.iter().all(|name| accepts.coding(name));
     // Who says nothing takes everything; what was coded for somebody who did say is better decoded for it.
-    let silent = takes.codings.is_none();
+    let silent = accepts.codings.is_none();
     if !registered || all_taken && (!silent || notes::is_unasked(headers)) {
         return Form::AsStored;
     }
@@ -154,8 +154,8 @@ fn form(takes: &Takes, answer: &Answer) -> Form {
 pub(in crate::gateway) enum Unfit {
     /// It takes no form in which the answer can be sent.
     NotTaken,
-    /// There is no room to decode it.
-    NoRoom,
+    /// The budget to decode it is used up.
+    Exhausted,
 }
 
 impl Unfit {
@@ -169,38 +169,38 @@ impl Unfit {
                     coding.join(", ")
                 ))
             }
-            Self::NoRoom => Problem::new(Name::Overloaded).detail(
+            Self::Exhausted => Problem::new(Name::Overloaded).detail(
                 "The first request under this key was executed. Its answer has to be decoded for this request, and a limit of the gateway is reached. Send it again with the same key.",
             ),
         }
     }
 }
 
-/// A decoded answer, with the room that its body takes.
+/// A decoded answer, with the permit for its body.
 pub(in crate::gateway) struct Decoded {
     pub(in crate::gateway) answer: Answer,
-    pub(in crate::gateway) held: AnswerRoom,
+    pub(in crate::gateway) held: AnswerPermit,
 }
 
 /// An answer in the form that a caller takes; `None`: as it is stored. `kept_max`: how long a kept body may be.
 pub(in crate::gateway) async fn fit(
-    takes: &Takes,
+    accepts: &Accepts,
     answer: &Answer,
     kept_max: usize,
-    room: &Room,
+    permit: &Permit,
 ) -> Result<Option<Decoded>, Unfit> {
-    let (codings, else_as_stored) = match form(takes, answer) {
+    let (codings, else_as_stored) = match form(accepts, answer) {
         Form::AsStored => return Ok(None),
         Form::Refused => return Err(Unfit::NotTaken),
         Form::Decoded { codings, else_as_stored } => (codings, else_as_stored),
     };
     let KeptBody::Whole(body) = answer.body.clone() else { return Ok(None) };
-    let (max, loan) = room.borrow(kept_max, kept_max.saturating_mul(EXPANSION_MAX));
-    let loan = loan.map_err(|_| Unfit::NoRoom)?;
-    // The room stays with the work, which goes on where the caller hangs up.
+    let (max, scratch) = permit.scratch(kept_max, kept_max.saturating_mul(EXPANSION_MAX));
+    let scratch = scratch.map_err(|_| Unfit::Exhausted)?;
+    // The permit stays with the work, which goes on where the caller hangs up.
     let decoding = tokio::task::spawn_blocking(move || {
         let decoded = coding::decode(&codings, &body, max).ok()?;
-        let held = loan.cut(decoded.len());
+        let held = scratch.cut(decoded.len());
         Some((decoded, held))
     });
     match decoding.await {
@@ -242,15 +242,15 @@ mod tests {
     use http::StatusCode;
 
     use super::*;
-    use crate::gateway::room::Limits;
+    use crate::gateway::budget::Budget;
     use crate::record::Spelling;
 
-    fn takes(accepts: Option<&str>) -> Takes {
+    fn accepting(accepts: Option<&str>) -> Accepts {
         let mut request = Request::new(());
         for line in accepts.into_iter().flat_map(|lines| lines.split('\n')) {
             request.headers_mut().append(ACCEPT_ENCODING, line.parse().unwrap());
         }
-        Takes::of(&request)
+        Accepts::of(&request)
     }
 
     fn stored(coding: &str, more: &[(&'static str, &str)], body: &'static [u8]) -> Answer {
@@ -264,7 +264,7 @@ mod tests {
     }
 
     fn formed(accepts: Option<&str>, answer: &Answer) -> &'static str {
-        match form(&takes(accepts), answer) {
+        match form(&accepting(accepts), answer) {
             Form::AsStored => "stored",
             Form::Decoded { else_as_stored: false, .. } => "decoded",
             Form::Decoded { else_as_stored: true, .. } => "decoded, or stored",
@@ -351,7 +351,7 @@ mod tests {
             let mut request = Request::new(());
             *request.version_mut() = version;
             request.headers_mut().insert(TE, HeaderValue::from_static(te));
-            Takes::of(&request).trailers
+            Accepts::of(&request).trailers
         };
         assert!(of(Version::HTTP_11, "gzip, Trailers"));
         assert!(!of(Version::HTTP_11, "gzip"));
@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn the_room_of_a_body_that_is_decoded_for_nobody_any_more_is_kept_until_it_is_decoded() {
+    fn the_permit_of_a_body_that_is_decoded_for_nobody_any_more_is_kept_until_it_is_decoded() {
         const KIB: usize = 1024;
         let mut runtime = tokio::runtime::Builder::new_current_thread();
         let runtime = runtime.enable_all().max_blocking_threads(1).build().unwrap();
@@ -367,19 +367,19 @@ mod tests {
             let (go, goes) = mpsc::channel::<()>();
             // The only thread is taken: decoding waits.
             let before = tokio::task::spawn_blocking(move || goes.recv().ok());
-            let limits = Limits::new(10, 10, 80 * KIB);
-            let room = limits.admit(1, 1).unwrap();
+            let budget = Budget::new(10, 10, 80 * KIB);
+            let permit = budget.admit(1, 1).unwrap();
             let answer = stored("gzip", &[], b"no gzip");
-            let takes = takes(Some("identity"));
-            let mut fitting = Box::pin(fit(&takes, &answer, 40 * KIB, &room));
+            let accepts = accepting(Some("identity"));
+            let mut fitting = Box::pin(fit(&accepts, &answer, 40 * KIB, &permit));
             assert!(fitting.as_mut().now_or_never().is_none());
             drop(fitting);
-            assert!(limits.admit(40 * KIB, 1).is_err(), "the work goes on, and has its room");
+            assert!(budget.admit(40 * KIB, 1).is_err(), "the work goes on, and has its permit");
             drop(go);
             before.await.unwrap();
             // Behind it on the same thread.
             tokio::task::spawn_blocking(|| ()).await.unwrap();
-            assert!(limits.admit(40 * KIB, 1).is_ok());
+            assert!(budget.admit(40 * KIB, 1).is_ok());
         });
     }
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::flight::{Leader, Progress, Sending, SingleFlight};
 use super::retrier::{PendingWrite, Retrier};
 use super::vocabulary::{FlightEnd, KeyedRequest};
-use crate::gateway::room::AnswerRoom;
+use crate::gateway::budget::AnswerPermit;
 use crate::gateway::settle::{End, NotExecuted};
 use crate::record::{Caller, Fence, Fingerprint, LeaseView, OwnerId, Scope};
 use crate::store::Proposal;
@@ -38,7 +38,7 @@ impl Reservation {
         retrier: Arc<Retrier>,
     ) -> Self {
         leader.running(held.fence.id, held.fingerprint, request.caller.clone());
-        let open = Arc::new(Proposal {
+        let row = Arc::new(Proposal {
             id: held.fence.id,
             scope: request.scope.clone(),
             fingerprint: held.fingerprint,
@@ -47,9 +47,9 @@ impl Reservation {
             context: request.context.clone(),
             retention: request.retention,
         });
-        leader.executes(held.fence, Some(&open));
+        leader.executes(held.fence, Some(&row));
         Self(Box::new(InFlight {
-            open: Some(open),
+            row: Some(row),
             scope: request.scope.clone(),
             fence: held.fence,
             fingerprint: held.fingerprint,
@@ -65,11 +65,11 @@ impl Reservation {
         }))
     }
 
-    /// What holds the record for a question: as good as sent, since an earlier process may have done so under this attempt.
+    /// What holds the record for a look-up: as good as sent, since an earlier process may have done so under this attempt.
     pub(super) fn in_doubt(self) -> Box<InFlight> {
         let mut in_flight = self.0;
         in_flight.sending.may_begin();
-        in_flight.opens(None);
+        in_flight.set_row(None);
         in_flight
     }
 
@@ -118,7 +118,7 @@ pub(in crate::gateway) struct InFlight {
     raising: Option<Duration>,
     timing: Timing,
     /// What its row says, for the case that the database forgets it. None: it is asked about, and others made its row.
-    open: Option<Arc<Proposal>>,
+    row: Option<Arc<Proposal>>,
     /// None: it is detached, and somebody else works on its scope.
     leader: Option<Leader>,
     retrier: Arc<Retrier>,
@@ -137,10 +137,10 @@ impl InFlight {
         }
     }
 
-    /// Keeps the answer's room until the store has taken the end.
-    pub(in crate::gateway) fn hold(&mut self, room: Option<AnswerRoom>) {
+    /// Keeps the answer's permit until the store has taken the end.
+    pub(in crate::gateway) fn hold(&mut self, answer_permit: Option<AnswerPermit>) {
         if let Some(leader) = &mut self.leader {
-            leader.room = room;
+            leader.answer_permit = answer_permit;
         }
     }
 
@@ -151,24 +151,24 @@ impl InFlight {
     }
 
     /// What its row says, while it is in progress for this attempt as far as this process knows.
-    pub(in crate::gateway) fn open(&self) -> Option<&Arc<Proposal>> {
-        self.open.as_ref().filter(|_| self.timing == Timing::InTime)
+    pub(in crate::gateway) fn row(&self) -> Option<&Arc<Proposal>> {
+        self.row.as_ref().filter(|_| self.timing == Timing::InTime)
     }
 
     /// It is about to be freed: from here on its row may be gone, and is not brought back.
-    pub(in crate::gateway) fn frees(&mut self) {
+    pub(in crate::gateway) fn begin_release(&mut self) {
         if self.timing == Timing::Late {
             // That nobody knew how it ended is remembered.
             self.retrier.forget(self.fence.id);
         }
-        self.opens(None);
+        self.set_row(None);
     }
 
-    fn opens(&mut self, open: Option<Arc<Proposal>>) {
+    fn set_row(&mut self, row: Option<Arc<Proposal>>) {
         if let Some(leader) = &self.leader {
-            leader.executes(self.fence, open.as_ref());
+            leader.executes(self.fence, row.as_ref());
         }
-        self.open = open;
+        self.row = row;
     }
 
     /// It leads its scope again.
@@ -193,10 +193,10 @@ impl InFlight {
     }
 
     /// The record is at the next attempt, of which nothing has been sent, and says this now.
-    pub(super) fn raised(mut self: Box<Self>, open: Arc<Proposal>) -> Reservation {
+    pub(super) fn raised(mut self: Box<Self>, row: Arc<Proposal>) -> Reservation {
         self.fence.attempt = self.fence.attempt.next();
         self.raising = None;
-        self.opens(Some(open));
+        self.set_row(Some(row));
         self.sending = Sending::default();
         Reservation(self)
     }
@@ -208,7 +208,7 @@ impl InFlight {
 
     /// The end is known, with what those who wait get where it is released. Until it is settled or
     /// pending, dropping this makes it a pending write.
-    pub(in crate::gateway) fn knows(&mut self, end: End, ending: FlightEnd) {
+    pub(in crate::gateway) fn set_known_end(&mut self, end: End, ending: FlightEnd) {
         self.known = Some((end.again(), ending));
     }
 
@@ -226,7 +226,7 @@ impl InFlight {
 
     fn hand_over(&mut self, pending: PendingWrite) {
         let leader = self.leader.take();
-        self.retrier.take_on(pending, move |ending| {
+        self.retrier.submit(pending, move |ending| {
             if let Some(leader) = leader {
                 leader.end(ending);
             }
@@ -261,11 +261,11 @@ impl SingleFlight {
         let mut in_flight = detached.answered();
         let mut flights = self.flights.lock();
         match flights.entry(in_flight.scope.clone()) {
-            hash_map::Entry::Vacant(place) => {
+            hash_map::Entry::Vacant(vacant) => {
                 let (record, fingerprint) = (in_flight.fence.id, in_flight.fingerprint);
                 let caller = in_flight.caller.clone();
                 let progress = Progress::Running { record, fingerprint, caller };
-                in_flight.leads(self.begin_flight(place, progress));
+                in_flight.leads(self.begin_flight(vacant, progress));
             }
             hash_map::Entry::Occupied(flight) => {
                 flight.get().answered.store(true, Ordering::SeqCst)
@@ -289,7 +289,7 @@ impl SingleFlight {
 impl Drop for InFlight {
     fn drop(&mut self) {
         if !self.sent() {
-            self.frees();
+            self.begin_release();
         }
         if self.leader.is_some() {
             let (scope, fence) = (self.scope.clone(), self.fence);
@@ -298,9 +298,9 @@ impl Drop for InFlight {
                     matches!(end, End::Complete(_)).then(|| self.retrier.spill().in_memory());
                 PendingWrite::End { end: Box::new(end), ending, keeping }
             } else if let Some(window) = self.raising {
-                PendingWrite::Unraise { scope, fence, owner: self.owner, window }
+                PendingWrite::UndoRaise { scope, fence, owner: self.owner, window }
             } else if self.sent() {
-                PendingWrite::of(End::Unknown { scope, fence, open: self.open().cloned() })
+                PendingWrite::of(End::Unknown { scope, fence, row: self.row().cloned() })
             } else {
                 PendingWrite::of(End::Release(NotExecuted {
                     scope,

@@ -13,10 +13,10 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 
 use super::cache::{Cache, Replay};
-use super::ends::Ends;
+use super::confirmed::ConfirmedEnds;
 use super::retrier::{PendingWrite, Retrier};
-use super::vocabulary::{FlightEnd, KeyedRequest, Owes};
-use crate::gateway::room::AnswerRoom;
+use super::vocabulary::{FlightEnd, KeyedRequest};
+use crate::gateway::budget::AnswerPermit;
 use crate::gateway::spill::Spill;
 use crate::record::{Caller, Fence, Fingerprint, LeaseView, OwnerId, RecordId, Scope};
 use crate::store::{Backlog, Proposal, Store};
@@ -25,7 +25,7 @@ use crate::telemetry::pace::Pace;
 
 /// How often the store is asked, at most, about a record that is being worked on here: the application may have completed
 /// it by itself while it still works. Only a duplicate that comes, or is about to be told no, asks.
-pub(super) const LOOK_EVERY: Duration = Duration::from_millis(250);
+pub(super) const RECHECK_EVERY: Duration = Duration::from_millis(250);
 
 /// How reservations are made.
 #[derive(Clone, Debug)]
@@ -48,9 +48,9 @@ pub struct SingleFlight {
     pub(super) lease: LeaseView,
     pub(super) may_judge: MayJudge,
     pub(super) flights: Arc<Flights>,
-    pub(super) open: SeenOpen,
+    pub(super) unfinished: UnfinishedScopes,
     pub(super) cache: Cache,
-    pub(super) ends: Ends,
+    pub(super) confirmed: ConfirmedEnds,
     pub(super) retrier: Arc<Retrier>,
     pub(super) backlog: Backlog,
     pub(super) metrics: Arc<Metrics>,
@@ -66,20 +66,20 @@ pub(super) struct Flight {
     /// When the store was asked last; at first, when the flight began.
     pub(super) asked_at: Mutex<Instant>,
     /// The attempt that is executed, and all that its row says.
-    pub(super) open: Mutex<Option<(Fence, Arc<Proposal>)>>,
+    pub(super) executing: Mutex<Option<(Fence, Arc<Proposal>)>>,
     /// A late answer of an earlier attempt has come meanwhile, and may still be pending.
     pub(super) answered: AtomicBool,
 }
 
 impl Flight {
-    pub(super) fn open(&self) -> MutexGuard<'_, Option<(Fence, Arc<Proposal>)>> {
-        self.open.lock()
+    pub(super) fn executing(&self) -> MutexGuard<'_, Option<(Fence, Arc<Proposal>)>> {
+        self.executing.lock()
     }
 
     /// Whether it is time to ask the store; then it counts as asked.
-    pub(super) fn look_is_due(&self) -> bool {
+    pub(super) fn recheck_is_due(&self) -> bool {
         let mut asked_at = self.asked_at.lock();
-        let due = asked_at.elapsed() >= LOOK_EVERY;
+        let due = asked_at.elapsed() >= RECHECK_EVERY;
         if due {
             *asked_at = Instant::now();
         }
@@ -101,18 +101,18 @@ pub(super) enum Progress {
 /// Scopes whose record was last seen running somewhere, or with an outcome that nobody knows: what is known of them while
 /// the store is away. The last [`OPEN_MAX`] that were looked at.
 #[derive(Clone)]
-pub(super) struct SeenOpen(Arc<quick_cache::sync::Cache<Scope, ()>>);
+pub(super) struct UnfinishedScopes(Arc<quick_cache::sync::Cache<Scope, ()>>);
 
 /// So many are remembered.
 const OPEN_MAX: usize = 16_384;
 
-impl Default for SeenOpen {
+impl Default for UnfinishedScopes {
     fn default() -> Self {
         Self(Arc::new(quick_cache::sync::Cache::new(OPEN_MAX)))
     }
 }
 
-impl SeenOpen {
+impl UnfinishedScopes {
     pub(super) fn note(&self, scope: &Scope) {
         self.0.insert(scope.clone(), ());
     }
@@ -131,10 +131,10 @@ pub(in crate::gateway) struct Leader {
     pub(super) scope: Scope,
     pub(super) flight: Arc<Flight>,
     pub(super) flights: Arc<Flights>,
-    pub(super) open: SeenOpen,
+    pub(super) unfinished: UnfinishedScopes,
     pub(super) ending: FlightEnd,
     /// Of the answer, which stays in memory as long as it is pending.
-    pub(super) room: Option<AnswerRoom>,
+    pub(super) answer_permit: Option<AnswerPermit>,
     /// Whether a byte of the request may have been sent.
     pub(super) sending: Sending,
     /// How what the store is being asked for is undone: that is pending, should this be dropped meanwhile.
@@ -147,15 +147,15 @@ pub(in crate::gateway) struct Leader {
 pub(super) enum Undo {
     /// A reservation, or a takeover of an expired record or for a retry.
     Withdraw { fence: Fence, window: Duration },
-    /// A takeover for a question.
-    Unask { fence: Fence, window: Duration },
+    /// A takeover for a look-up.
+    EndLookup { fence: Fence, window: Duration },
 }
 
 impl Undo {
     pub(super) fn of(self, scope: Scope) -> PendingWrite {
         match self {
             Self::Withdraw { fence, window } => PendingWrite::Withdraw { scope, fence, window },
-            Self::Unask { fence, window } => PendingWrite::Unask { scope, fence, window },
+            Self::EndLookup { fence, window } => PendingWrite::EndLookup { scope, fence, window },
         }
     }
 }
@@ -186,8 +186,8 @@ impl Leader {
     }
 
     /// It executes this attempt, whose row says this; none: it does not.
-    pub(super) fn executes(&self, fence: Fence, open: Option<&Arc<Proposal>>) {
-        *self.flight.open() = open.map(|open| (fence, Arc::clone(open)));
+    pub(super) fn executes(&self, fence: Fence, row: Option<&Arc<Proposal>>) {
+        *self.flight.executing() = row.map(|row| (fence, Arc::clone(row)));
     }
 
     /// The same leader, for whoever goes on with it.
@@ -196,9 +196,9 @@ impl Leader {
             scope: self.scope.clone(),
             flight: Arc::clone(&self.flight),
             flights: Arc::clone(&self.flights),
-            open: self.open.clone(),
+            unfinished: self.unfinished.clone(),
             ending: FlightEnd::LookAgain,
-            room: None,
+            answer_permit: None,
             sending: self.sending.clone(),
             undo: None,
             retrier: self.retrier.clone(),
@@ -222,25 +222,25 @@ impl Drop for Leader {
         if let Some(undo) = self.undo.take() {
             let leader = self.successor();
             let pending = undo.of(self.scope.clone());
-            self.retrier.take_on(pending, move |ending| leader.end(ending));
+            self.retrier.submit(pending, move |ending| leader.end(ending));
             return;
         }
         match &self.ending {
-            FlightEnd::Unknown(_) => self.open.note(&self.scope),
-            FlightEnd::Kept(_) => self.open.forget(&self.scope),
+            FlightEnd::Unknown(_) => self.unfinished.note(&self.scope),
+            FlightEnd::Kept(_) => self.unfinished.forget(&self.scope),
             // A later attempt that did not execute leaves the doubt about those before it.
             FlightEnd::Shared(_)
             | FlightEnd::Unavailable(_)
-            | FlightEnd::Swamped
+            | FlightEnd::BacklogFull
             | FlightEnd::LookAgain => {}
         }
-        // First out of the map, then the news: a follower that looks again finds no ended flight.
+        // First out of the map, then the end is published: a follower that looks again finds no ended flight.
         self.flights.lock().remove(&self.scope);
         self.flight.progress.send_replace(Progress::Ended(self.ending.clone()));
     }
 }
 
-/// A follower's place in a flight.
+/// What a follower holds of a flight.
 pub(in crate::gateway) struct Follower {
     pub(super) progress: watch::Receiver<Progress>,
     pub(super) flight: Arc<Flight>,
@@ -269,20 +269,20 @@ impl SingleFlight {
     ) -> Self {
         let cache = Cache::new(settings.cache_bytes);
         // A share of its own beside the answers that are kept for replay.
-        let ends = Ends::new(settings.cache_bytes / 2);
-        let kept = (cache.clone(), ends.clone());
+        let confirmed = ConfirmedEnds::new(settings.cache_bytes / 2);
+        let kept = (cache.clone(), confirmed.clone());
         let (asked, counted) = (Arc::clone(&store), Arc::clone(&metrics));
         let retrier = Arc::new(Retrier::new(asked, lease.clone(), kept, spill, counted));
-        let (flights, open) = (Arc::default(), SeenOpen::default());
+        let (flights, unfinished) = (Arc::default(), UnfinishedScopes::default());
         Self {
             settings,
             store,
             lease,
             may_judge,
             flights,
-            open,
+            unfinished,
             cache,
-            ends,
+            confirmed,
             retrier,
             backlog,
             metrics,
@@ -295,14 +295,14 @@ impl SingleFlight {
         &self.retrier
     }
 
-    /// Whether a request may not be begun, because the events that it would owe are too many.
-    pub(super) fn is_swamped(&self, request: &KeyedRequest) -> bool {
-        request.owes == Owes::Events && self.backlog.is_full()
+    /// Whether a request may not be begun, because it would emit events and too many are undelivered.
+    pub(super) fn backlog_is_full(&self, request: &KeyedRequest) -> bool {
+        request.emits_events && self.backlog.is_full()
     }
 
     /// Whether the record under this scope was last seen running, or its outcome unknown.
-    pub(in crate::gateway) fn saw_open(&self, scope: &Scope) -> bool {
-        self.open.has(scope)
+    pub(in crate::gateway) fn saw_unfinished(&self, scope: &Scope) -> bool {
+        self.unfinished.has(scope)
     }
 
     /// Keeps a stored answer in memory for replay.
@@ -311,8 +311,8 @@ impl SingleFlight {
     }
 
     /// What was confirmed of ended attempts.
-    pub(in crate::gateway) fn ends(&self) -> &Ends {
-        &self.ends
+    pub(in crate::gateway) fn confirmed(&self) -> &ConfirmedEnds {
+        &self.confirmed
     }
 
     /// Who holds the records of this process now.
@@ -328,14 +328,14 @@ impl SingleFlight {
     /// The attempts that are executed in this process, or whose ends are pending.
     pub(in crate::gateway) fn running(&self) -> Vec<(Fence, Arc<Proposal>)> {
         let flights = self.flights.lock();
-        flights.values().filter_map(|flight| flight.open().clone()).collect()
+        flights.values().filter_map(|flight| flight.executing().clone()).collect()
     }
 
     /// Whether this attempt is executed in this process, or its end is pending, and it is not about to be freed.
     pub(in crate::gateway) fn executes(&self, scope: &Scope, fence: Fence) -> bool {
         let flights = self.flights.lock();
-        let open = flights.get(scope).and_then(|flight| flight.open().clone());
-        open.is_some_and(|(at, _)| at == fence)
+        let executing = flights.get(scope).and_then(|flight| flight.executing().clone());
+        executing.is_some_and(|(at, _)| at == fence)
     }
 
     /// Forgets the answers of records that an operator acted on.
@@ -345,21 +345,21 @@ impl SingleFlight {
 
     pub(super) fn begin_flight(
         &self,
-        place: hash_map::VacantEntry<'_, Scope, Arc<Flight>>,
+        vacant: hash_map::VacantEntry<'_, Scope, Arc<Flight>>,
         progress: Progress,
     ) -> Leader {
-        let scope = place.key().clone();
+        let scope = vacant.key().clone();
         let (progress, asked_at) = (watch::Sender::new(progress), Instant::now().into());
-        let (open, answered) = (Mutex::default(), AtomicBool::new(false));
-        let flight = Arc::new(Flight { progress, asked_at, open, answered });
-        place.insert(Arc::clone(&flight));
+        let (executing, answered) = (Mutex::default(), AtomicBool::new(false));
+        let flight = Arc::new(Flight { progress, asked_at, executing, answered });
+        vacant.insert(Arc::clone(&flight));
         Leader {
             scope,
             flight,
             flights: Arc::clone(&self.flights),
-            open: self.open.clone(),
+            unfinished: self.unfinished.clone(),
             ending: FlightEnd::LookAgain,
-            room: None,
+            answer_permit: None,
             sending: Sending::default(),
             undo: None,
             retrier: self.retrier.clone(),
@@ -379,8 +379,8 @@ impl SingleFlight {
                 let flight = Arc::clone(flight.get());
                 Role::Follower(Follower { progress: flight.progress.subscribe(), flight })
             }
-            hash_map::Entry::Vacant(place) => {
-                Role::Leader(self.begin_flight(place, Progress::Proposed))
+            hash_map::Entry::Vacant(vacant) => {
+                Role::Leader(self.begin_flight(vacant, Progress::Proposed))
             }
         }
     }

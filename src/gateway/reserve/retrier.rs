@@ -22,7 +22,7 @@ use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use super::cache::{Cache, Replay};
-use super::ends::Ends;
+use super::confirmed::ConfirmedEnds;
 use super::vocabulary::FlightEnd;
 use crate::backoff::Backoff;
 use crate::fault::{self, Point};
@@ -60,16 +60,16 @@ pub(crate) enum PendingWrite {
     /// A reservation that may still be committed by a backend that was lost: deleted, again and again, until
     /// that backend cannot commit any more.
     Withdraw { scope: Scope, fence: Fence, window: Duration },
-    /// A takeover for a question that may still be committed in the same way: unknown again. The attempt itself may have
+    /// A takeover for a look-up that may still be committed in the same way: unknown again. The attempt itself may have
     /// executed, so it is never deleted.
-    Unask { scope: Scope, fence: Fence, window: Duration },
-    /// The next attempt, of which nothing was sent, and that this owner may still write in the place of its question about
+    EndLookup { scope: Scope, fence: Fence, window: Duration },
+    /// The next attempt, of which nothing was sent, and that this owner may still write in the place of its look-up of
     /// the attempt of the fence: unknown again, whichever stands.
-    Unraise { scope: Scope, fence: Fence, owner: OwnerId, window: Duration },
+    UndoRaise { scope: Scope, fence: Fence, owner: OwnerId, window: Duration },
 }
 
 /// What an end came to, for this process.
-pub(crate) struct Told {
+pub(crate) struct SettledEnd {
     /// How the flight of its scope ends.
     pub(crate) ending: FlightEnd,
     /// What the store made of it.
@@ -91,7 +91,7 @@ pub(crate) struct Retrier {
     store: Arc<dyn Store>,
     lease: LeaseView,
     cache: Cache,
-    ends: Ends,
+    confirmed: ConfirmedEnds,
     spill: Spill,
     metrics: Arc<Metrics>,
     tasks: TaskTracker,
@@ -109,14 +109,14 @@ impl Retrier {
     pub(super) fn new(
         store: Arc<dyn Store>,
         lease: LeaseView,
-        (cache, ends): (Cache, Ends),
+        (cache, confirmed): (Cache, ConfirmedEnds),
         spill: Spill,
         metrics: Arc<Metrics>,
     ) -> Self {
         let (tasks, known) = (TaskTracker::new(), TaskTracker::new());
         let (back, leaving) = (Arc::default(), CancellationToken::new());
         let ending = CancellationToken::new();
-        Self { store, lease, cache, ends, spill, metrics, tasks, known, back, leaving, ending }
+        Self { store, lease, cache, confirmed, spill, metrics, tasks, known, back, leaving, ending }
     }
 
     /// Where outcomes are kept that the store does not take.
@@ -130,7 +130,7 @@ impl Retrier {
     }
 
     /// Runs what asks the store for an outcome's sake; in doubt once the process ends.
-    pub(crate) async fn before_the_end<T, E: From<Error>>(
+    pub(crate) async fn until_shutdown<T, E: From<Error>>(
         &self,
         asking: impl Future<Output = Result<T, E>>,
     ) -> Result<T, E> {
@@ -157,7 +157,7 @@ impl Retrier {
     }
 
     /// Takes a pending write over, and tells its end.
-    pub(super) fn take_on(
+    pub(super) fn submit(
         &self,
         pending: PendingWrite,
         tell: impl FnOnce(FlightEnd) + Send + 'static,
@@ -190,22 +190,28 @@ impl Retrier {
         ending: &FlightEnd,
         deadline: Instant,
         held: impl Fn() -> bool,
-    ) -> Result<Told, Unsettled> {
+    ) -> Result<SettledEnd, Unsettled> {
         let begun = Instant::now();
         let mut settlement = settle(&*self.store, end, deadline).await?;
-        if let Some(open) = end.open().filter(|_| settlement.found_nothing()) {
+        if let Some(row) = end.row().filter(|_| settlement.found_nothing()) {
             // Also where it was there: whoever looks after this process's records may have brought it back in between.
-            self.bring_back(open, end.fence()).await?;
+            self.reinstate(row, end.fence()).await?;
             settlement = settle(&*self.store, end, deadline).await?;
         }
         if held() {
             settlement = settlement.of_own_attempt(end.fence());
         }
-        Ok(self.told(end, settlement, ending, begun))
+        Ok(self.settled_end(end, settlement, ending, begun))
     }
 
     /// What this process makes of a settlement. `begun`: a moment before it.
-    fn told(&self, end: &End, settlement: Settlement, ending: &FlightEnd, begun: Instant) -> Told {
+    fn settled_end(
+        &self,
+        end: &End,
+        settlement: Settlement,
+        ending: &FlightEnd,
+        begun: Instant,
+    ) -> SettledEnd {
         let (how, late) = (settlement.result(), settlement.late().cloned());
         let ending = match (settlement, end) {
             (Settlement::Completed { written, expires_at }, End::Complete(executed)) => {
@@ -217,8 +223,9 @@ impl Retrier {
                 _,
             ) => self.kept(end.scope(), Arc::new((*stored).into())),
             (Settlement::Unknown { record, marked, .. }, _) => {
-                if let Some(open) = end.open().filter(|_| marked && !self.ends.was_freed(record)) {
-                    self.ends.unknown(end.fence(), open);
+                if let Some(row) = end.row().filter(|_| marked && !self.confirmed.was_freed(record))
+                {
+                    self.confirmed.unknown(end.fence(), row);
                 }
                 FlightEnd::Unknown(record)
             }
@@ -227,7 +234,7 @@ impl Retrier {
                 FlightEnd::LookAgain
             }
         };
-        Told { ending, how, late }
+        SettledEnd { ending, how, late }
     }
 
     fn completed(
@@ -237,9 +244,9 @@ impl Retrier {
         expires_at: SystemTime,
         begun: Instant,
     ) -> FlightEnd {
-        let Executed { fingerprint, caller, open, .. } = executed;
+        let Executed { fingerprint, caller, row, .. } = executed;
         let ends = begun + written.retention;
-        self.ends.completed(written, (*fingerprint, caller.as_ref()), ends, open.as_ref());
+        self.confirmed.completed(written, (*fingerprint, caller.as_ref()), ends, row.as_ref());
         let Completion { scope, fence, answer, .. } = written;
         let replay =
             Replay::new(*fence, *fingerprint, caller.clone(), answer.clone(), expires_at, ends);
@@ -249,9 +256,9 @@ impl Retrier {
     /// Writes an outcome down that found its record gone on; what the database does not take at once is pending.
     pub(crate) async fn note(&self, late: LateOutcome) {
         self.noted(&late);
-        if let Err(error) = self.before_the_end(self.store.note_late_outcome(&late)).await {
+        if let Err(error) = self.until_shutdown(self.store.note_late_outcome(&late)).await {
             tracing::warn!(error = %causes(&error), "the database did not take a late outcome; the retrier goes on");
-            self.take_on(PendingWrite::of(End::Late(Box::new(late))), drop);
+            self.submit(PendingWrite::of(End::Late(Box::new(late))), drop);
         }
     }
 
@@ -277,7 +284,7 @@ impl Retrier {
             let tried = AssertUnwindSafe(tried).catch_unwind().await;
             let tried = tried.unwrap_or_else(|_| Err(Error::InDoubt("it panicked".into()).into()));
             let error = match tried {
-                Ok(Told { ending, how, .. }) => {
+                Ok(SettledEnd { ending, how, .. }) => {
                     if let PendingWrite::End { keeping: Some(keeping), .. } = pending {
                         keeping.paid(how);
                     }
@@ -323,8 +330,8 @@ impl Retrier {
             }
             // Unknown with the end of the lease, as it is to be.
             PendingWrite::Withdraw { .. }
-            | PendingWrite::Unask { .. }
-            | PendingWrite::Unraise { .. } => return None,
+            | PendingWrite::EndLookup { .. }
+            | PendingWrite::UndoRaise { .. } => return None,
         };
         match self.keep(&end).await {
             Some(keeping @ Keeping::Memory(_)) => {
@@ -351,11 +358,11 @@ impl Retrier {
         }
     }
 
-    async fn try_once(&self, pending: &PendingWrite) -> Result<Told, Unsettled> {
+    async fn try_once(&self, pending: &PendingWrite) -> Result<SettledEnd, Unsettled> {
         let ending = match pending {
             PendingWrite::End { end, ending, .. } => {
-                let told = self.settle(end, ending, Instant::now() + TRY, || false).await?;
-                if let Some(late) = &told.late {
+                let settled = self.settle(end, ending, Instant::now() + TRY, || false).await?;
+                if let Some(late) = &settled.late {
                     // It is pending until this is written: what is in the spill stays there until then.
                     self.store.note_late_outcome(late).await?;
                     // Of one that is nothing else the log has told already.
@@ -363,19 +370,19 @@ impl Retrier {
                         self.noted(late);
                     }
                 }
-                return Ok(told);
+                return Ok(settled);
             }
             PendingWrite::Withdraw { scope, fence, window } => {
                 self.undo(*window, || self.store.release(scope, *fence)).await?
             }
-            PendingWrite::Unask { scope, fence, window } => {
+            PendingWrite::EndLookup { scope, fence, window } => {
                 self.undo(*window, || self.store.mark_unknown(scope, *fence)).await?
             }
-            PendingWrite::Unraise { scope, fence, owner, window } => {
-                self.unraise(scope, *fence, *owner, *window).await?
+            PendingWrite::UndoRaise { scope, fence, owner, window } => {
+                self.undo_raise(scope, *fence, *owner, *window).await?
             }
         };
-        Ok(Told { ending, how: Drained::Completed, late: None })
+        Ok(SettledEnd { ending, how: Drained::Completed, late: None })
     }
 
     /// Undoes what may still be committed, again and again.
@@ -396,7 +403,7 @@ impl Retrier {
 
     /// Takes back a raise that may still be committed. It is looked at before anything is changed: others may be at the next
     /// attempt by now, if this process seemed to be dead, and theirs is none of ours.
-    async fn unraise(
+    async fn undo_raise(
         &self,
         scope: &Scope,
         fence: Fence,
@@ -425,9 +432,9 @@ impl Retrier {
                 Changed::Yes => Ok(FlightEnd::Unknown(fence.id)),
                 // Whoever ended the doubt: what stands is told.
                 Changed::No => {
-                    let unknown = End::Unknown { scope: scope.clone(), fence, open: None };
+                    let unknown = End::Unknown { scope: scope.clone(), fence, row: None };
                     let settlement = look(&*self.store, &unknown).await?;
-                    Ok(self.told(&unknown, settlement, &FlightEnd::LookAgain, until).ending)
+                    Ok(self.settled_end(&unknown, settlement, &FlightEnd::LookAgain, until).ending)
                 }
                 Changed::Locked => Err(Unsettled::Locked),
             };
@@ -436,16 +443,16 @@ impl Retrier {
 
     /// The row of this record is about to go, rightly.
     pub(super) fn forget(&self, record: RecordId) {
-        self.ends.forget(record);
+        self.confirmed.forget(record);
     }
 
     /// Puts the row of an attempt that is in progress here back, where the database has forgotten it. Whether it was gone.
-    pub(crate) async fn bring_back(&self, open: &Proposal, fence: Fence) -> Result<bool, Error> {
+    pub(crate) async fn reinstate(&self, row: &Proposal, fence: Fence) -> Result<bool, Error> {
         // Somebody else may have completed it while this process slept, and what was kept so briefly may be over since.
-        if open.retention < BROUGHT_BACK || self.ends.was_freed(fence.id) {
+        if row.retention < BROUGHT_BACK || self.confirmed.was_freed(fence.id) {
             return Ok(false);
         }
-        let proposal = Proposal { owner: self.lease.current().owner, ..open.clone() };
+        let proposal = Proposal { owner: self.lease.current().owner, ..row.clone() };
         match self.store.reinstate(proposal, fence.attempt).await? {
             Reinstated::Yes => {
                 tracing::error!(record = %fence.id, attempt = fence.attempt.number(),

@@ -19,16 +19,8 @@ pub(in crate::gateway) struct KeyedRequest {
     pub(in crate::gateway) context: Option<Bytes>,
     pub(in crate::gateway) on_unknown: OnUnknown,
     pub(in crate::gateway) retention: Duration,
-    pub(in crate::gateway) owes: Owes,
-}
-
-/// What a stored outcome of a request owes to sinks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::gateway) enum Owes {
-    /// No sink gets an event of it.
-    Nothing,
-    /// It may.
-    Events,
+    /// Whether its stored outcome may come with events.
+    pub(in crate::gateway) emits_events: bool,
 }
 
 /// Who gets what another request under the scope came to.
@@ -43,8 +35,12 @@ pub(in crate::gateway) enum Readers {
 }
 
 impl Readers {
-    /// Whether two callers, or their digests, are strangers to each other, where that counts.
-    pub(in crate::gateway) fn part<C: PartialEq>(self, one: Option<&C>, other: Option<&C>) -> bool {
+    /// Whether two callers, or their digests, are different ones, where that counts.
+    pub(in crate::gateway) fn differ<C: PartialEq>(
+        self,
+        one: Option<&C>,
+        other: Option<&C>,
+    ) -> bool {
         match self {
             Self::Scope | Self::Subrequest => false,
             Self::Caller => one != other,
@@ -54,8 +50,8 @@ impl Readers {
 
 impl KeyedRequest {
     /// Whether this is another caller than the one who made the record, where that counts.
-    pub(super) fn is_stranger(&self, caller: Option<&Caller>) -> bool {
-        self.readers.part(self.caller.as_ref(), caller)
+    pub(super) fn is_other_caller(&self, caller: Option<&Caller>) -> bool {
+        self.readers.differ(self.caller.as_ref(), caller)
     }
 
     /// Whether an answer that is not kept, and that this caller got, is this one's too.
@@ -98,8 +94,8 @@ pub(in crate::gateway) enum Refusal {
     OutcomeUnknown { record: RecordId, again: Option<Duration> },
     /// No reservation could be made; nothing was forwarded.
     StoreUnavailable(Unreserved),
-    /// Too many events are owed already; nothing was reserved.
-    Swamped,
+    /// Too many events are undelivered; nothing was reserved.
+    BacklogFull,
     /// The database refuses to hold what has to be kept of the request; nothing was reserved.
     NotStorable,
 }
@@ -124,8 +120,8 @@ pub(in crate::gateway) enum FlightEnd {
     Unknown(RecordId),
     /// No reservation could be made.
     Unavailable(Unreserved),
-    /// None was made, since too many events are owed.
-    Swamped,
+    /// None was made, since too many events are undelivered.
+    BacklogFull,
     /// Its leader left without an end: look again.
     LookAgain,
 }

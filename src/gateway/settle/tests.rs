@@ -148,7 +148,7 @@ fn executed(found: bool) -> Executed {
     let completion =
         Completion { scope: scope(), fence: fence(), answer: answer("own"), retention, events };
     let completion = Arc::new(completion);
-    Executed { completion, fingerprint: FINGERPRINT, caller: None, open: None, found }
+    Executed { completion, fingerprint: FINGERPRINT, caller: None, row: None, found }
 }
 
 fn release(late: Option<LateEnd>, tried: bool) -> End {
@@ -220,7 +220,7 @@ fn others() -> [Row; 5] {
     let gone = Is::Already { answer: false };
     let by_later_try = [answer, answer, answer, noted, noted, gone, gone, unread];
     let marked = Is::Unknown { marked: true, noted: false };
-    let lost = End::Unknown { scope: scope(), fence: fence(), open: None };
+    let lost = End::Unknown { scope: scope(), fence: fence(), row: None };
     let [own, other, later, ..] = NEVER_NOTED;
     let by_doubt = [own, other, later, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN, unread];
     [
@@ -270,7 +270,7 @@ async fn what_the_application_answers_under_a_held_attempt_is_that_attempts_own(
 
 #[tokio::test]
 async fn looking_changes_nothing() {
-    let unknown = End::Unknown { scope: scope(), fence: fence(), open: None };
+    let unknown = End::Unknown { scope: scope(), fence: fence(), row: None };
     // Whoever changed a row here would be told that it is done.
     let looked = look(&Fake(Says::Done, Finds::Later), &unknown).await;
     assert_eq!(of(&looked.unwrap_or_else(|error| panic!("{error}"))), UNKNOWN);

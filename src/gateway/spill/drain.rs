@@ -79,8 +79,8 @@ impl Source {
                 let Some((mut completion, fingerprint)) = decode(&body) else { return Ok(None) };
                 self.keys.open_completion(&mut completion).map_err(io::Error::other)?;
                 let completion = Arc::new(completion);
-                let (caller, open, found) = (None, None, false);
-                let executed = Executed { completion, fingerprint, caller, open, found };
+                let (caller, row, found) = (None, None, false);
+                let executed = Executed { completion, fingerprint, caller, row, found };
                 Ok(Some(End::Complete(executed)))
             }
             Kind::Freed => {

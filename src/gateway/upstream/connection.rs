@@ -46,7 +46,7 @@ pub(super) enum Use {
 
 /// A second handle of the socket, to look at it without waiting for the task that drives the connection.
 ///
-/// Between the upstream's FIN and the task's next turn a request would still be written, into the void.
+/// Between the upstream's FIN and the task's next poll a request would still be written, into the void.
 pub(super) struct Probe(std::net::TcpStream);
 
 impl Probe {

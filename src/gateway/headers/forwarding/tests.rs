@@ -25,7 +25,7 @@ fn told(forwarding: &Forwarding, hop: &Hop, lines: &[(&str, &str)]) -> Vec<Strin
 }
 
 /// What goes on of what a trusted proxy says: `Forwarded`, `X-Forwarded-For`, `-Host`, `-Proto`, and what else there is.
-fn story(lines: &[(&str, &str)], wanted: [&str; 4], others: &[&str]) {
+fn assert_forwarded(lines: &[(&str, &str)], wanted: [&str; 4], others: &[&str]) {
     let [forwarded, addresses, host, proto] = wanted;
     let mut wanted = vec![
         format!("forwarded: {forwarded}"),
@@ -74,35 +74,35 @@ fn an_untrusted_peer_says_nothing_of_the_caller() {
 
 #[test]
 fn what_a_trusted_peer_says_in_one_family_stands_in_the_other() {
-    story(&[], OURS, &[]);
+    assert_forwarded(&[], OURS, &[]);
     // X-Forwarded-* alone.
     let lines = [("x-forwarded-for", "1.2.3.4"), ("x-forwarded-proto", "https")];
     let made = "for=1.2.3.4;host=\"pub.example\";proto=https, for=127.0.0.1";
-    story(&lines, [made, "1.2.3.4, 127.0.0.1", "pub.example", "https"], &[]);
+    assert_forwarded(&lines, [made, "1.2.3.4, 127.0.0.1", "pub.example", "https"], &[]);
     let lines = [("x-forwarded-for", "1.2.3.4, 10.0.0.1"), ("x-forwarded-host", "shop")];
     let made = "for=1.2.3.4;host=\"shop\";proto=http, for=10.0.0.1, for=127.0.0.1";
-    story(&lines, [made, "1.2.3.4, 10.0.0.1, 127.0.0.1", "shop", "http"], &[]);
+    assert_forwarded(&lines, [made, "1.2.3.4, 10.0.0.1, 127.0.0.1", "shop", "http"], &[]);
     let lines = [("x-forwarded-proto", "HTTPS"), ("x-forwarded-host", "shop")];
     let made = "for=127.0.0.1;host=\"shop\";proto=https";
-    story(&lines, [made, "127.0.0.1", "shop", "HTTPS"], &[]);
+    assert_forwarded(&lines, [made, "127.0.0.1", "shop", "HTTPS"], &[]);
     // Of the scheme under each other name, and what a proxy says of itself.
     for name in ["x-forwarded-scheme", "x-url-scheme", "x-scheme"] {
         let made = "for=127.0.0.1;host=\"pub.example\";proto=https";
         let kept = format!("{name}: https");
         let others = [kept.as_str(), "x-forwarded-prefix: /shop"];
         let lines = [(name, "https"), ("x-forwarded-prefix", "/shop")];
-        story(&lines, [made, "127.0.0.1", "pub.example", "https"], &others);
+        assert_forwarded(&lines, [made, "127.0.0.1", "pub.example", "https"], &others);
     }
     // Forwarded alone.
     let lines = [("forwarded", "for=1.2.3.4;proto=https;host=shop;by=_x")];
     let wanted = "for=1.2.3.4;proto=https;host=shop;by=_x, for=127.0.0.1";
-    story(&lines, [wanted, "1.2.3.4, 127.0.0.1", "shop", "https"], &[]);
+    assert_forwarded(&lines, [wanted, "1.2.3.4, 127.0.0.1", "shop", "https"], &[]);
     let lines = [("forwarded", "for=1.2.3.4"), ("forwarded", "For=10.0.0.1;Proto=https")];
     let wanted = "for=1.2.3.4, For=10.0.0.1;Proto=https, for=127.0.0.1;host=\"pub.example\"";
-    story(&lines, [wanted, "1.2.3.4, 10.0.0.1, 127.0.0.1", "pub.example", "https"], &[]);
+    assert_forwarded(&lines, [wanted, "1.2.3.4, 10.0.0.1, 127.0.0.1", "pub.example", "https"], &[]);
     let lines = [("forwarded", "proto=https")];
     let wanted = "proto=https, for=127.0.0.1;host=\"pub.example\"";
-    story(&lines, [wanted, "127.0.0.1", "pub.example", "https"], &[]);
+    assert_forwarded(&lines, [wanted, "127.0.0.1", "pub.example", "https"], &[]);
 }
 
 #[test]
@@ -118,10 +118,10 @@ fn addresses_are_written_as_each_family_writes_them() {
     ] {
         let end = ";host=\"pub.example\";proto=http, for=127.0.0.1";
         let (made, list) = (format!("for={value}{end}"), format!("{item}, 127.0.0.1"));
-        story(&[("x-forwarded-for", item)], [&made, &list, "pub.example", "http"], &[]);
+        assert_forwarded(&[("x-forwarded-for", item)], [&made, &list, "pub.example", "http"], &[]);
         let said = format!("for={value};host=\"h:1\";proto=http");
         let (both, list) = (format!("{said}, for=127.0.0.1"), format!("{bare}, 127.0.0.1"));
-        story(&[("forwarded", &said)], [&both, &list, "h:1", "http"], &[]);
+        assert_forwarded(&[("forwarded", &said)], [&both, &list, "h:1", "http"], &[]);
     }
     let mapped = Hop { peer: Some("::ffff:10.0.0.9".parse().unwrap()), ..hop() };
     let lines = told(&Forwarding::default(), &mapped, &[]);
@@ -141,11 +141,11 @@ fn of_lists_the_first_value_is_the_callers() {
         ("x-forwarded-host", "shop, inner"),
     ];
     let made = "for=1.2.3.4;host=\"shop\";proto=https, for=\"[::5]\", for=127.0.0.1";
-    story(&lines, [made, "1.2.3.4, ::5, 127.0.0.1", "shop, inner", "https, http"], &[]);
+    assert_forwarded(&lines, [made, "1.2.3.4, ::5, 127.0.0.1", "shop, inner", "https, http"], &[]);
     let said = "for=1.2.3.4;proto=https;host=shop, for=_x;proto=http;host=inner";
     let wanted = format!("{said}, for=127.0.0.1");
     let addresses = "1.2.3.4, unknown, 127.0.0.1";
-    story(&[("forwarded", said)], [&wanted, addresses, "shop", "https"], &[]);
+    assert_forwarded(&[("forwarded", said)], [&wanted, addresses, "shop", "https"], &[]);
 }
 
 #[test]
@@ -173,12 +173,12 @@ fn families_that_agree_stay_and_a_forwarded_that_does_not_is_made_anew() {
         "for=1.2.3.4;host=evil;proto=https",
     ] {
         let lines = [&legacy[..], &[("forwarded", differs)]].concat();
-        story(&lines, [made, end[0], end[1], end[2]], &[]);
+        assert_forwarded(&lines, [made, end[0], end[1], end[2]], &[]);
     }
     // Who says only the scheme has not vouched for what it passed on.
     let lines = [("x-forwarded-proto", "https"), ("forwarded", "for=6.6.6.6")];
     let made = "for=127.0.0.1;host=\"pub.example\";proto=https";
-    story(&lines, [made, "127.0.0.1", "pub.example", "https"], &[]);
+    assert_forwarded(&lines, [made, "127.0.0.1", "pub.example", "https"], &[]);
 }
 
 #[test]
@@ -195,7 +195,7 @@ fn a_line_that_does_not_parse_is_dropped_and_vouches_for_nothing() {
         "for=1.2.3.4:99999",
         "for=\"\"",
     ] {
-        story(&[("forwarded", malformed)], OURS, &[]);
+        assert_forwarded(&[("forwarded", malformed)], OURS, &[]);
     }
     for (name, malformed) in [
         ("x-forwarded-for", "a b"),
@@ -213,7 +213,7 @@ fn a_line_that_does_not_parse_is_dropped_and_vouches_for_nothing() {
         ("x-forwarded-ssl", "1"),
     ] {
         let lines = [(name, malformed), ("forwarded", "for=6.6.6.6;host=evil;proto=https")];
-        story(&lines, OURS, &[]);
+        assert_forwarded(&lines, OURS, &[]);
     }
 }
 
@@ -229,15 +229,15 @@ fn the_port_belongs_to_the_host() {
         let lines = [https, ("x-forwarded-host", host), ("x-forwarded-port", port)];
         let made = format!("for=127.0.0.1;host=\"{wanted}\";proto=https");
         let others = format!("x-forwarded-port: {port}");
-        story(&lines, [&made, "127.0.0.1", host, "https"], &[&others]);
+        assert_forwarded(&lines, [&made, "127.0.0.1", host, "https"], &[&others]);
     }
     let lines = [https, ("x-forwarded-port", "8443")];
     let made = "for=127.0.0.1;host=\"pub.example:8443\";proto=https";
     let port = "x-forwarded-port: 8443";
-    story(&lines, [made, "127.0.0.1", "pub.example:8443", "https"], &[port]);
+    assert_forwarded(&lines, [made, "127.0.0.1", "pub.example:8443", "https"], &[port]);
     let lines = [https, ("x-forwarded-host", "shop:1"), ("x-forwarded-port", "2")];
     let made = "for=127.0.0.1;host=\"shop:1\";proto=https";
-    story(&lines, [made, "127.0.0.1", "shop:1", "https"], &[]);
+    assert_forwarded(&lines, [made, "127.0.0.1", "shop:1", "https"], &[]);
 }
 
 #[test]
@@ -251,15 +251,15 @@ fn other_names_for_the_scheme_and_the_address_say_the_same_or_go() {
     ] {
         let made = "for=127.0.0.1;host=\"pub.example\";proto=https";
         let line = format!("{name}: {value}");
-        story(&[(name, value)], [made, "127.0.0.1", "pub.example", "https"], &[&line]);
-        story(&[(name, value), ("x-forwarded-proto", "http")], OURS, &[]);
+        assert_forwarded(&[(name, value)], [made, "127.0.0.1", "pub.example", "https"], &[&line]);
+        assert_forwarded(&[(name, value), ("x-forwarded-proto", "http")], OURS, &[]);
     }
     let made = "for=1.2.3.4;host=\"pub.example\";proto=http, for=127.0.0.1";
     let wanted = [made, "1.2.3.4, 127.0.0.1", "pub.example", "http"];
-    story(&[("x-real-ip", "1.2.3.4")], wanted, &["x-real-ip: 1.2.3.4"]);
+    assert_forwarded(&[("x-real-ip", "1.2.3.4")], wanted, &["x-real-ip: 1.2.3.4"]);
     let lines = [("x-real-ip", "1.2.3.4"), ("x-forwarded-for", "1.2.3.4")];
-    story(&lines, wanted, &["x-real-ip: 1.2.3.4"]);
-    story(&[("x-real-ip", "6.6.6.6"), ("x-forwarded-for", "1.2.3.4")], wanted, &[]);
+    assert_forwarded(&lines, wanted, &["x-real-ip: 1.2.3.4"]);
+    assert_forwarded(&[("x-real-ip", "6.6.6.6"), ("x-forwarded-for", "1.2.3.4")], wanted, &[]);
 }
 
 #[test]

@@ -136,7 +136,7 @@ impl Blocks {
     }
 
     /// A new block behind the others; the oldest one where there is no room for one more.
-    fn turn(&mut self) {
+    fn rotate(&mut self) {
         let oldest =
             if self.blocks.len() < self.blocks_max { None } else { self.blocks.pop_front() };
         let Some(mut block) = oldest else {
@@ -177,9 +177,9 @@ impl Recent {
         if weight > blocks.block_max {
             return false;
         }
-        let room = |block: &Block| block.weight() + weight <= blocks.block_max;
-        if !blocks.blocks.back().is_some_and(room) {
-            blocks.turn();
+        let fits = |block: &Block| block.weight() + weight <= blocks.block_max;
+        if !blocks.blocks.back().is_some_and(fits) {
+            blocks.rotate();
         }
         let block = blocks.first + blocks.blocks.len().saturating_sub(1) as u64;
         let Some(newest) = blocks.blocks.back_mut() else { return false };

@@ -20,19 +20,19 @@ use crate::store::{Completion, Proposal};
 const BLOCKS: usize = 16;
 
 /// What an end costs beside its bytes.
-const END_BYTES: usize = size_of::<Noted>();
+const END_BYTES: usize = size_of::<EndEntry>();
 
 /// An end as it is written again.
 pub(in crate::gateway) enum Confirmed {
     /// With this answer and its events.
-    Completed(Box<Completed>),
+    Completed(Box<ConfirmedCompletion>),
     /// Nobody knows how, or the answer was too large to be remembered.
     Unknown(Fence, Arc<Proposal>),
 }
 
 /// An end by its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::gateway) struct Numbered {
+pub(in crate::gateway) struct NumberedEnd {
     /// Counts all ends of the process from 0.
     pub(in crate::gateway) number: u64,
     pub(in crate::gateway) fence: Fence,
@@ -41,7 +41,7 @@ pub(in crate::gateway) struct Numbered {
 }
 
 /// A completion that was confirmed.
-pub(in crate::gateway) struct Completed {
+pub(in crate::gateway) struct ConfirmedCompletion {
     pub(in crate::gateway) completion: Completion,
     pub(in crate::gateway) fingerprint: Fingerprint,
     pub(in crate::gateway) caller: Option<Caller>,
@@ -51,7 +51,7 @@ pub(in crate::gateway) struct Completed {
 
 /// The ends. Clones are one memory.
 #[derive(Clone)]
-pub(in crate::gateway) struct Ends(Arc<Mutex<Blocks>>);
+pub(in crate::gateway) struct ConfirmedEnds(Arc<Mutex<Blocks>>);
 
 struct Blocks {
     blocks: VecDeque<Block>,
@@ -69,11 +69,11 @@ struct Block {
     /// The number of its first end; the others follow.
     first: u64,
     bytes: Vec<u8>,
-    ends: Vec<Noted>,
+    ends: Vec<EndEntry>,
     weight: usize,
 }
 
-struct Noted {
+struct EndEntry {
     fence: Fence,
     at: Instant,
     /// Before then no retention of the record can have ended.
@@ -87,13 +87,13 @@ enum Kind {
 }
 
 impl Block {
-    fn read(&self, noted: &Noted) -> Option<Confirmed> {
-        match &noted.kind {
-            Kind::Unknown(open) => Some(Confirmed::Unknown(noted.fence, Arc::clone(open))),
+    fn read(&self, entry: &EndEntry) -> Option<Confirmed> {
+        match &entry.kind {
+            Kind::Unknown(row) => Some(Confirmed::Unknown(entry.fence, Arc::clone(row))),
             Kind::Completed { start, end, caller } => {
                 let (completion, fingerprint) = decode(self.bytes.get(*start..*end)?)?;
-                let (caller, until) = (caller.clone(), noted.until);
-                let completed = Completed { completion, fingerprint, caller, until };
+                let (caller, until) = (caller.clone(), entry.until);
+                let completed = ConfirmedCompletion { completion, fingerprint, caller, until };
                 Some(Confirmed::Completed(Box::new(completed)))
             }
         }
@@ -102,7 +102,7 @@ impl Block {
 
 impl Blocks {
     /// A block with room for so many bytes more, if one can have it.
-    fn room(&mut self, weight: usize) -> Option<&mut Block> {
+    fn block_for(&mut self, weight: usize) -> Option<&mut Block> {
         if weight > self.block_max {
             return None;
         }
@@ -122,7 +122,7 @@ impl Blocks {
     }
 }
 
-impl Ends {
+impl ConfirmedEnds {
     /// Of at most this many bytes.
     pub(super) fn new(bytes: u64) -> Self {
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
@@ -141,45 +141,45 @@ impl Ends {
         completion: &Completion,
         (fingerprint, caller): (Fingerprint, Option<&Caller>),
         until: Instant,
-        open: Option<&Arc<Proposal>>,
+        row: Option<&Arc<Proposal>>,
     ) {
         let encoded = encode(completion, fingerprint);
         let mut blocks = self.0.lock();
-        let Some(block) = blocks.room(encoded.len() + END_BYTES) else {
+        let Some(block) = blocks.block_for(encoded.len() + END_BYTES) else {
             drop(blocks);
-            return open.into_iter().for_each(|open| self.unknown(completion.fence, open));
+            return row.into_iter().for_each(|row| self.unknown(completion.fence, row));
         };
         let start = block.bytes.len();
         block.bytes.extend_from_slice(&encoded);
         let (end, caller) = (block.bytes.len(), caller.cloned());
         let kind = Kind::Completed { start, end, caller };
-        block.ends.push(Noted { fence: completion.fence, at: Instant::now(), until, kind });
+        block.ends.push(EndEntry { fence: completion.fence, at: Instant::now(), until, kind });
     }
 
     /// The database has confirmed that nobody knows how this attempt ended.
-    pub(super) fn unknown(&self, fence: Fence, open: &Arc<Proposal>) {
-        let context = open.context.as_ref().map_or(0, bytes::Bytes::len);
+    pub(super) fn unknown(&self, fence: Fence, row: &Arc<Proposal>) {
+        let context = row.context.as_ref().map_or(0, bytes::Bytes::len);
         // The texts of the scope are short and shared with others.
         let weight = END_BYTES + size_of::<Proposal>() + context;
-        let (at, kind) = (Instant::now(), Kind::Unknown(Arc::clone(open)));
+        let (at, kind) = (Instant::now(), Kind::Unknown(Arc::clone(row)));
         // Whoever finds out keeps the answer for as long from then on.
-        let until = at.checked_add(open.retention).unwrap_or(at);
-        if let Some(block) = self.0.lock().room(weight) {
-            block.ends.push(Noted { fence, at, until, kind });
+        let until = at.checked_add(row.retention).unwrap_or(at);
+        if let Some(block) = self.0.lock().block_for(weight) {
+            block.ends.push(EndEntry { fence, at, until, kind });
         }
     }
 
     /// The ends from this number and this time on whose retention is not over, newest first; and the number after them.
-    pub(in crate::gateway) fn since(&self, from: u64, at: Instant) -> (Vec<Numbered>, u64) {
+    pub(in crate::gateway) fn since(&self, from: u64, at: Instant) -> (Vec<NumberedEnd>, u64) {
         let (blocks, now) = (self.0.lock(), Instant::now());
         let all = blocks.blocks.iter().flat_map(|block| (block.first..).zip(&block.ends));
-        let counts = |(number, noted): &(u64, &Noted)| {
-            *number >= from && noted.at >= at && noted.until > now
+        let counts = |(number, entry): &(u64, &EndEntry)| {
+            *number >= from && entry.at >= at && entry.until > now
         };
-        let numbered = |(number, noted): (u64, &Noted)| Numbered {
+        let numbered = |(number, entry): (u64, &EndEntry)| NumberedEnd {
             number,
-            fence: noted.fence,
-            completed: matches!(noted.kind, Kind::Completed { .. }),
+            fence: entry.fence,
+            completed: matches!(entry.kind, Kind::Completed { .. }),
         };
         let mut ends: Vec<_> = all.filter(counts).map(numbered).collect();
         ends.reverse();
@@ -195,7 +195,7 @@ impl Ends {
         }
         blocks.freed.push_back(record);
         let all = blocks.blocks.iter_mut().flat_map(|block| &mut block.ends);
-        all.filter(|noted| noted.fence.id == record).for_each(|noted| noted.until = now);
+        all.filter(|entry| entry.fence.id == record).for_each(|entry| entry.until = now);
     }
 
     /// Whether this record's row may rightly be gone: another end of its attempt may still be pending.
@@ -208,16 +208,16 @@ impl Ends {
         let blocks = self.0.lock();
         let block = blocks.blocks.iter().rev().find(|block| block.first <= number);
         let index = |block: &Block| usize::try_from(number - block.first).ok();
-        let noted = block.and_then(|block| block.ends.get(index(block)?));
-        noted.is_some_and(|noted| noted.until <= Instant::now())
+        let entry = block.and_then(|block| block.ends.get(index(block)?));
+        entry.is_some_and(|entry| entry.until <= Instant::now())
     }
 
     /// One of them; `None`: it is remembered no more.
     pub(in crate::gateway) fn get(&self, number: u64) -> Option<Confirmed> {
         let blocks = self.0.lock();
         let block = blocks.blocks.iter().rev().find(|block| block.first <= number)?;
-        let noted = block.ends.get(usize::try_from(number - block.first).ok()?)?;
-        block.read(noted)
+        let entry = block.ends.get(usize::try_from(number - block.first).ok()?)?;
+        block.read(entry)
     }
 
     /// Whether the database has confirmed a completion of this attempt that is remembered.
@@ -233,7 +233,7 @@ impl Ends {
             let last = block.first + block.ends.len() as u64;
             (block.first..last).rev().zip(block.ends.iter().rev())
         });
-        all.find(|(_, noted)| noted.fence == fence).map(|(number, _)| number)
+        all.find(|(_, entry)| entry.fence == fence).map(|(number, _)| number)
     }
 }
 
@@ -262,7 +262,7 @@ mod tests {
         Completion { scope, fence, answer, retention, events: Vec::new() }
     }
 
-    fn open(completion: &Completion) -> Arc<Proposal> {
+    fn row(completion: &Completion) -> Arc<Proposal> {
         Arc::new(Proposal {
             id: completion.fence.id,
             scope: completion.scope.clone(),
@@ -277,7 +277,7 @@ mod tests {
     #[test]
     fn the_newest_ends_come_back_as_they_were_and_keep_within_their_bytes() {
         let begun = Instant::now();
-        let (ends, until) = (Ends::new(160_000), begun + Duration::from_secs(60));
+        let (ends, until) = (ConfirmedEnds::new(160_000), begun + Duration::from_secs(60));
         let caller = Caller::stored("digest");
         let all: Vec<_> = (0..1000).map(|n| completion(&n.to_string(), n)).collect();
         for completion in &all {
@@ -286,7 +286,8 @@ mod tests {
         let (kept, next) = ends.since(0, begun);
         assert_eq!(next, 1000);
         assert!((100..300).contains(&kept.len()), "{}", kept.len());
-        for (Numbered { number, fence, completed }, completion) in kept.iter().zip(all.iter().rev())
+        for (NumberedEnd { number, fence, completed }, completion) in
+            kept.iter().zip(all.iter().rev())
         {
             assert_eq!((*fence, *completed), (completion.fence, true));
             assert_eq!(ends.last_of(*fence), Some(*number));
@@ -307,9 +308,10 @@ mod tests {
     #[test]
     fn the_end_of_a_record_that_was_freed_is_not_missed() {
         let begun = Instant::now();
-        let (ends, freed, other) = (Ends::new(160_000), completion("k", 1), completion("l", 1));
+        let (ends, freed, other) =
+            (ConfirmedEnds::new(160_000), completion("k", 1), completion("l", 1));
         for unknown in [&freed, &other] {
-            ends.unknown(unknown.fence, &open(unknown));
+            ends.unknown(unknown.fence, &row(unknown));
         }
         ends.forget(freed.fence.id);
         let (missed, _) = ends.since(0, begun);
@@ -321,12 +323,12 @@ mod tests {
     #[test]
     fn an_answer_that_is_too_large_is_remembered_as_an_execution() {
         let begun = Instant::now();
-        let (ends, large) = (Ends::new(160_000), completion("k", 20_000));
-        let open = open(&large);
-        ends.completed(&large, (FINGERPRINT, None), Instant::now(), Some(&open));
+        let (ends, large) = (ConfirmedEnds::new(160_000), completion("k", 20_000));
+        let row = row(&large);
+        ends.completed(&large, (FINGERPRINT, None), Instant::now(), Some(&row));
         assert!(matches!(ends.get(0), Some(Confirmed::Unknown(fence, _)) if fence == large.fence));
-        let none = Ends::new(0);
-        none.completed(&large, (FINGERPRINT, None), Instant::now(), Some(&open));
+        let none = ConfirmedEnds::new(0);
+        none.completed(&large, (FINGERPRINT, None), Instant::now(), Some(&row));
         assert_eq!(none.since(0, begun), (Vec::new(), 0));
     }
 }

@@ -26,16 +26,16 @@ pub(super) const POLLS: Backoff = Backoff::new(POLL_FIRST, Duration::from_millis
 pub(super) const POLL_FIRST: Duration = Duration::from_millis(20);
 
 /// A record in progress that stands in the way.
-struct Met {
+struct RunningRecord {
     fence: Fence,
     fingerprint: Fingerprint,
     caller: Option<Caller>,
     /// Whether it is another caller's, where that counts.
-    stranger: bool,
+    other_caller: bool,
 }
 
 /// What the leader does next.
-pub(super) enum Next {
+pub(super) enum Decision {
     /// It holds the reservation.
     Held(HeldRecord),
     /// It holds the record, to ask the upstream about it; with what was kept of the request.
@@ -55,7 +55,7 @@ pub(super) enum Next {
 }
 
 /// A leader's talk with the store.
-pub(super) struct Inquiry<'a> {
+pub(super) struct Acquisition<'a> {
     single_flight: &'a SingleFlight,
     request: &'a KeyedRequest,
     leader: &'a mut Leader,
@@ -65,7 +65,7 @@ pub(super) struct Inquiry<'a> {
     saw_record: bool,
 }
 
-impl<'a> Inquiry<'a> {
+impl<'a> Acquisition<'a> {
     pub(super) fn new(
         single_flight: &'a SingleFlight,
         request: &'a KeyedRequest,
@@ -75,11 +75,11 @@ impl<'a> Inquiry<'a> {
     }
 
     /// Proposes a reservation, and decides on what stands in its place.
-    pub(super) async fn propose(&mut self) -> Next {
+    pub(super) async fn propose(&mut self) -> Decision {
         if self.single_flight.retrier.spill().is_full()
-            || self.single_flight.is_swamped(self.request)
+            || self.single_flight.backlog_is_full(self.request)
         {
-            return self.only_look().await;
+            return self.find_only().await;
         }
         let started = Instant::now();
         let proposal = self.proposal();
@@ -92,8 +92,8 @@ impl<'a> Inquiry<'a> {
         self.single_flight.metrics.took(telemetry::Step::Reserve, started.elapsed());
         match reserved {
             Ok(Reserved::Held) => self.held(fence, owner, self.request.fingerprint),
-            Ok(Reserved::Exists(record)) => self.meet(*record).await,
-            Ok(Reserved::Vanished) => Next::Again,
+            Ok(Reserved::Exists(record)) => self.decide(*record).await,
+            Ok(Reserved::Vanished) => Decision::Again,
             Ok(Reserved::LeaseEnded) => self.await_lease(owner, deadline).await,
             Err(Error::InDoubt(cause)) => {
                 if let Some(left_out) = self.single_flight.unreserved.due() {
@@ -107,73 +107,75 @@ impl<'a> Inquiry<'a> {
     }
 
     /// Decides on a record that stands, and makes none: while the spill is full, what a new one comes to might be lost, and
-    /// while too many events are owed it would owe more.
-    async fn only_look(&mut self) -> Next {
+    /// while too many events are undelivered it would add to them.
+    async fn find_only(&mut self) -> Decision {
         match self.single_flight.store.find(&self.request.scope).await {
-            Ok(Some(record)) => self.meet(record).await,
-            Ok(None) => self.no_room().unwrap_or(Next::Again),
+            Ok(Some(record)) => self.decide(record).await,
+            Ok(None) => self.refusal_now().unwrap_or(Decision::Again),
             Err(error) => self.not_reserved(&error),
         }
     }
 
     /// The refusal of what may not be begun now. The store is there: this is no reason to go past it.
-    fn no_room(&self) -> Option<Next> {
+    fn refusal_now(&self) -> Option<Decision> {
         if self.single_flight.retrier.spill().is_full() {
             tracing::warn!("no reservation is made while the spill is full or cannot be written");
             self.single_flight.retrier.spill().refused();
-            return Some(Next::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps)));
+            return Some(Decision::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps)));
         }
-        if self.single_flight.is_swamped(self.request) {
+        if self.single_flight.backlog_is_full(self.request) {
             self.single_flight.metrics.outbox_refused();
-            return Some(Next::Refuse(Refusal::Swamped));
+            return Some(Decision::Refuse(Refusal::BacklogFull));
         }
         None
     }
 
-    /// The same, for a record that is taken over as it stands. A question begins nothing: what it finds is of an attempt that
+    /// The same, for a record that is taken over as it stands. A look-up begins nothing: what it finds is of an attempt that
     /// was begun long ago.
-    fn no_room_to(&self, from: Takeover) -> Option<Next> {
+    fn refusal_of(&self, from: Takeover) -> Option<Decision> {
         match from {
             Takeover::Lookup(..) if !self.single_flight.retrier.spill().is_full() => None,
-            Takeover::Expired(_) | Takeover::Unknown(_) | Takeover::Lookup(..) => self.no_room(),
+            Takeover::Expired(_) | Takeover::Unknown(_) | Takeover::Lookup(..) => {
+                self.refusal_now()
+            }
         }
     }
 
     /// The store did not take the proposal, and never will.
-    fn not_reserved(&self, error: &Error) -> Next {
+    fn not_reserved(&self, error: &Error) -> Decision {
         let away = matches!(error, Error::Unavailable(_) | Error::Late);
         let unreserved =
             if away && !self.saw_record { Unreserved::Certainly } else { Unreserved::Perhaps };
         self.unavailable(error, unreserved)
     }
 
-    fn unavailable(&self, error: &Error, unreserved: Unreserved) -> Next {
+    fn unavailable(&self, error: &Error, unreserved: Unreserved) -> Decision {
         if let Some(left_out) = self.single_flight.unreserved.due() {
             tracing::warn!(error = %causes(error), left_out, "no reservation could be made");
         }
-        Next::Refuse(Refusal::StoreUnavailable(unreserved))
+        Decision::Refuse(Refusal::StoreUnavailable(unreserved))
     }
 
     /// The database refuses the data: it never holds them, whoever sends them again.
-    fn not_storable(&self, cause: &(dyn std::error::Error + 'static)) -> Next {
+    fn not_storable(&self, cause: &(dyn std::error::Error + 'static)) -> Decision {
         if let Some(left_out) = self.single_flight.unreserved.due() {
             let (operation, error) = (&self.request.scope.operation, causes(cause));
             tracing::warn!(%operation, error, left_out, "the database refuses to hold a request");
         }
-        Next::Refuse(Refusal::NotStorable)
+        Decision::Refuse(Refusal::NotStorable)
     }
 
     /// Looks at the record that another replica works on.
-    pub(super) async fn look(&mut self) -> Next {
+    pub(super) async fn recheck(&mut self) -> Decision {
         match self.single_flight.store.find(&self.request.scope).await {
-            Ok(Some(record)) => self.meet(record).await,
-            Ok(None) => Next::Again,
+            Ok(Some(record)) => self.decide(record).await,
+            Ok(None) => Decision::Again,
             // The wait goes on: a database that is away for a moment ends no attempt.
-            Err(_) => self.lead_record().map_or(Next::Again, Next::Wait),
+            Err(_) => self.running_record().map_or(Decision::Again, Decision::Wait),
         }
     }
 
-    fn lead_record(&self) -> Option<RecordId> {
+    fn running_record(&self) -> Option<RecordId> {
         match *self.leader.flight.progress.borrow() {
             Progress::Running { record, .. } => Some(record),
             Progress::Proposed | Progress::Ended(_) => None,
@@ -192,8 +194,8 @@ impl<'a> Inquiry<'a> {
         }
     }
 
-    fn held(&self, fence: Fence, owner: OwnerId, fingerprint: Fingerprint) -> Next {
-        Next::Held(HeldRecord { fence, fingerprint, owner })
+    fn held(&self, fence: Fence, owner: OwnerId, fingerprint: Fingerprint) -> Decision {
+        Decision::Held(HeldRecord { fence, fingerprint, owner })
     }
 
     fn withdrawal(&self, fence: Fence) -> Undo {
@@ -201,42 +203,42 @@ impl<'a> Inquiry<'a> {
     }
 
     /// How a takeover that may have been committed is undone.
-    fn undoing(&self, from: Takeover, taken: Fence) -> Undo {
+    fn undo_of(&self, from: Takeover, taken: Fence) -> Undo {
         match from {
             Takeover::Expired(_) | Takeover::Unknown(_) => self.withdrawal(taken),
             Takeover::Lookup(fence, ..) => {
-                Undo::Unask { fence, window: self.single_flight.settings.doubt_window }
+                Undo::EndLookup { fence, window: self.single_flight.settings.doubt_window }
             }
         }
     }
 
     /// What may have been committed is undone by a pending write.
-    fn doubt(&self, undo: Undo) -> Next {
-        Next::Doubt(Box::new(undo.of(self.request.scope.clone())))
+    fn doubt(&self, undo: Undo) -> Decision {
+        Decision::Doubt(Box::new(undo.of(self.request.scope.clone())))
     }
 
     /// The database has not seen this process's heartbeat in time: waits for the next lease, under a new owner id.
-    async fn await_lease(&self, ended: OwnerId, deadline: Instant) -> Next {
+    async fn await_lease(&self, ended: OwnerId, deadline: Instant) -> Decision {
         while self.single_flight.lease.current().owner == ended {
             if Instant::now() >= deadline {
                 tracing::warn!(
                     "this replica has no lease: the database does not see its heartbeat"
                 );
-                return Next::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps));
+                return Decision::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps));
             }
             tokio::time::sleep(POLL_FIRST).await;
         }
-        Next::Again
+        Decision::Again
     }
 
     /// Decides on a record that stands under the scope.
-    async fn meet(&mut self, record: Record) -> Next {
+    async fn decide(&mut self, record: Record) -> Decision {
         self.saw_record = true;
         let fence = record.fence;
         match &record.state {
-            State::Completed(_) => self.single_flight.open.forget(&self.request.scope),
+            State::Completed(_) => self.single_flight.unfinished.forget(&self.request.scope),
             State::InProgress { .. } | State::Unknown => {
-                self.single_flight.open.note(&self.request.scope)
+                self.single_flight.unfinished.note(&self.request.scope)
             }
         }
         if let State::Completed(completed) = &record.state
@@ -244,76 +246,81 @@ impl<'a> Inquiry<'a> {
         {
             return self.take_over(Takeover::Expired(fence), self.request.fingerprint).await;
         }
-        let stranger = self.request.is_stranger(record.caller.as_ref());
-        if !stranger && !record.fingerprint.same_request(&self.request.fingerprint) {
-            return Next::Refuse(Refusal::Mismatch { record: fence.id });
+        let other_caller = self.request.is_other_caller(record.caller.as_ref());
+        if !other_caller && !record.fingerprint.same_request(&self.request.fingerprint) {
+            return Decision::Refuse(Refusal::Mismatch { record: fence.id });
         }
         let (fingerprint, caller) = (record.fingerprint, record.caller);
         match record.state {
             // Running, it may still be released, and then the key is free for everybody.
             State::InProgress { owner, owner_lives } => {
-                let met = Met { fence, fingerprint, caller, stranger };
-                self.meet_running(met, owner, owner_lives).await
+                let running = RunningRecord { fence, fingerprint, caller, other_caller };
+                self.decide_running(running, owner, owner_lives).await
             }
-            State::Completed(_) | State::Unknown if stranger => {
-                Next::Refuse(Refusal::Forbidden { record: fence.id })
+            State::Completed(_) | State::Unknown if other_caller => {
+                Decision::Refuse(Refusal::Forbidden { record: fence.id })
             }
             State::Completed(completed) => {
                 let completed = *completed;
-                Next::Replay(Arc::new(Replay::from(Stored {
+                Decision::Replay(Arc::new(Replay::from(Stored {
                     fence,
                     fingerprint,
                     caller,
                     completed,
                 })))
             }
-            State::Unknown => self.meet_unknown(fence, fingerprint).await,
+            State::Unknown => self.decide_unknown(fence, fingerprint).await,
         }
     }
 
-    async fn meet_unknown(&mut self, fence: Fence, fingerprint: Fingerprint) -> Next {
+    async fn decide_unknown(&mut self, fence: Fence, fingerprint: Fingerprint) -> Decision {
         if self.saw_running {
-            return Next::Unknown(fence.id, None);
+            return Decision::Unknown(fence.id, None);
         }
         match &self.request.on_unknown {
-            OnUnknown::Hold => Next::Unknown(fence.id, None),
+            OnUnknown::Hold => Decision::Unknown(fence.id, None),
             OnUnknown::Retry => self.take_over(Takeover::Unknown(fence), fingerprint).await,
-            OnUnknown::Lookup(lookup) => self.ask_about(fence, fingerprint, lookup).await,
+            OnUnknown::Lookup(lookup) => self.hold_for_lookup(fence, fingerprint, lookup).await,
         }
     }
 
     /// Takes the record to ask the upstream about it, once it has been left alone for long enough.
-    async fn ask_about(
+    async fn hold_for_lookup(
         &mut self,
         fence: Fence,
         fingerprint: Fingerprint,
         lookup: &Arc<Lookup>,
-    ) -> Next {
+    ) -> Decision {
         let delay = lookup.delay;
         let doubt = match self.single_flight.store.unresolved(fence.id).await {
             Ok(Some(doubt)) => doubt,
-            Ok(None) => return Next::Unknown(fence.id, Some(delay.after_lease)),
+            Ok(None) => return Decision::Unknown(fence.id, Some(delay.after_lease)),
             Err(error) => return self.unavailable(&error, Unreserved::Perhaps),
         };
         let left = if doubt.orphaned { delay.after_lease } else { delay.after_loss };
         let left = left.saturating_sub(doubt.age);
         if !left.is_zero() {
-            return Next::Unknown(fence.id, Some(left));
+            return Decision::Unknown(fence.id, Some(left));
         }
         let from = Takeover::Lookup(fence, delay, LookupTrigger::Retry);
-        let step = self.take_over(from, fingerprint).await;
-        let Next::Held(held) = step else { return step };
+        let decision = self.take_over(from, fingerprint).await;
+        let Decision::Held(held) = decision else { return decision };
         // What was kept belongs to this attempt, since the record is held under it.
-        Next::LookUp { held, lookup: Arc::clone(lookup), context: doubt.context }
+        Decision::LookUp { held, lookup: Arc::clone(lookup), context: doubt.context }
     }
 
-    async fn meet_running(&mut self, met: Met, owner: OwnerId, owner_lives: bool) -> Next {
-        let Met { fence, fingerprint, caller, stranger } = met;
+    async fn decide_running(
+        &mut self,
+        running: RunningRecord,
+        owner: OwnerId,
+        owner_lives: bool,
+    ) -> Decision {
+        let RunningRecord { fence, fingerprint, caller, other_caller } = running;
         let scope = &self.request.scope;
         let own = owner == self.single_flight.lease.current().owner;
-        if own && self.single_flight.ends.completed_it(fence) {
+        if own && self.single_flight.confirmed.completed_it(fence) {
             // The database went back behind it, and it is about to be completed again.
-            return Next::Wait(fence.id);
+            return Decision::Wait(fence.id);
         }
         let marked = if own {
             // A row of this process without a flight: nobody here knows how far it came.
@@ -325,27 +332,29 @@ impl<'a> Inquiry<'a> {
         } else {
             self.saw_running = true;
             self.leader.running(fence.id, fingerprint, caller);
-            return Next::Wait(fence.id);
+            return Decision::Wait(fence.id);
         };
         match marked {
-            Ok(Changed::Yes) if stranger => Next::Refuse(Refusal::Forbidden { record: fence.id }),
-            Ok(Changed::Yes) => self.meet_unknown(fence, fingerprint).await,
-            Ok(Changed::No) => Next::Again,
-            Ok(Changed::Locked) => Next::Wait(fence.id),
+            Ok(Changed::Yes) if other_caller => {
+                Decision::Refuse(Refusal::Forbidden { record: fence.id })
+            }
+            Ok(Changed::Yes) => self.decide_unknown(fence, fingerprint).await,
+            Ok(Changed::No) => Decision::Again,
+            Ok(Changed::Locked) => Decision::Wait(fence.id),
             Err(error) => self.unavailable(&error, Unreserved::Perhaps),
         }
     }
 
-    pub(super) async fn take_over(&mut self, from: Takeover, fingerprint: Fingerprint) -> Next {
-        if let Some(refused) = self.no_room_to(from) {
+    pub(super) async fn take_over(&mut self, from: Takeover, fingerprint: Fingerprint) -> Decision {
+        if let Some(refused) = self.refusal_of(from) {
             return refused;
         }
-        let step = self.take(from, fingerprint).await;
+        let decision = self.take(from, fingerprint).await;
         self.leader.undo = None;
-        step
+        decision
     }
 
-    async fn take(&mut self, from: Takeover, fingerprint: Fingerprint) -> Next {
+    async fn take(&mut self, from: Takeover, fingerprint: Fingerprint) -> Decision {
         let proposal = self.proposal();
         let owner = proposal.owner;
         let taken = match from {
@@ -354,7 +363,7 @@ impl<'a> Inquiry<'a> {
             Takeover::Lookup(fence, ..) => fence,
         };
         let deadline = Instant::now() + self.single_flight.settings.reserve_timeout;
-        self.leader.undo = Some(self.undoing(from, taken));
+        self.leader.undo = Some(self.undo_of(from, taken));
         let mut doubt = false;
         loop {
             let error = match self.single_flight.store.take_over(proposal.clone(), from).await {
@@ -364,11 +373,11 @@ impl<'a> Inquiry<'a> {
                     return self
                         .read_back(held)
                         .await
-                        .unwrap_or_else(|| self.doubt(self.undoing(from, taken)));
+                        .unwrap_or_else(|| self.doubt(self.undo_of(from, taken)));
                 }
-                Ok(Changed::No) => return Next::Again,
+                Ok(Changed::No) => return Decision::Again,
                 // The application may be completing it right now.
-                Ok(Changed::Locked) if !doubt => return Next::Wait(taken.id),
+                Ok(Changed::Locked) if !doubt => return Decision::Wait(taken.id),
                 Ok(Changed::Locked) => None,
                 Err(error) => Some(error),
             };
@@ -380,7 +389,7 @@ impl<'a> Inquiry<'a> {
                 return self.not_taken(from, &error);
             }
             if Instant::now() >= deadline {
-                return self.doubt(self.undoing(from, taken));
+                return self.doubt(self.undo_of(from, taken));
             }
             // The same again, until the lost one holds the row no more: what it finds then is the truth.
             tokio::time::sleep(POLL_FIRST).await;
@@ -388,27 +397,27 @@ impl<'a> Inquiry<'a> {
     }
 
     /// A takeover that the store did not make, for certain.
-    fn not_taken(&self, from: Takeover, error: &Error) -> Next {
+    fn not_taken(&self, from: Takeover, error: &Error) -> Decision {
         match (error, from) {
             (Error::Refused(cause), Takeover::Expired(_)) => self.not_storable(&**cause),
             (Error::Refused(_), Takeover::Unknown(fence) | Takeover::Lookup(fence, ..)) => {
                 // No other attempt can be made, and what became of the one before is as open as it was.
                 tracing::warn!(error = %causes(error), "the database refuses to hold another attempt");
-                Next::Unknown(fence.id, None)
+                Decision::Unknown(fence.id, None)
             }
             _ => self.unavailable(error, Unreserved::Perhaps),
         }
     }
 
     /// Whether the takeover that changed nothing did so because it had been committed before; `None`: nobody knows.
-    async fn read_back(&self, taken: HeldRecord) -> Option<Next> {
+    async fn read_back(&self, taken: HeldRecord) -> Option<Decision> {
         match self.single_flight.store.find(&self.request.scope).await {
             Ok(Some(Record { fence, state: State::InProgress { owner: by, .. }, .. }))
                 if fence == taken.fence && by == taken.owner =>
             {
-                Some(Next::Held(taken))
+                Some(Decision::Held(taken))
             }
-            Ok(_) => Some(Next::Again),
+            Ok(_) => Some(Decision::Again),
             Err(_) => None,
         }
     }

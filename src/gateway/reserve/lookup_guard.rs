@@ -1,12 +1,12 @@
-//! Questions about attempts whose end nobody knows: who may ask, and what "not found" makes of a question.
+//! Look-ups of attempts whose end nobody knows: who may ask, and what "not found" leads to.
 //!
 //! Whoever asks holds the record as whoever executes it does, under the very attempt that is in doubt. So what still comes of
 //! that attempt (a late answer, an outcome in a spill, the application's own completion) completes the record while the
-//! question is under way, and the asker finds that out when it acts on its answer. What must stay true:
+//! look-up is under way, and whoever asked finds that out when it acts on its answer. What must stay true:
 //!
-//! - A question is never sent and never released: the attempt may have executed. Dropped, it is unknown again.
-//! - Only "not found" makes a reservation of it ([`SingleFlight::raise`]): the next attempt, written by one statement that
-//!   needs the record to be held as it was before the question was asked. Nothing can have come in between.
+//! - An attempt under a look-up is never sent and never released: the attempt may have executed. Dropped, it is unknown again.
+//! - Only "not found" makes a reservation of a guard ([`SingleFlight::raise`]): the next attempt, written by one statement that
+//!   needs the record to be held as it was before the API was asked. Nothing can have come in between.
 //! - A raise of which nobody knows whether it was committed is taken back, and the scope's flight stays until then.
 
 use std::sync::Arc;
@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
+use super::acquisition::{Acquisition, Decision, POLL_FIRST};
 use super::attempt::{HeldRecord, InFlight, Reservation};
 use super::flight::{Leader, Role, SingleFlight};
-use super::inquiry::{Inquiry, Next, POLL_FIRST};
-use super::vocabulary::{KeyedRequest, Owes, Readers};
+use super::vocabulary::{KeyedRequest, Readers};
 use crate::record::event::RecordContext;
 use crate::record::{Fence, RecordId};
 use crate::route::{Lookup, OnUnknown};
@@ -25,14 +25,14 @@ use crate::store::{Changed, DueLookup, Error, LookupTrigger, Proposal, Takeover}
 use crate::telemetry::causes;
 
 /// The right to ask the upstream about an attempt that is unknown.
-pub(in crate::gateway) struct Question {
+pub(in crate::gateway) struct LookupGuard {
     in_flight: Box<InFlight>,
     lookup: Arc<Lookup>,
     /// What was kept of the request of that very attempt: a retry's may name something else.
     context: Option<Bytes>,
 }
 
-impl Question {
+impl LookupGuard {
     /// How it is asked.
     pub(in crate::gateway) fn lookup(&self) -> &Lookup {
         &self.lookup
@@ -61,18 +61,18 @@ pub(in crate::gateway) enum Raised {
     Held(Reservation),
     /// Nothing was changed: somebody else has the record, or has completed it, or this process has its late answer; or nothing
     /// new is reserved now.
-    Not(Question),
+    Not(LookupGuard),
     /// Nobody knows; nothing is sent, and it is taken back.
     Doubt(RecordId),
 }
 
 impl SingleFlight {
     /// Takes an unknown record, to ask the upstream about it; `None`: somebody works on it, or may not be asked yet.
-    pub(in crate::gateway) async fn question(
+    pub(in crate::gateway) async fn hold_for_lookup(
         &self,
         due: &DueLookup,
         lookup: &Arc<Lookup>,
-    ) -> Option<Question> {
+    ) -> Option<LookupGuard> {
         let request = KeyedRequest {
             scope: due.scope.clone(),
             fingerprint: due.fingerprint,
@@ -82,61 +82,62 @@ impl SingleFlight {
             on_unknown: OnUnknown::Hold,
             // What stands in the row stays.
             retention: Duration::ZERO,
-            // A question begins nothing.
-            owes: Owes::Nothing,
+            // A look-up begins nothing.
+            emits_events: false,
         };
         let Role::Leader(mut leader) = self.join(&request.scope) else { return None };
         let from = Takeover::Lookup(due.fence, lookup.delay, LookupTrigger::Gateway);
-        let step = Inquiry::new(self, &request, &mut leader).take_over(from, due.fingerprint).await;
-        match step {
-            Next::Held(held) => {
-                Some(self.question_of(held, &request, leader, lookup, due.context.clone()))
+        let decision =
+            Acquisition::new(self, &request, &mut leader).take_over(from, due.fingerprint).await;
+        match decision {
+            Decision::Held(held) => {
+                Some(self.lookup_guard(held, &request, leader, lookup, due.context.clone()))
             }
-            Next::Doubt(pending) => {
-                self.retrier.take_on(*pending, move |ending| leader.end(ending));
+            Decision::Doubt(pending) => {
+                self.retrier.submit(*pending, move |ending| leader.end(ending));
                 None
             }
-            Next::LookUp { .. }
-            | Next::Replay(_)
-            | Next::Unknown(..)
-            | Next::Refuse(_)
-            | Next::Again
-            | Next::Wait(_) => None,
+            Decision::LookUp { .. }
+            | Decision::Replay(_)
+            | Decision::Unknown(..)
+            | Decision::Refuse(_)
+            | Decision::Again
+            | Decision::Wait(_) => None,
         }
     }
 
-    /// A question about a record that is held for it.
-    pub(super) fn question_of(
+    /// The guard of a record that is held for a look-up.
+    pub(super) fn lookup_guard(
         &self,
         held: HeldRecord,
         request: &KeyedRequest,
         leader: Leader,
         lookup: &Arc<Lookup>,
         context: Option<Bytes>,
-    ) -> Question {
+    ) -> LookupGuard {
         let in_flight = self.reservation(&held, request, leader).in_doubt();
-        Question { in_flight, lookup: Arc::clone(lookup), context }
+        LookupGuard { in_flight, lookup: Arc::clone(lookup), context }
     }
 
     /// The upstream knows nothing of the attempt that was asked about: goes on to the next one for this retry, if the record
-    /// is still held as it was when the question was asked.
+    /// is still held as it was when the API was asked.
     pub(in crate::gateway) async fn raise(
         &self,
-        mut question: Question,
+        mut guard: LookupGuard,
         request: &KeyedRequest,
     ) -> Raised {
-        if question.in_flight.is_answered() {
-            return Raised::Not(question);
+        if guard.in_flight.is_answered() {
+            return Raised::Not(guard);
         }
         if self.retrier.spill().is_full() {
             self.retrier.spill().refused();
-            return Raised::Not(question);
+            return Raised::Not(guard);
         }
-        if self.is_swamped(request) {
+        if self.backlog_is_full(request) {
             self.metrics.outbox_refused();
-            return Raised::Not(question);
+            return Raised::Not(guard);
         }
-        let in_flight = &mut question.in_flight;
+        let in_flight = &mut guard.in_flight;
         let fence = in_flight.fence;
         let proposal = Proposal {
             id: fence.id,
@@ -149,10 +150,10 @@ impl SingleFlight {
         };
         in_flight.raise(self.settings.doubt_window);
         match self.write_raise(&proposal, fence).await {
-            Some(true) => Raised::Held(question.in_flight.raised(Arc::new(proposal))),
+            Some(true) => Raised::Held(guard.in_flight.raised(Arc::new(proposal))),
             Some(false) => {
                 in_flight.not_raised();
-                Raised::Not(question)
+                Raised::Not(guard)
             }
             None => Raised::Doubt(fence.id),
         }
