@@ -14,16 +14,19 @@ mod bypass;
 pub mod complete;
 mod deliver;
 pub mod explain;
+mod first;
 pub mod forward;
 pub mod headers;
 mod intake;
 mod late;
 mod lookup;
+mod negotiate;
 mod notes;
 mod observe;
 mod operators;
 pub mod pass;
 mod prefixed;
+mod problem;
 mod recover;
 pub mod reply;
 pub mod reserve;
@@ -34,6 +37,7 @@ pub mod spill;
 pub mod tokens;
 pub mod tunnel;
 pub mod upstream;
+mod vary;
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -58,7 +62,7 @@ use self::intake::{Intake, Keyed, ReadRequest};
 use self::late::LateReads;
 use self::lookup::AfterLookup;
 use self::pass::PassError;
-use self::reply::{Name, Problem};
+use self::problem::{Name, Problem};
 use self::reserve::{
     Admission, Followed, Leader, MayJudge, Refusal, Role, SingleFlight, Unreserved,
 };

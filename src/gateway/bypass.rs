@@ -11,8 +11,8 @@ use http::{HeaderValue, Request, Response};
 use http_body_util::{BodyExt, Full};
 use parking_lot::Mutex;
 
+use super::headers::own::BYPASSED;
 use super::pass;
-use super::reply::BYPASSED;
 use super::upstream::{Body, SendError, Upstream};
 use crate::record::outcome::Failure;
 use crate::telemetry::causes;

@@ -16,10 +16,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use bytes::Bytes;
-use http::{HeaderMap, HeaderName, StatusCode, response};
+use http::{HeaderMap, HeaderName, response};
 use tokio::sync::Notify;
 
+use super::first::{FirstAnswer, FirstBody};
 use super::forward::{Evidence, ForOrigin, OpenExchange, Unasked};
 use super::headers;
 use super::notes;
@@ -48,21 +48,6 @@ enum UnknownEnd {
     Detached(Detached),
     /// There is an answer in the store.
     Completed(Detached, Arc<Replay>),
-}
-
-/// A body on its way to the first caller.
-pub(super) enum FirstBody {
-    /// All of it, and what came behind it.
-    Whole { body: Bytes, trailers: HeaderMap },
-    /// What was read before it turned out too large to keep, and the rest.
-    Streamed { begun: Vec<Bytes>, rest: upstream::Answer },
-}
-
-/// The upstream's answer on its way to the first caller.
-pub(super) struct FirstAnswer {
-    pub(super) record: RecordId,
-    pub(super) head: response::Parts,
-    pub(super) body: FirstBody,
 }
 
 /// How an attempt ended, for the caller that started it.
@@ -484,7 +469,7 @@ fn shared(first: &FirstAnswer, caller: Option<Caller>, drop: &[HeaderName]) -> O
         }
         headers
     };
-    let mut headers = without(without_hops(first.head.headers.clone()));
+    let mut headers = without(headers::without_hops(first.head.headers.clone()));
     note(&mut headers, first, &without(trailers.clone()));
     let (status, spelling) = (first.head.status, spelling_of(&headers, &first.head));
     let answer = Answer { status, headers, spelling, body: KeptBody::Whole(body.clone()) };
@@ -506,18 +491,4 @@ fn note(headers: &mut HeaderMap, first: &FirstAnswer, trailers: &HeaderMap) {
 fn spelling_of(headers: &HeaderMap, head: &response::Parts) -> Spelling {
     let sent = head.extensions.get::<upstream::SentNames>();
     sent.map_or_else(Spelling::default, |sent| Spelling::of(headers, sent.names()))
-}
-
-/// Of an answer's headers those that go on to a caller.
-pub(super) fn without_hops(mut headers: HeaderMap) -> HeaderMap {
-    headers::strip_hop_by_hop(&mut headers);
-    headers::drop_own(&mut headers);
-    headers
-}
-
-/// Whether an answer's status can have a body at all (RFC 9110, 6.4.1).
-pub(super) fn has_body(status: StatusCode) -> bool {
-    !status.is_informational()
-        && status != StatusCode::NO_CONTENT
-        && status != StatusCode::NOT_MODIFIED
 }

@@ -11,7 +11,9 @@ use super::Gateway;
 use super::budget::Exhausted;
 use super::complete::Finish;
 use super::intake::Keyed;
-use super::reply::{self, Accepts, Decoded, Kept, Name, Problem};
+use super::negotiate::{self, Accepts, Decoded};
+use super::problem::{Name, Problem};
+use super::reply::{self, Kept};
 use super::reserve::{Admission, Refusal, Replay, Shared, SharedAnswer};
 use super::rights::{Grant, Rights};
 use super::upstream::Body;
@@ -114,7 +116,7 @@ impl Gateway {
     ) -> Result<Option<Decoded>, Problem> {
         let Some(stored) = stored else { return Ok(None) };
         let kept_max = keyed.route.policy.response_body_max;
-        let fitted = reply::fit(&keyed.accepts, stored, kept_max, &keyed.permit).await;
+        let fitted = negotiate::fit(&keyed.accepts, stored, kept_max, &keyed.permit).await;
         fitted.map_err(|unfit| unfit.problem(stored).record(record))
     }
 

@@ -11,7 +11,7 @@ use http_body_util::{BodyExt, Full};
 
 use super::budget::Budget;
 use super::intake::{Intake, ReadRequest};
-use super::reply::{Name, Problem};
+use super::problem::{Name, Problem};
 use super::tokens::Tokens;
 use super::{Gateway, Settings, headers};
 use crate::explain::{self, Canonical, Disposition, Explain, Explained, Sample};

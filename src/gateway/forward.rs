@@ -12,9 +12,9 @@ use http_body::Body as _;
 use http_body_util::{BodyExt, Full};
 
 use super::headers;
-use super::reply;
 use super::reserve::{InFlight, Reservation};
 use super::upstream::{self, SendError, Upstream};
+use super::vary;
 use crate::fault::{self, Point};
 use crate::record::outcome::Failure;
 use crate::telemetry::causes;
@@ -102,13 +102,13 @@ async fn exchange(
     };
     fault::point(Point::Connected).await;
     let unasked = !request.headers().contains_key(ACCEPT_ENCODING);
-    let origin = reply::origin_of(request.headers());
+    let origin = vary::origin_of(request.headers());
     match connection.send(request, may_write).await {
         Ok(mut answer) => {
             if unasked {
                 answer.extensions_mut().insert(Unasked);
             }
-            if reply::depends_on_origin(answer.headers()) {
+            if vary::depends_on_origin(answer.headers()) {
                 answer.extensions_mut().insert(ForOrigin(origin));
             }
             fault::point(Point::AnswerHead).await;

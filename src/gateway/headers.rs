@@ -11,6 +11,7 @@
 //! Everything here is a function of its arguments: no state, no clock, nothing to lose when the process dies.
 
 mod forwarding;
+pub(super) mod own;
 mod upgrade;
 
 use std::net::IpAddr;
@@ -231,6 +232,29 @@ fn named_by_connection(headers: &HeaderMap) -> Vec<HeaderName> {
         .flat_map(|line| line.as_bytes().split(|byte| *byte == b','))
         .filter_map(|option| HeaderName::from_bytes(trim_blanks(option)).ok())
         .collect()
+}
+
+/// Of an answer's headers those that go on to a caller.
+pub(super) fn without_hops(mut headers: HeaderMap) -> HeaderMap {
+    strip_hop_by_hop(&mut headers);
+    drop_own(&mut headers);
+    headers
+}
+
+/// Whether an answer's status can have a body at all (RFC 9110, 6.4.1).
+pub(super) fn has_body(status: StatusCode) -> bool {
+    !status.is_informational()
+        && status != StatusCode::NO_CONTENT
+        && status != StatusCode::NOT_MODIFIED
+}
+
+/// The members of a list header, of all its lines.
+pub(super) fn members<'h>(
+    headers: &'h HeaderMap,
+    name: &HeaderName,
+) -> impl Iterator<Item = &'h str> {
+    let lines = headers.get_all(name).into_iter().filter_map(|line| line.to_str().ok());
+    lines.flat_map(|line| line.split(',')).map(str::trim).filter(|member| !member.is_empty())
 }
 
 /// Removes the names that only the gateway may use, in any spelling that an upstream may take for them.

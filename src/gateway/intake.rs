@@ -23,12 +23,13 @@ use tokio::sync::Semaphore;
 
 use super::accept;
 use super::budget::{Budget, Exhausted, Permit};
-use super::headers::{self, Forwarding, Hop, Offer};
+use super::headers::{self, Forwarding, Hop, Offer, own};
+use super::negotiate::Accepts;
 use super::prefixed::Prefixed;
-use super::reply::{self, Accepts, Name, Problem};
+use super::problem::{Name, Problem};
 use super::reserve::{KeyedRequest, Readers};
 use super::tokens::Tokens;
-use super::upstream::{Body, Upstream};
+use super::upstream::{Body, Upstream, whole};
 use crate::fingerprint;
 use crate::record::event::RequestParts;
 use crate::record::{Fence, Fingerprint, Key, Scope};
@@ -395,8 +396,8 @@ impl Keyed {
         if let Some(fence) = fence
             && let Ok(id) = HeaderValue::try_from(fence.id.to_string())
         {
-            headers.insert(reply::RECORD, id);
-            headers.insert(reply::ATTEMPT, HeaderValue::from(fence.attempt.number()));
+            headers.insert(own::RECORD, id);
+            headers.insert(own::ATTEMPT, HeaderValue::from(fence.attempt.number()));
         }
         request
     }
@@ -471,10 +472,6 @@ pub(super) fn declared_length(headers: &HeaderMap) -> Option<u64> {
 /// Methods whose requests say nothing by having no body (RFC 9110, 8.6).
 fn bodyless(method: &Method) -> bool {
     matches!(*method, Method::GET | Method::HEAD | Method::DELETE | Method::OPTIONS)
-}
-
-fn whole(body: Bytes) -> Body {
-    Full::new(body).map_err(|never| match never {}).boxed_unsync()
 }
 
 #[cfg(test)]

@@ -26,7 +26,7 @@ use tokio::task::JoinHandle;
 
 use super::budget::Permit;
 use super::intake::{self, Intake, ReadRequest};
-use super::reply::{Name, Problem};
+use super::problem::{Name, Problem};
 use super::reserve::KeyedRequest;
 use super::upstream::{Body, BodyError, PassError};
 use crate::record::outcome::Class;

@@ -1,48 +1,31 @@
 //! What callers get: first answers, replays, and every answer of the gateway itself, in one place.
 
-mod negotiate;
-mod problem;
-mod vary;
-
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use http::header::{CONTENT_LENGTH, TRAILER};
-use http::{HeaderMap, HeaderName, HeaderValue, Response};
+use http::{HeaderMap, HeaderValue, Response};
 use http_body::Frame;
-use http_body_util::{BodyExt, Full};
+use http_body_util::BodyExt;
 
-pub(super) use self::negotiate::{Accepts, Decoded, fit};
-pub(super) use self::problem::{Name, Problem};
-pub(super) use self::vary::{depends_on_origin, origin_of};
-
-use super::complete::{FirstAnswer, FirstBody, has_body, without_hops};
-use super::headers;
+use super::first::{FirstAnswer, FirstBody};
+use super::headers::own::{BYPASSED, EXPIRES, RECORD, REPLAYED, STORED, name_expiry, name_record};
+use super::headers::{self, has_body, without_hops};
+use super::negotiate::Accepts;
 use super::notes::{self, Notes};
 use super::pass;
 use super::prefixed::Prefixed;
+use super::problem::{Name, Problem};
 use super::reserve::{Refusal, Replay, Shared, SharedAnswer};
 use super::rights::Grant;
 use super::spelling;
-use super::upstream::{self, Body, BodyError};
+use super::upstream::{self, Body, BodyError, whole};
+use super::vary;
 use crate::record::outcome::Failure;
-use crate::record::{Answer, Attempt, Fence, KeptBody, Operation, RecordId};
+use crate::record::{Answer, Attempt, Fence, KeptBody, Operation};
 use crate::route::{OnUnknown, Policy};
-
-/// Marks an answer from the store. Set by the gateway only.
-pub(super) const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
-/// The record that an answer is about.
-pub(super) const RECORD: HeaderName = HeaderName::from_static("oncegate-record");
-/// The attempt, towards the upstream.
-pub(super) const ATTEMPT: HeaderName = HeaderName::from_static("oncegate-attempt");
-/// When a kept answer expires.
-const EXPIRES: HeaderName = HeaderName::from_static("oncegate-expires");
-/// Marks an answer to a request that was forwarded unprotected.
-pub(super) const BYPASSED: HeaderName = HeaderName::from_static("oncegate-bypassed");
-/// `false`: the upstream answered, and neither store nor spill has taken the answer yet, or not as the record's answer.
-const STORED: HeaderName = HeaderName::from_static("oncegate-stored");
 
 /// Lets pages of other origins read what the gateway itself says with an answer, where the answer is for them.
 pub(super) fn expose_own(headers: &mut HeaderMap) {
@@ -276,42 +259,5 @@ impl http_body::Body for Trailed {
 
     fn is_end_stream(&self) -> bool {
         self.trailers.is_none()
-    }
-}
-
-fn name_record(headers: &mut HeaderMap, record: RecordId) {
-    if let Ok(value) = HeaderValue::try_from(record.to_string()) {
-        headers.insert(RECORD, value);
-    }
-}
-
-/// What a date of HTTP cannot say any more, as after a clock far off, is named by the nearest one that it can say.
-fn name_expiry(headers: &mut HeaderMap, expires_at: SystemTime) {
-    const YEAR_9999: Duration = Duration::from_secs(253_402_300_799);
-    let expires_at = expires_at.clamp(SystemTime::UNIX_EPOCH, SystemTime::UNIX_EPOCH + YEAR_9999);
-    if let Ok(value) = HeaderValue::from_str(&httpdate::fmt_http_date(expires_at)) {
-        headers.insert(EXPIRES, value);
-    }
-}
-
-fn whole(body: Bytes) -> Body {
-    Full::new(body).map_err(|never| match never {}).boxed_unsync()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_expiry_that_http_cannot_write_is_named_by_the_nearest_date() {
-        let year = Duration::from_secs(31_557_600);
-        for (expires_at, date) in [
-            (SystemTime::UNIX_EPOCH + 30_000 * year, "Fri, 31 Dec 9999 23:59:59 GMT"),
-            (SystemTime::UNIX_EPOCH - year, "Thu, 01 Jan 1970 00:00:00 GMT"),
-        ] {
-            let mut headers = HeaderMap::new();
-            name_expiry(&mut headers, expires_at);
-            assert_eq!(headers[EXPIRES], date);
-        }
     }
 }

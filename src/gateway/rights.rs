@@ -17,7 +17,7 @@ use http_body_util::{BodyExt as _, Empty};
 
 use super::headers::{self, Forwarding, HostPolicy};
 use super::intake::Keyed;
-use super::reply::{Name, Problem};
+use super::problem::{Name, Problem};
 use super::reserve::Replay;
 use super::upstream::{Body, Upstream};
 use crate::route::{ReplayAuth, Server, Subrequest};

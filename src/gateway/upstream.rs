@@ -54,6 +54,11 @@ pub type BodyError = Box<dyn std::error::Error + Send + Sync>;
 /// A body as the gateway hands it around.
 pub type Body = UnsyncBoxBody<Bytes, BodyError>;
 
+/// A body of these bytes.
+pub(super) fn whole(bytes: Bytes) -> Body {
+    Full::new(bytes).map_err(|never| match never {}).boxed_unsync()
+}
+
 /// How to reach one upstream.
 #[derive(Clone, Debug)]
 pub struct Settings {

@@ -31,7 +31,7 @@ use uuid::Uuid;
 pub use self::context::RecordContext;
 use self::subscription::{Subscriber, subscribed_to};
 use self::template::{Expression, Text, Tree};
-use crate::record::{Answer, Attempt, KeptBody, Operation, RecordId, Scope, hex, lookup};
+use crate::record::{Answer, Attempt, KeptBody, Operation, RecordId, Scope, hex};
 
 /// The namespace of the ids of events.
 const NAMESPACE: Uuid = Uuid::from_u128(0x6f1d_7c52_94a8_4b0e_8a3c_5e2f_d19b_7046);
@@ -198,8 +198,8 @@ impl Templates {
 
     /// The same, with what a look-up needs of the request kept too.
     #[must_use]
-    pub fn beside(mut self, lookup: &lookup::Template) -> Self {
-        self.needs.extend(lookup.needs().iter().cloned());
+    pub fn beside<'n>(mut self, needs: impl IntoIterator<Item = &'n String>) -> Self {
+        self.needs.extend(needs.into_iter().cloned());
         self
     }
 

@@ -125,7 +125,8 @@ impl Template {
     }
 
     /// What it names of the request: dotted paths, `json.ref` say.
-    pub(super) fn needs(&self) -> &BTreeSet<String> {
+    #[must_use]
+    pub fn needs(&self) -> &BTreeSet<String> {
         &self.needs
     }
 

@@ -146,7 +146,9 @@ impl Builder<'_> {
         let asked = lookup::Route { own: &raw.policy, timeout, upstream };
         let on_unknown = self.on_unknown(&asked, common);
         let events = match &on_unknown {
-            OnUnknown::Lookup(lookup) => events.map(|events| events.beside(&lookup.template)),
+            OnUnknown::Lookup(lookup) => {
+                events.map(|events| events.beside(lookup.template.needs()))
+            }
             OnUnknown::Hold | OnUnknown::Retry => events,
         };
         let route = Route {

@@ -9,8 +9,8 @@ use http::header::{CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE};
 use http::{HeaderValue, Response, StatusCode};
 use serde::Serialize;
 
-use super::{name_record, whole};
-use crate::gateway::upstream::Body;
+use super::headers::own::name_record;
+use super::upstream::{Body, whole};
 use crate::record::{Operation, RecordId};
 use crate::scope;
 use crate::telemetry::Reply;
@@ -53,7 +53,7 @@ macro_rules! table {
     ($($name:ident = $id:literal, $status:ident, $title:literal, $retry:ident, $after:expr, $counted:ident, $detail:literal;)*) => {
         /// The names of the gateway's own answers.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub(in crate::gateway) enum Name {
+        pub(super) enum Name {
             $(#[doc = $title] $name,)*
         }
 
@@ -74,7 +74,7 @@ macro_rules! table {
             }
 
             /// The last part of its `type`.
-            pub(in crate::gateway) const fn as_str(self) -> &'static str {
+            pub(super) const fn as_str(self) -> &'static str {
                 self.row().id
             }
         }
@@ -136,7 +136,7 @@ table! {
 
 /// An answer of the gateway itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::gateway) struct Problem {
+pub(super) struct Problem {
     name: Name,
     status: StatusCode,
     detail: Cow<'static, str>,
@@ -162,7 +162,7 @@ struct Document<'a> {
 
 impl Problem {
     /// As the table has it.
-    pub(in crate::gateway) fn new(name: Name) -> Self {
+    pub(super) fn new(name: Name) -> Self {
         let row = name.row();
         let detail = Cow::Borrowed(row.detail);
         Self {
@@ -176,41 +176,38 @@ impl Problem {
     }
 
     /// With this status instead of the table's.
-    pub(in crate::gateway) fn status(mut self, status: StatusCode) -> Self {
+    pub(super) fn status(mut self, status: StatusCode) -> Self {
         self.status = status;
         self
     }
 
     /// With a detail of its own.
-    pub(in crate::gateway) fn detail(mut self, detail: impl Into<Cow<'static, str>>) -> Self {
+    pub(super) fn detail(mut self, detail: impl Into<Cow<'static, str>>) -> Self {
         self.detail = detail.into();
         self
     }
 
     /// To be sent again after this long, or a little longer.
-    pub(in crate::gateway) fn after(mut self, wait: Duration) -> Self {
+    pub(super) fn after(mut self, wait: Duration) -> Self {
         let seconds = u32::try_from(wait.as_secs().saturating_add(1)).unwrap_or(u32::MAX);
         self.retry_after = Some((seconds, seconds.saturating_add(seconds / 4 + 1)));
         self
     }
 
     /// With what says which credential is asked for.
-    pub(in crate::gateway) fn challenges(
-        mut self,
-        challenges: impl IntoIterator<Item = HeaderValue>,
-    ) -> Self {
+    pub(super) fn challenges(mut self, challenges: impl IntoIterator<Item = HeaderValue>) -> Self {
         self.challenges.extend(challenges);
         self
     }
 
     /// About this record.
-    pub(in crate::gateway) fn record(mut self, record: impl Into<Option<RecordId>>) -> Self {
+    pub(super) fn record(mut self, record: impl Into<Option<RecordId>>) -> Self {
         self.record = record.into();
         self
     }
 
     /// A refusal of the scope's reading, by this recipe: it names the headers to send.
-    pub(in crate::gateway) fn of_scope(refusal: scope::Refusal, recipe: &scope::Recipe) -> Self {
+    pub(super) fn of_scope(refusal: scope::Refusal, recipe: &scope::Recipe) -> Self {
         match refusal {
             scope::Refusal::KeyMissing => Self::new(Name::KeyMissing).detail(format!(
                 "Send a header `{}` with one key for this intent, and the same key with every retry of it.",
@@ -247,22 +244,22 @@ impl Problem {
     }
 
     /// Which one it is.
-    pub(in crate::gateway) fn name(&self) -> Name {
+    pub(super) fn name(&self) -> Name {
         self.name
     }
 
     /// As what it counts.
-    pub(in crate::gateway) fn counted(&self) -> Reply {
+    pub(super) fn counted(&self) -> Reply {
         self.name.row().counted
     }
 
     /// What to do next.
-    pub(in crate::gateway) fn told(&self) -> &str {
+    pub(super) fn told(&self) -> &str {
         &self.detail
     }
 
     /// The document, about a request of this operation.
-    pub(in crate::gateway) fn document(&self, operation: Option<&Operation>) -> serde_json::Value {
+    pub(super) fn document(&self, operation: Option<&Operation>) -> serde_json::Value {
         serde_json::to_value(self.fields(operation)).unwrap_or_default()
     }
 
@@ -280,7 +277,7 @@ impl Problem {
     }
 
     /// The answer, about a request of this operation.
-    pub(in crate::gateway) fn into_response(self, operation: Option<&Operation>) -> Response<Body> {
+    pub(super) fn into_response(self, operation: Option<&Operation>) -> Response<Body> {
         let text = serde_json::to_vec(&self.fields(operation)).unwrap_or_default();
         let mut response = Response::new(whole(text.into()));
         *response.status_mut() = self.status;

@@ -11,19 +11,19 @@
 use http::header::{ACCESS_CONTROL_ALLOW_ORIGIN, ACCESS_CONTROL_EXPOSE_HEADERS, ORIGIN, VARY};
 use http::{HeaderMap, HeaderName, HeaderValue};
 
-use super::negotiate::members;
+use super::headers::members;
 
 /// The headers of an answer that are an answer to `Origin`, by the beginnings of their names (Fetch, 3.3; Resource
 /// Timing, 4.5).
 const DEPENDENT: [&str; 2] = ["access-control-", "timing-allow-origin"];
 
 /// What a browser says of the page that asks; none: it is no browser, or a page of the API's own.
-pub(in crate::gateway) fn origin_of(headers: &HeaderMap) -> Option<HeaderValue> {
+pub(super) fn origin_of(headers: &HeaderMap) -> Option<HeaderValue> {
     headers.get(ORIGIN).cloned()
 }
 
 /// Whether an answer has headers that depend on the `Origin` of its request, by what it says itself.
-pub(in crate::gateway) fn depends_on_origin(headers: &HeaderMap) -> bool {
+pub(super) fn depends_on_origin(headers: &HeaderMap) -> bool {
     let varies =
         || members(headers, &VARY).any(|name| name == "*" || name.eq_ignore_ascii_case("origin"));
     headers.keys().any(depends) && varies()
@@ -57,7 +57,7 @@ pub(super) fn without_others(
 }
 
 /// Lets pages of other origins read the gateway's own headers where the answer lets them read it at all.
-pub(in crate::gateway) fn expose(headers: &mut HeaderMap, own: &[HeaderName]) {
+pub(super) fn expose(headers: &mut HeaderMap, own: &[HeaderName]) {
     if !headers.contains_key(ACCESS_CONTROL_ALLOW_ORIGIN) {
         return;
     }

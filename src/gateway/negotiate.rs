@@ -14,11 +14,12 @@ use http::header::{
 };
 use http::{HeaderMap, HeaderName, HeaderValue, Request, Version};
 
-use super::{Name, Problem, vary};
+use super::budget::{AnswerPermit, Permit};
+use super::headers::{has_body, members};
+use super::notes;
+use super::problem::{Name, Problem};
+use super::vary;
 use crate::fingerprint::coding::{self, Coding};
-use crate::gateway::budget::{AnswerPermit, Permit};
-use crate::gateway::complete::has_body;
-use crate::gateway::notes;
 use crate::record::{Answer, KeptBody};
 
 /// How much longer than what is kept of an answer its decoded body may be.
@@ -51,18 +52,18 @@ const CODINGS: [&str; 13] = [
 
 /// What a caller takes of an answer.
 #[derive(Clone, Debug, Default)]
-pub(in crate::gateway) struct Accepts {
+pub(super) struct Accepts {
     /// Codings by name, and whether they are taken. None: the caller does not say.
     codings: Option<Vec<(String, bool)>>,
     /// Whether it reads trailers, and can be sent any.
-    pub(in crate::gateway) trailers: bool,
+    pub(super) trailers: bool,
     /// The page that asks, where a browser says so.
-    pub(in crate::gateway) origin: Option<HeaderValue>,
+    pub(super) origin: Option<HeaderValue>,
 }
 
 impl Accepts {
     /// As a request says, before what it says to this hop is removed.
-    pub(in crate::gateway) fn of<B>(request: &Request<B>) -> Self {
+    pub(super) fn of<B>(request: &Request<B>) -> Self {
         let chunked = request.version() >= Version::HTTP_11;
         let headers = request.headers();
         let reads = members(headers, &TE).any(|member| member.eq_ignore_ascii_case("trailers"));
@@ -101,15 +102,6 @@ fn plain(name: &str) -> String {
         Some(known @ ("gzip" | "compress")) => known.to_owned(),
         Some(_) | None => name,
     }
-}
-
-/// The members of a list header, of all its lines.
-pub(super) fn members<'h>(
-    headers: &'h HeaderMap,
-    name: &HeaderName,
-) -> impl Iterator<Item = &'h str> {
-    let lines = headers.get_all(name).into_iter().filter_map(|line| line.to_str().ok());
-    lines.flat_map(|line| line.split(',')).map(str::trim).filter(|member| !member.is_empty())
 }
 
 /// In which form an answer is sent.
@@ -151,7 +143,7 @@ fn form(accepts: &Accepts, answer: &Answer) -> Form {
 
 /// Why a caller does not get a stored answer now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::gateway) enum Unfit {
+pub(super) enum Unfit {
     /// It takes no form in which the answer can be sent.
     NotTaken,
     /// The budget to decode it is used up.
@@ -160,7 +152,7 @@ pub(in crate::gateway) enum Unfit {
 
 impl Unfit {
     /// As a problem, about an answer with these headers.
-    pub(in crate::gateway) fn problem(self, answer: &Answer) -> Problem {
+    pub(super) fn problem(self, answer: &Answer) -> Problem {
         match self {
             Self::NotTaken => {
                 let coding = members(&answer.headers, &CONTENT_ENCODING).collect::<Vec<_>>();
@@ -177,13 +169,13 @@ impl Unfit {
 }
 
 /// A decoded answer, with the permit for its body.
-pub(in crate::gateway) struct Decoded {
-    pub(in crate::gateway) answer: Answer,
-    pub(in crate::gateway) held: AnswerPermit,
+pub(super) struct Decoded {
+    pub(super) answer: Answer,
+    pub(super) held: AnswerPermit,
 }
 
 /// An answer in the form that a caller takes; `None`: as it is stored. `kept_max`: how long a kept body may be.
-pub(in crate::gateway) async fn fit(
+pub(super) async fn fit(
     accepts: &Accepts,
     answer: &Answer,
     kept_max: usize,
