@@ -8,26 +8,17 @@
 //! scope. Credentials leave this module only as keyed digests. A tenant out of a token is read only from one that was checked
 //! ([`jwt`]).
 
+mod credential;
+mod derive;
 pub mod jwt;
 
-use std::fmt;
-
-use base64::Engine as _;
-use base64::engine::DecodePaddingMode;
-use base64::engine::general_purpose::{GeneralPurpose, GeneralPurposeConfig};
-use http::header::AUTHORIZATION;
 use http::{HeaderMap, HeaderName, Method};
-use ring::hmac;
-use serde_json_path::JsonPath;
-use sha2::{Digest as _, Sha256};
 
+pub use self::credential::{DigestKey, bearer, caller, has_several_credentials};
+use self::credential::{basic_user, credential};
+pub use self::derive::{DERIVED, Derive, derive_key};
 use self::jwt::{ClaimPath, Claims};
-use crate::fingerprint::form;
-use crate::fingerprint::json::{Scalar, Tree};
-use crate::record::{Caller, KEY_MAX, Key, Tenant, hex};
-
-/// How every derived key begins, and no sent one.
-pub const DERIVED: &str = "derived:";
+use crate::record::{KEY_MAX, Key, Tenant};
 
 /// The decoded parameters of the path, by the reading that matched the route.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -101,142 +92,6 @@ pub enum Source {
     Credential,
     /// A claim of a checked token.
     JwtClaim(ClaimPath),
-}
-
-/// The parts of a derived key, compiled.
-#[derive(Clone, Debug)]
-pub struct Derive(Vec<Part>);
-
-#[derive(Clone, Debug)]
-enum Part {
-    Json(JsonPath),
-    Header(HeaderName),
-    Path(String),
-    Query(String),
-}
-
-impl Derive {
-    /// Compiles the parts of `derive_key`: `$.a.b` (a JSONPath to one value), `header:NAME`, `path:NAME` and `query:NAME`.
-    ///
-    /// # Errors
-    /// What is wrong with the first part that cannot be used.
-    pub fn parse(parts: &[String]) -> Result<Self, String> {
-        if parts.is_empty() {
-            return Err("derive_key has no parts".to_owned());
-        }
-        parts.iter().map(|part| Part::parse(part)).collect::<Result<_, _>>().map(Self)
-    }
-
-    /// Whether any part stands in the body.
-    #[must_use]
-    pub fn reads_body(&self) -> bool {
-        self.0.iter().any(|part| matches!(part, Part::Json(_)))
-    }
-}
-
-impl Part {
-    fn parse(text: &str) -> Result<Self, String> {
-        if text.starts_with('$') {
-            if names_several(text) {
-                return Err(format!("derive_key: {text:?} may name several values"));
-            }
-            let path = JsonPath::parse(text);
-            return path
-                .map(Self::Json)
-                .map_err(|error| format!("derive_key: {text:?} is no JSONPath: {error}"));
-        }
-        match text.split_once(':') {
-            Some(("header", name)) => HeaderName::from_bytes(name.as_bytes())
-                .map(Self::Header)
-                .map_err(|_| format!("derive_key: {name:?} is no header name")),
-            Some(("path", name)) if !name.is_empty() => Ok(Self::Path(name.to_owned())),
-            Some(("query", name)) if !name.is_empty() => Ok(Self::Query(name.to_owned())),
-            _ => Err(format!(
-                "derive_key: {text:?} begins with none of \"$\", \"header:\", \"path:\", \"query:\""
-            )),
-        }
-    }
-
-    /// The part's value as JSON text; `None` where it is absent, blank, or there several times.
-    fn value(&self, asked: &RequestHead<'_>, body: Option<&Body>) -> Option<String> {
-        let text = match self {
-            Self::Json(path) => {
-                let body = body?;
-                let located = path.query_located(&body.value);
-                let id = body.tree.find(located.first()?.location().iter())?;
-                match body.tree.scalar(id)? {
-                    Scalar::Text(text) => text,
-                    Scalar::Number(number) => return Some(number),
-                    Scalar::Bool(truth) => return Some(truth.to_string()),
-                }
-            }
-            Self::Header(name) => one(asked.headers, name).ok()??.to_owned(),
-            Self::Path(name) => asked.params.get(name)?.to_owned(),
-            Self::Query(name) => {
-                let (_, query) = asked.target.split_once('?')?;
-                let pairs = form::pairs(query.as_bytes())?;
-                let mut named = pairs.iter().filter(|(known, _)| known.as_ref() == name.as_bytes());
-                let (_, value) = named.next()?;
-                if named.next().is_some() {
-                    return None;
-                }
-                std::str::from_utf8(value).ok()?.to_owned()
-            }
-        };
-        let blank = text.trim().is_empty();
-        (!blank).then(|| serde_json::Value::from(text).to_string())
-    }
-}
-
-/// A body that is JSON, as it is and as JSONPath reads it.
-struct Body {
-    tree: Tree,
-    value: serde_json::Value,
-}
-
-/// Whether a JSONPath holds, outside of quotes, anything that may select more than one node.
-fn names_several(path: &str) -> bool {
-    let mut quote = None;
-    let mut escaped = false;
-    let mut last = ' ';
-    for letter in path.chars() {
-        match quote {
-            Some(_) if escaped => escaped = false,
-            Some(_) if letter == '\\' => escaped = true,
-            Some(open) => quote = (open != letter).then_some(open),
-            None if matches!(letter, '"' | '\'') => quote = Some(letter),
-            None if matches!(letter, '*' | '?' | ',' | ':') => return true,
-            None if letter == '.' && last == '.' => return true,
-            None => {}
-        }
-        last = letter;
-    }
-    false
-}
-
-/// The key of this installation's digests. Two installations with different keys give different digests.
-#[derive(Clone)]
-pub struct DigestKey(hmac::Key);
-
-impl fmt::Debug for DigestKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("DigestKey")
-    }
-}
-
-impl DigestKey {
-    /// From secret bytes.
-    #[must_use]
-    pub fn from_bytes(secret: &[u8]) -> Self {
-        Self(hmac::Key::new(hmac::HMAC_SHA256, secret))
-    }
-
-    /// The digest of a text: the first half of its HMAC-SHA256 (RFC 2104), as 32 hexadecimal digits.
-    #[must_use]
-    pub fn digest(&self, text: &[u8]) -> String {
-        let whole = hex(hmac::sign(&self.0, text).as_ref());
-        whole.chars().take(32).collect()
-    }
 }
 
 /// Why a request has no scope.
@@ -325,22 +180,6 @@ fn unquote(line: &str) -> Result<String, &'static str> {
     }
 }
 
-/// Makes a key from the parts that the route names. RequestHead only where the header is absent.
-/// `None`: a part is absent, and the request counts as having no key.
-#[must_use]
-pub fn derive_key(recipe: &Recipe, asked: &RequestHead<'_>, body: &[u8]) -> Option<Key> {
-    let derive @ Derive(parts) = recipe.derive_key.as_ref()?;
-    let body = if derive.reads_body() { Tree::parse(body) } else { None };
-    let body = body.map(|tree| Body { value: tree.to_value(), tree });
-    let values = parts.iter().map(|part| part.value(asked, body.as_ref()));
-    let list = format!("[{}]", values.collect::<Option<Vec<_>>>()?.join(","));
-    let plain = format!("{DERIVED}{list}");
-    Key::parse(&plain).or_else(|| {
-        let hash = hex(&Sha256::digest(list.as_bytes()));
-        Key::parse(&format!("{DERIVED}sha256:{hash}"))
-    })
-}
-
 /// Reads the tenant from the route's source.
 ///
 /// # Errors
@@ -399,66 +238,6 @@ fn host(authority: &str) -> String {
         None => authority.split(':').next().unwrap_or_default(),
     };
     name.strip_suffix('.').unwrap_or(name).to_ascii_lowercase()
-}
-
-fn credential(headers: &HeaderMap) -> Result<Option<&[u8]>, &'static str> {
-    let mut lines = headers.get_all(AUTHORIZATION).iter();
-    let line = lines.next();
-    if lines.next().is_some() {
-        return Err("the request has more than one Authorization header");
-    }
-    Ok(line.map(|line| line.as_bytes().trim_ascii()).filter(|line| !line.is_empty()))
-}
-
-fn basic_user(headers: &HeaderMap) -> Result<String, &'static str> {
-    const MALFORMED: &str = "the Basic credentials are malformed";
-    const BASE64: GeneralPurpose = GeneralPurpose::new(
-        &base64::alphabet::STANDARD,
-        GeneralPurposeConfig::new().with_decode_padding_mode(DecodePaddingMode::Indifferent),
-    );
-    let credential = credential(headers)?.ok_or("the request has no Authorization header")?;
-    let credential = std::str::from_utf8(credential).map_err(|_| MALFORMED)?;
-    let (scheme, token) = credential.split_once(' ').ok_or(MALFORMED)?;
-    if !scheme.eq_ignore_ascii_case("basic") {
-        return Err("the credentials are not of the Basic scheme");
-    }
-    let pair = BASE64.decode(token.trim()).map_err(|_| MALFORMED)?;
-    let pair = String::from_utf8(pair).map_err(|_| MALFORMED)?;
-    let (user, _) = pair.split_once(':').ok_or(MALFORMED)?;
-    Ok(user.to_owned())
-}
-
-/// The token of Bearer credentials (RFC 6750). `None`: the request has no Authorization header.
-///
-/// # Errors
-/// There are several, or they are of another kind: what is wrong, to stand after "the token".
-pub fn bearer(headers: &HeaderMap) -> Result<Option<&str>, &'static str> {
-    const NONE: &str = "is not one of the Bearer scheme";
-    let credential = credential(headers).map_err(|_| "stands beside another credential")?;
-    let Some(credential) = credential else { return Ok(None) };
-    let credential = std::str::from_utf8(credential).map_err(|_| NONE)?;
-    let (scheme, token) = credential.split_once(' ').ok_or(NONE)?;
-    let token = token.trim_start_matches(' ');
-    let fits = scheme.eq_ignore_ascii_case("bearer") && !token.contains([' ', ',']);
-    if fits && !token.is_empty() { Ok(Some(token)) } else { Err(NONE) }
-}
-
-/// Whether the request carries more than one credential: another one may count for the upstream than for us.
-#[must_use]
-pub fn has_several_credentials(headers: &HeaderMap) -> bool {
-    credential(headers).is_err()
-}
-
-/// Who asks: the subject of a checked token, else a keyed digest of the credential, of all of them where there are several.
-/// `None`: there is none.
-#[must_use]
-pub fn caller(headers: &HeaderMap, token: Option<&Claims>, digest: &DigestKey) -> Option<Caller> {
-    if let Some(subject) = token.and_then(Claims::subject) {
-        return Some(Caller::stored(subject));
-    }
-    let lines = headers.get_all(AUTHORIZATION).iter().map(|line| line.as_bytes().trim_ascii());
-    let lines: Vec<&[u8]> = lines.filter(|line| !line.is_empty()).collect();
-    (!lines.is_empty()).then(|| Caller::stored(&digest.digest(&lines.join(&b'\n'))))
 }
 
 #[cfg(test)]

@@ -1,9 +1,10 @@
 //! Which requests are the same, over all kinds of bodies.
 
 use base64::Engine as _;
-use http::HeaderValue;
+use http::{HeaderName, HeaderValue};
 use serde_json::Value;
 
+use super::recipe::{DECODED_MAX, descents};
 use super::*;
 
 fn sent(kind: &str, body: &[u8]) -> Fingerprint {

@@ -16,25 +16,21 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use http::{HeaderMap, HeaderName, response};
 use tokio::sync::Notify;
 
 use super::first::{FirstAnswer, FirstBody};
-use super::forward::{Evidence, ForOrigin, OpenExchange, Unasked};
-use super::headers;
-use super::notes;
+use super::forward::{Evidence, OpenExchange};
 use super::reserve::{
     Detached, FlightEnd, InFlight, PendingWrite, Replay, SettledEnd, Shared, SharedAnswer,
     SingleFlight,
 };
 use super::settle::{End, Executed, NotExecuted, Unsettled};
 use super::spill::Keeping;
-use super::upstream;
 use crate::backoff::Backoff;
 use crate::clock;
 use crate::record::event::{Event, Origin};
 use crate::record::outcome::{Class, Failure};
-use crate::record::{Answer, Attempt, Caller, Fence, KeptBody, RecordId, Spelling};
+use crate::record::{Answer, Attempt, Fence, RecordId};
 use crate::route::Route;
 use crate::store::{Completion, Error, LateEnd};
 use crate::telemetry::{Drained, LateAnswer, Metrics, Reply, Step, causes};
@@ -209,9 +205,9 @@ impl Completer<'_> {
     /// The upstream did not execute: passes its answer on.
     async fn release_answered(&self, in_flight: Box<InFlight>, first: FirstAnswer) -> Finish {
         let caller = in_flight.caller.clone();
-        let share = shared(&first, caller, &self.route.policy.replay_drop).map(Arc::new);
+        let share = first.shared(caller, &self.route.policy.replay_drop).map(Arc::new);
         let ending = share.map_or(FlightEnd::LookAgain, FlightEnd::Shared);
-        let answer = self.answer(&first);
+        let answer = first.kept(&self.route.policy.replay_drop);
         match self.release(in_flight, ending, LateEnd::Released { answer }).await {
             (how, Some(stands)) => instead(how, stands),
             (Drained::FencedOff, None) => Finish::NotStored { first, counted: Reply::Released },
@@ -363,7 +359,7 @@ impl Completer<'_> {
         let begun = Instant::now();
         let retrier = self.single_flight.retrier();
         let _known = retrier.known();
-        let executed = self.executed(&in_flight, self.answer(&first), false);
+        let executed = self.executed(&in_flight, first.kept(&self.route.policy.replay_drop), false);
         let end = End::Complete(executed.clone());
         in_flight.set_known_end(end.clone(), FlightEnd::LookAgain);
         let settling = self.settle(&in_flight, &end, &FlightEnd::LookAgain);
@@ -391,21 +387,6 @@ impl Completer<'_> {
                 not_stored(first)
             }
         }
-    }
-
-    /// The answer as far as the route keeps it.
-    fn answer(&self, first: &FirstAnswer) -> Answer {
-        let drop = &self.route.policy.replay_drop;
-        let mut headers = headers::kept(&first.head.headers, drop);
-        let body = match &first.body {
-            FirstBody::Whole { body, trailers } => {
-                note(&mut headers, first, &headers::kept(trailers, drop));
-                KeptBody::Whole(body.clone())
-            }
-            FirstBody::Streamed { .. } => KeptBody::NotRetained,
-        };
-        let spelling = spelling_of(&headers, &first.head);
-        Answer { status: first.head.status, headers, spelling, body }
     }
 
     /// What is known of an attempt with this answer. `found`: by a look-up.
@@ -457,38 +438,4 @@ fn is_promised(error: &Unsettled) -> bool {
 
 fn log_pending(error: &Unsettled) {
     tracing::warn!(error = %causes(error), "the database did not take an end; the retrier goes on");
-}
-
-/// An answer that is not kept, for those who waited for it; a stream cannot be shared. Like a replay it leaves `drop`
-/// out: a session that was opened for the first caller is nobody else's.
-fn shared(first: &FirstAnswer, caller: Option<Caller>, drop: &[HeaderName]) -> Option<Shared> {
-    let FirstBody::Whole { body, trailers } = &first.body else { return None };
-    let without = |mut headers: HeaderMap| {
-        for name in drop {
-            headers.remove(name);
-        }
-        headers
-    };
-    let mut headers = without(headers::without_hops(first.head.headers.clone()));
-    note(&mut headers, first, &without(trailers.clone()));
-    let (status, spelling) = (first.head.status, spelling_of(&headers, &first.head));
-    let answer = Answer { status, headers, spelling, body: KeptBody::Whole(body.clone()) };
-    Some(Shared { record: first.record, caller, answer: SharedAnswer::Released(answer) })
-}
-
-/// Notes among the headers that are kept what a replay needs besides.
-fn note(headers: &mut HeaderMap, first: &FirstAnswer, trailers: &HeaderMap) {
-    notes::keep_trailers(headers, trailers);
-    if first.head.extensions.get::<Unasked>().is_some() {
-        notes::keep_unasked(headers);
-    }
-    if let Some(ForOrigin(origin)) = first.head.extensions.get() {
-        notes::keep_origin(headers, origin.as_ref());
-    }
-}
-
-/// How the upstream spelled these headers of its answer.
-fn spelling_of(headers: &HeaderMap, head: &response::Parts) -> Spelling {
-    let sent = head.extensions.get::<upstream::SentNames>();
-    sent.map_or_else(Spelling::default, |sent| Spelling::of(headers, sent.names()))
 }

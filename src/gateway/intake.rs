@@ -114,7 +114,7 @@ impl Intake {
             if recipe.key_required {
                 return Err(refused(scope::Refusal::KeyMissing));
             }
-            return Ok(ReadRequest::Unkeyed(Request::from_parts(untouched.unwrap_or(head), body)));
+            return Ok(unkeyed(untouched.unwrap_or(head), body));
         }
         if switches {
             return Err(Problem::new(Name::UpgradeRefused));
@@ -136,10 +136,7 @@ impl Intake {
             Collected::TooLarge { .. } if required => return Err(too_large(body_max)),
             Collected::TooLarge { begun, rest } => {
                 let body = Prefixed::new(begun, rest).boxed_unsync();
-                return Ok(ReadRequest::Unkeyed(Request::from_parts(
-                    untouched.unwrap_or(head),
-                    body,
-                )));
+                return Ok(unkeyed(untouched.unwrap_or(head), body));
             }
             Collected::Cut => return Err(Problem::new(Name::BodyIncomplete)),
         };
@@ -161,8 +158,7 @@ impl Intake {
             Some(key) => key,
             None if recipe.key_required => return Err(refused(scope::Refusal::KeyMissing)),
             None => {
-                let passed = Request::from_parts(untouched.unwrap_or(head), whole(body));
-                return Ok(ReadRequest::Unkeyed(passed));
+                return Ok(unkeyed(untouched.unwrap_or(head), whole(body)));
             }
         };
         let known = match known {
@@ -303,6 +299,11 @@ impl Intake {
         let body = length.map_or(policy.request_body_max, |n| n.min(policy.request_body_max));
         self.budget.admit(body, policy.response_body_max)
     }
+}
+
+/// A request that passes through as it came.
+fn unkeyed(head: http::request::Parts, body: Body) -> ReadRequest {
+    ReadRequest::Unkeyed(Request::from_parts(head, body))
 }
 
 /// Leaves only headers that the API sees as they are read here.

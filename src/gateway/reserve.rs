@@ -21,6 +21,7 @@ mod confirmed;
 mod flight;
 mod lookup_guard;
 mod retrier;
+mod unfinished;
 mod vocabulary;
 
 use std::sync::Arc;

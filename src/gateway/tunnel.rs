@@ -6,8 +6,8 @@
 //! it is left in a [`Switch`]: so it holds that connection's permit, and is ended with it.
 //!
 //! What must stay true: a tunnel is not for HTTP, because requests in it would go past the routes; it holds one of
-//! `tunnels_max` permits; one in which nothing passes is closed after the idle time-out; after `stop` it is closed as soon as it
-//! is quiet, and cut with the other connections at the end of the grace. A side that ends its sending may still receive.
+//! `tunnels_max` permits; one in which nothing passes is closed after the idle time-out; after `stop` it is closed as soon as
+//! it is quiet, and cut with the other connections at the end of the grace. A side that ends its sending may still receive.
 //!
 //! Nothing is remembered here. When the process dies, both sides see their connections end.
 

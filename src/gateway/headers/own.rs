@@ -26,7 +26,8 @@ pub(in crate::gateway) fn name_record(headers: &mut HeaderMap, record: RecordId)
     }
 }
 
-/// Says until when an answer is kept. What a date of HTTP cannot say any more, as after a clock far off, is named by the nearest one that it can say.
+/// Says until when an answer is kept. What a date of HTTP cannot say any more, as after a clock far off, is named by the
+/// nearest one that it can say.
 pub(in crate::gateway) fn name_expiry(headers: &mut HeaderMap, expires_at: SystemTime) {
     const YEAR_9999: Duration = Duration::from_secs(253_402_300_799);
     let expires_at = expires_at.clamp(SystemTime::UNIX_EPOCH, SystemTime::UNIX_EPOCH + YEAR_9999);

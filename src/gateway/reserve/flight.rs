@@ -15,6 +15,7 @@ use tokio::sync::watch;
 use super::cache::{Cache, Replay};
 use super::confirmed::ConfirmedEnds;
 use super::retrier::{PendingWrite, Retrier};
+use super::unfinished::UnfinishedScopes;
 use super::vocabulary::{FlightEnd, KeyedRequest};
 use crate::gateway::budget::AnswerPermit;
 use crate::gateway::spill::Spill;
@@ -96,34 +97,6 @@ pub(super) enum Progress {
     Running { record: RecordId, fingerprint: Fingerprint, caller: Option<Caller> },
     /// It ended.
     Ended(FlightEnd),
-}
-
-/// Scopes whose record was last seen running somewhere, or with an outcome that nobody knows: what is known of them while
-/// the store is away. The last [`OPEN_MAX`] that were looked at.
-#[derive(Clone)]
-pub(super) struct UnfinishedScopes(Arc<quick_cache::sync::Cache<Scope, ()>>);
-
-/// So many are remembered.
-const OPEN_MAX: usize = 16_384;
-
-impl Default for UnfinishedScopes {
-    fn default() -> Self {
-        Self(Arc::new(quick_cache::sync::Cache::new(OPEN_MAX)))
-    }
-}
-
-impl UnfinishedScopes {
-    pub(super) fn note(&self, scope: &Scope) {
-        self.0.insert(scope.clone(), ());
-    }
-
-    pub(super) fn forget(&self, scope: &Scope) {
-        self.0.remove(scope);
-    }
-
-    pub(super) fn has(&self, scope: &Scope) -> bool {
-        self.0.get(scope).is_some()
-    }
 }
 
 /// The sole right to act on a scope in this process. Dropping it ends the flight.
