@@ -1,18 +1,21 @@
 //! `check`: what is wrong with a configuration, what is unsafe, and what the store says of it where it can be asked.
 //!
 //! It changes nothing: no file is made, no schema is migrated. A store that cannot be asked is no mistake of the
-//! configuration, so that a file can be checked where the database is not.
+//! configuration, so that a file can be checked where the database is not. One that answers and with which `serve` could not
+//! work fails the check: its encoding, who asks, the rights, the schema, the folder of the file.
 
 use std::process::ExitCode;
 use std::time::Duration;
 
 use serde_json::json;
 
-use super::{ConfigArgs, USAGE, fail, load, names_of, say, sinks, start};
+use super::{ConfigArgs, USAGE, fail, load, names_of, say, sinks};
 use crate::admin::sinks::pending_for_unconfigured;
 use crate::config::{Config, StoreKind, Warning};
 use crate::gateway::spill;
-use crate::store::sqlite::Location;
+use crate::store::postgres::{self, Postgres};
+use crate::store::sqlite::{Location, Sqlite};
+use crate::store::{self, OpenError, Store};
 use crate::telemetry::causes;
 
 /// How long the store is waited for.
@@ -20,61 +23,97 @@ const LOOK_MAX: Duration = Duration::from_secs(10);
 
 /// What came of asking the store.
 enum StoreCheck {
-    /// These sinks have pending events, and the file does not name them.
-    Pending(Vec<(String, u64)>),
+    /// It was asked. These sinks have pending events, and the file does not name them; what `serve` has still to do.
+    Asked { pending: Vec<(String, u64)>, note: Option<String> },
     /// It could not be asked; why.
     NotAsked(String),
+    /// `serve` could not work with it; why, each for itself.
+    Unusable(Vec<String>),
 }
+
+/// How the store is made to be looked at.
+const TO_LOOK: &str = "to have it checked as well, run this where `serve` runs: with its configuration and variables, and where \
+     the database can be reached";
 
 pub(super) async fn check(args: &ConfigArgs) -> ExitCode {
     let (config, mut warnings) = match load(args.config.as_deref(), None) {
         Ok(loaded) => loaded,
         Err(code) => return code,
     };
-    if let Err(unwritable) = spill::probe(&config.store.spill.dir) {
+    let checked = look(&config).await;
+    // What it lies beside may be what is missing: then that is told.
+    if !matches!(checked, StoreCheck::Unusable(_))
+        && let Err(unwritable) = spill::probe(&config.store.spill.dir)
+    {
         return fail(USAGE, &format!("store.spill.dir: {}", causes(&unwritable)));
     }
-    let checked = look(&config).await;
-    if let StoreCheck::Pending(pending) = &checked {
+    if let StoreCheck::Asked { pending, .. } = &checked {
         warnings.extend(pending.iter().map(not_named));
     }
     if args.json {
         say(&as_json(&config, &warnings, &checked).to_string());
-        return ExitCode::SUCCESS;
+    } else {
+        tell(&config, &warnings, &checked);
     }
-    for warning in &warnings {
+    let StoreCheck::Unusable(why) = &checked else { return ExitCode::SUCCESS };
+    if !args.json {
+        let lines: Vec<_> = why.iter().map(|why| format!("store.url: {why}")).collect();
+        return fail(UNUSABLE, &lines.join("\noncegate: "));
+    }
+    ExitCode::from(UNUSABLE)
+}
+
+/// The exit status where the file is right, and the store is not.
+const UNUSABLE: u8 = 1;
+
+fn tell(config: &Config, warnings: &[Warning], checked: &StoreCheck) {
+    for warning in warnings {
         say(&format!("warning: {warning}"));
     }
     let keys: Vec<_> = config.store.keys.ids().collect();
     for line in protected(&keys) {
         say(&line);
     }
-    if let StoreCheck::NotAsked(why) = &checked {
-        say(&format!("the store was not looked at: {why}"));
-    }
     let counted =
         |count: usize, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
     let routes = counted(config.routes.iter().count(), "route");
-    say(&format!("ok: {routes}, {}", counted(warnings.len(), "warning")));
-    ExitCode::SUCCESS
+    let all = format!("{routes}, {}", counted(warnings.len(), "warning"));
+    match checked {
+        StoreCheck::Asked { note, .. } => {
+            if let Some(note) = note {
+                say(&format!("note: {note}"));
+            }
+            say(&format!("ok: {all}; the store was looked at"));
+        }
+        StoreCheck::NotAsked(why) => {
+            say(&format!("note: the store was not looked at: {why}; {TO_LOOK}"));
+            say(&format!("ok: {all}; the store was not looked at"));
+        }
+        StoreCheck::Unusable(_) => {}
+    }
 }
 
 fn as_json(config: &Config, warnings: &[Warning], checked: &StoreCheck) -> serde_json::Value {
     let warnings: Vec<_> = warnings.iter().map(ToString::to_string).collect();
     let store = match checked {
-        StoreCheck::Pending(pending) => {
+        StoreCheck::Asked { pending, note } => {
             let pending: Vec<_> = pending
                 .iter()
                 .map(|(sink, events)| json!({ "sink": sink, "events": events }))
                 .collect();
-            json!({ "looked": true, "owed_to_others": pending })
+            let mut store = json!({ "looked": true, "owed_to_others": pending });
+            if let (Some(note), Some(fields)) = (note, store.as_object_mut()) {
+                fields.insert("note".to_owned(), note.as_str().into());
+            }
+            store
         }
         StoreCheck::NotAsked(why) => json!({ "looked": false, "why": why }),
+        StoreCheck::Unusable(why) => json!({ "looked": true, "unusable": why }),
     };
     let keys: Vec<_> = config.store.keys.ids().collect();
     json!({
-        "ok": true, "routes": config.routes.iter().count(), "warnings": warnings, "encryption_keys": keys,
-        "store": store,
+        "ok": !matches!(checked, StoreCheck::Unusable(_)), "routes": config.routes.iter().count(),
+        "warnings": warnings, "encryption_keys": keys, "store": store,
     })
 }
 
@@ -87,25 +126,96 @@ fn not_named((sink, pending): &(String, u64)) -> Warning {
     Warning { location: "sink".to_owned(), text }
 }
 
-/// Asks the store which other sinks have pending events. Nothing is made for it.
+/// Asks the store whether `serve` can work with it, and which other sinks have pending events. Nothing is made for it.
 async fn look(config: &Config) -> StoreCheck {
-    let mut settings = config.store.clone();
-    if let StoreKind::Sqlite(location) = &mut settings.kind {
-        if !location.path.exists() {
-            return StoreCheck::NotAsked(format!("there is no {} yet", location.path.display()));
-        }
-        *location = Location { create: false, ..location.clone() };
-    }
-    let configured = names_of(config);
     let asking = async {
-        let store = start::open(&settings, false).await.map_err(|error| causes(&error))?;
-        pending_for_unconfigured(&*store, &configured).await.map_err(|error| causes(&error))
+        match &config.store.kind {
+            StoreKind::Sqlite(location) => in_file(config, location).await,
+            StoreKind::Postgres(postgres) => on_server(config, postgres.clone()).await,
+        }
     };
     match tokio::time::timeout(LOOK_MAX, asking).await {
-        Ok(Ok(pending)) => StoreCheck::Pending(pending),
-        Ok(Err(why)) => StoreCheck::NotAsked(why),
+        Ok(Ok(checked) | Err(checked)) => checked,
         Err(_) => StoreCheck::NotAsked(format!("no answer within {} s", LOOK_MAX.as_secs())),
     }
+}
+
+async fn in_file(config: &Config, location: &Location) -> Result<StoreCheck, StoreCheck> {
+    location.look().map_err(refused)?;
+    if !location.path.exists() {
+        let none = format!("there is no {} yet: `serve` makes it", location.path.display());
+        return Err(StoreCheck::NotAsked(none));
+    }
+    let there = Location { create: false, ..location.clone() };
+    let store = Sqlite::open(&there).await.map_err(refused)?;
+    match store.migrate(false).await {
+        Ok(_) => pending(&store, config).await,
+        Err(older) => {
+            Ok(StoreCheck::Asked { pending: Vec::new(), note: Some(to_come(config, older)?) })
+        }
+    }
+}
+
+async fn on_server(
+    config: &Config,
+    postgres: postgres::Settings,
+) -> Result<StoreCheck, StoreCheck> {
+    let store = Postgres::open(postgres).await.map_err(refused)?;
+    let migrated = store.migrate(false).await;
+    let lacking = match &migrated {
+        Ok(_) => store.lacking_rights().await,
+        Err(OpenError::OlderSchema { .. }) => {
+            store.makes_no_tables().await.map(|why| why.into_iter().collect())
+        }
+        Err(_) => Ok(Vec::new()),
+    };
+    let lacking = lacking.map_err(not_asked)?;
+    match migrated {
+        Ok(_) if lacking.is_empty() => pending(&store, config).await,
+        Ok(_) => Err(StoreCheck::Unusable(lacking)),
+        Err(older) => {
+            let note = to_come(config, older)?;
+            if !lacking.is_empty() {
+                return Err(StoreCheck::Unusable(lacking));
+            }
+            Ok(StoreCheck::Asked { pending: Vec::new(), note: Some(note) })
+        }
+    }
+}
+
+async fn pending(store: &dyn Store, config: &Config) -> Result<StoreCheck, StoreCheck> {
+    let pending = pending_for_unconfigured(store, &names_of(config)).await.map_err(not_asked)?;
+    Ok(StoreCheck::Asked { pending, note: None })
+}
+
+/// An older schema is what `serve` mends, where it may.
+fn to_come(config: &Config, error: OpenError) -> Result<String, StoreCheck> {
+    let OpenError::OlderSchema { found, known } = error else { return Err(refused(error)) };
+    if !config.store.migrate {
+        return Err(refused(error));
+    }
+    Ok(match found {
+        0 => {
+            format!("the store is empty: `serve` makes its schema (version {known}) at its start")
+        }
+        found => format!(
+            "the store's schema is version {found}: `serve` brings it to version {known} at its start"
+        ),
+    })
+}
+
+/// What does not pass by itself ends `serve` as well.
+#[expect(clippy::needless_pass_by_value, reason = "the shape of map_err")]
+fn refused(error: OpenError) -> StoreCheck {
+    match error.may_pass() {
+        true => StoreCheck::NotAsked(causes(&error)),
+        false => StoreCheck::Unusable(vec![causes(&error)]),
+    }
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "the shape of map_err")]
+fn not_asked(error: store::Error) -> StoreCheck {
+    StoreCheck::NotAsked(causes(&error))
 }
 
 /// What is sealed at rest, and what is not.

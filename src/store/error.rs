@@ -62,6 +62,13 @@ pub enum OpenError {
         #[source]
         cause: Cause,
     },
+    /// The schema's version cannot be read, and will not be.
+    #[error("the version of the store's schema cannot be read")]
+    Unread {
+        /// Why.
+        #[source]
+        cause: Cause,
+    },
     /// The database cannot hold every text that a request may have.
     #[error(
         "the database at {place} has the encoding {found}, in which many texts cannot be stored: make another one with \
@@ -95,7 +102,8 @@ pub enum OpenError {
     },
     /// The schema is older than this program and may not be migrated here.
     #[error(
-        "the store's schema is version {found}, this program needs version {known}: run `oncegate migrate`, or set store.migrate = true"
+        "{}, this program needs version {known}: run `oncegate migrate` (`serve` does so at its start, unless store.migrate = false)",
+        schema(*found)
     )]
     OlderSchema {
         /// In the database; 0: none.
@@ -121,11 +129,20 @@ impl OpenError {
             Self::Away { .. } | Self::Interrupted { .. } => true,
             Self::Connect { .. }
             | Self::Migration { .. }
+            | Self::Unread { .. }
             | Self::Encoding { .. }
             | Self::NewerSchema { .. }
             | Self::OlderSchema { .. }
             | Self::Locked { .. } => false,
         }
+    }
+}
+
+/// Which schema there is, in words.
+fn schema(version: u32) -> String {
+    match version {
+        0 => "the store has no schema yet".to_owned(),
+        version => format!("the store's schema is version {version}"),
     }
 }
 

@@ -34,6 +34,7 @@ mod pool;
 mod queue;
 mod records;
 mod refusal;
+mod rights;
 mod rows;
 mod show;
 mod sinks;
@@ -149,6 +150,22 @@ impl Postgres {
         let connector = self.connector.clone().with_statement_timeout(MIGRATION_TIMEOUT);
         let mut connection = connector.connect().await.map_err(unreached)?;
         migrate::migrate(&mut connection, found).await
+    }
+
+    /// What the role lacks to work with a schema that is up to date, a line for each table; none: nothing.
+    ///
+    /// # Errors
+    /// As every read.
+    pub async fn lacking_rights(&self) -> Result<Vec<String>, Error> {
+        rights::lacking(&self.pool).await
+    }
+
+    /// Why the role cannot make the tables of a schema that is older; none: it can.
+    ///
+    /// # Errors
+    /// As every read.
+    pub async fn makes_no_tables(&self) -> Result<Option<String>, Error> {
+        rights::makes_no_tables(&self.pool).await
     }
 
     /// Tells the database which sinks there are and what they want, for the events that applications announce there. Writes

@@ -27,6 +27,7 @@ mod attacks;
 mod backlog;
 mod brokers;
 mod bypass;
+mod checked;
 mod checker;
 mod claims;
 mod cli;

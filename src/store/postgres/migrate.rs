@@ -100,7 +100,7 @@ pub(super) enum Schema {
 
 /// Which schema there is.
 pub(super) async fn look(connection: &mut Connection, allowed: bool) -> Result<Schema, OpenError> {
-    let found = version(connection).await.map_err(|error| broken(0, error))?;
+    let found = version(connection).await.map_err(unread)?;
     match found.cmp(&known()) {
         Ordering::Greater => Err(OpenError::NewerSchema { found, known: known() }),
         Ordering::Equal => Ok(Schema::Current(found)),
@@ -181,17 +181,33 @@ fn version_of(rows: &[Row]) -> u32 {
     u32::try_from(version).unwrap_or(0)
 }
 
+/// The version could not be read.
+fn unread(error: RunError) -> OpenError {
+    match why(error) {
+        (cause, true) => OpenError::Unread { cause },
+        (cause, false) => OpenError::Interrupted { version: 0, cause },
+    }
+}
+
 fn broken(version: u32, error: RunError) -> OpenError {
+    match why(error) {
+        (cause, true) => OpenError::Migration { version, cause },
+        (cause, false) => {
+            let cause = if waited_in_vain(&cause) { Cause::from(IN_USE) } else { cause };
+            OpenError::Interrupted { version, cause }
+        }
+    }
+}
+
+/// Why it failed, and whether it will again.
+fn why(error: RunError) -> (Cause, bool) {
     let (cause, refused): (Cause, bool) = match error.into_error() {
         Error::Unavailable(cause) | Error::InDoubt(cause) => (cause, false),
         Error::Refused(cause) | Error::Unreadable(cause) => (cause, true),
         Error::Late => ("too late".into(), false),
     };
-    if refused || refusal::lasts(&cause) {
-        return OpenError::Migration { version, cause };
-    }
-    let cause = if waited_in_vain(&cause) { Cause::from(IN_USE) } else { cause };
-    OpenError::Interrupted { version, cause }
+    let lasts = refused || refusal::lasts(&cause);
+    (cause, lasts)
 }
 
 const IN_USE: &str = "a table was in use for longer than 5 s, as by a dump or another long transaction; nothing was changed: \

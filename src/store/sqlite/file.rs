@@ -38,14 +38,30 @@ impl Location {
     }
 
     /// Whether it may be opened: it is there, or it may be made.
-    pub(super) fn look(&self) -> Result<(), OpenError> {
-        if self.create || self.path.try_exists().unwrap_or(true) {
+    ///
+    /// # Errors
+    /// [`OpenError::Connect`].
+    pub fn look(&self) -> Result<(), OpenError> {
+        if self.path.try_exists().unwrap_or(true) {
+            return Ok(());
+        }
+        if let Some(folder) = missing_folder(&self.path) {
+            let why =
+                format!("there is no folder {}: make it, or mount it there", folder.display());
+            return Err(connect(&self.path, std::io::Error::other(why)));
+        }
+        if self.create {
             return Ok(());
         }
         let why = "there is no such file, and store.url says that it must be there (mode=rw): mount it or put it back, or \
                    leave mode=rw out for an empty one";
         Err(connect(&self.path, std::io::Error::other(why)))
     }
+}
+
+/// The folder of a file, where there is none.
+fn missing_folder(path: &Path) -> Option<&Path> {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.is_dir())
 }
 
 /// Holds a database file for one `serve`, until it is dropped or the process dies.
