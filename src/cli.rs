@@ -196,7 +196,7 @@ pub fn main() -> ExitCode {
         Ok(runtime) => runtime,
         Err((code, why)) => return fail(code, &why),
     };
-    let code = runtime.block_on(run(cli.command));
+    let ended = runtime.block_on(run(cli.command));
     // What still blocks a thread of the runtime (a name that does not resolve, say) does not keep the process.
     runtime.shutdown_timeout(Duration::from_secs(1));
     // Nobody has a store any more: what is in SQLite's log goes into the file, so that the file is all there is.
@@ -206,13 +206,15 @@ pub fn main() -> ExitCode {
         );
     }
     log::flush();
-    code
+    // Behind all that was logged: the last line says why.
+    ended.unwrap_or_else(|(code, why)| fail(code, &why))
 }
 
-async fn run(command: Command) -> ExitCode {
-    match command {
-        Command::Serve(args) => serve(args).await,
-        Command::Relay(args) => relay_alone(&args).await,
+/// Runs a command to its end. What keeps a process from starting, or from going on, is told behind what it logged.
+async fn run(command: Command) -> Result<ExitCode, Problem> {
+    Ok(match command {
+        Command::Serve(args) => return serve(args).await,
+        Command::Relay(args) => return relay_alone(&args).await,
         Command::Demo(args) => demo::run(args.exit).await,
         Command::Check(args) => check::check(&args).await,
         Command::Explain(args) => explain_request(&args).await,
@@ -235,7 +237,7 @@ async fn run(command: Command) -> ExitCode {
             })
             .await
         }
-    }
+    })
 }
 
 /// The names of the configured sinks.
@@ -327,71 +329,78 @@ fn begin(config: Option<&Path>, upstream: Option<&str>) -> Result<(Config, Signa
     Ok((config, signals))
 }
 
-async fn serve(args: ServeArgs) -> ExitCode {
+async fn serve(args: ServeArgs) -> Result<ExitCode, Problem> {
     let (config, mut signals) = match begin(args.config.as_deref(), args.upstream.as_deref()) {
         Ok(begun) => begun,
-        Err(code) => return code,
+        Err(code) => return Ok(code),
     };
-    let listen = config.server.listen.clone();
+    let listen = config.server.listen.address.clone();
     let mut running = tokio::select! {
         started = serve::start(config) => match started {
             Ok(running) => running,
-            Err(error) => return fail(1, &causes(&error)),
+            Err(error) => return Err((1, causes(&error))),
         },
-        () = signals.next() => return ExitCode::SUCCESS,
+        () = signals.next() => return Ok(ExitCode::SUCCESS),
     };
-    let code = tokio::select! {
-        opened = running.opened() => opened.err().map(|error| fail(1, &causes(&error))),
-        why = signals.next_or_fatal() => Some(why.into()),
+    let ended = tokio::select! {
+        opened = running.opened() => opened.err().map(|error| Err(start_failed(&error))),
+        why = signals.next_or_fatal() => Some(Ok(why.into())),
     };
-    if let Some(code) = code {
-        return stopped(code, running.stop(), &mut signals).await;
+    if let Some(ended) = ended {
+        return stopped(ended, running.stop(), &mut signals).await;
     }
     let listen = running.addr.map_or(listen, |addr| addr.to_string());
     let ready = serde_json::json!({ "listen": listen, "admin": running.admin.to_string() });
     tell_ready(&ready);
     let why = signals.next_or_fatal().await;
     tracing::info!("stopping: what is reserved is finished first");
-    stopped(why.into(), running.stop(), &mut signals).await
+    stopped(Ok(why.into()), running.stop(), &mut signals).await
+}
+
+/// Why a process ends that listens already. Told at once as well: what passes through it may take the grace.
+fn start_failed(error: &StartError) -> Problem {
+    let why = causes(error);
+    tracing::error!(error = why, "the start has failed: the process ends");
+    (1, why)
 }
 
 /// The exit status after a stop. A second signal means now: what is reserved, or in flight, is judged by the lease then.
 async fn stopped(
-    code: ExitCode,
+    ended: Result<ExitCode, Problem>,
     stop: impl Future<Output = ()>,
     signals: &mut Signals,
-) -> ExitCode {
+) -> Result<ExitCode, Problem> {
     tokio::select! {
-        () = stop => code,
-        () = signals.next() => ExitCode::FAILURE,
+        () = stop => ended,
+        () = signals.next() => ended.and(Ok(ExitCode::FAILURE)),
     }
 }
 
-async fn relay_alone(args: &RelayArgs) -> ExitCode {
+async fn relay_alone(args: &RelayArgs) -> Result<ExitCode, Problem> {
     let upstream = args.config.is_none().then_some("http://127.0.0.1");
     let (config, mut signals) = match begin(args.config.as_deref(), upstream) {
         Ok(begun) => begun,
-        Err(code) => return code,
+        Err(code) => return Ok(code),
     };
     let mut running = tokio::select! {
         started = relay::start(config) => match started {
             Ok(running) => running,
-            Err(error @ StartError::Config(_)) => return fail(USAGE, &causes(&error)),
-            Err(error) => return fail(1, &causes(&error)),
+            Err(error @ StartError::Config(_)) => return Err((USAGE, causes(&error))),
+            Err(error) => return Err((1, causes(&error))),
         },
-        () = signals.next() => return ExitCode::SUCCESS,
+        () = signals.next() => return Ok(ExitCode::SUCCESS),
     };
-    let code = tokio::select! {
-        opened = running.opened() => opened.err().map(|error| fail(1, &causes(&error))),
-        why = signals.next_or_fatal() => Some(why.into()),
+    let ended = tokio::select! {
+        opened = running.opened() => opened.err().map(|error| Err(start_failed(&error))),
+        why = signals.next_or_fatal() => Some(Ok(why.into())),
     };
-    if let Some(code) = code {
-        return stopped(code, running.stop(), &mut signals).await;
+    if let Some(ended) = ended {
+        return stopped(ended, running.stop(), &mut signals).await;
     }
     tell_ready(&serde_json::json!({ "admin": running.admin.to_string() }));
     let why = signals.next_or_fatal().await;
     tracing::info!("stopping: what is in flight is finished first");
-    stopped(why.into(), running.stop(), &mut signals).await
+    stopped(Ok(why.into()), running.stop(), &mut signals).await
 }
 
 /// Why the process stops.

@@ -85,11 +85,27 @@ pub enum RelayMode {
     Separate,
 }
 
+/// Where to listen, and who says so.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Listen {
+    /// The address.
+    pub address: String,
+    /// The setting, with the line or the variable that gives it.
+    pub setting: String,
+}
+
+/// The address: it is the same, whoever says so.
+impl fmt::Debug for Listen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.address, f)
+    }
+}
+
 /// The callers' side.
 #[derive(Debug)]
 pub struct Server {
     /// `host:port` or `unix:PATH`.
-    pub listen: String,
+    pub listen: Listen,
     /// The limits of the listener.
     pub accept: accept::Settings,
     /// How long a shutdown waits for what runs.
@@ -99,7 +115,7 @@ pub struct Server {
 /// The operators' side.
 pub struct Admin {
     /// `host:port`.
-    pub listen: String,
+    pub listen: Listen,
     /// What an operator must present; none on a loopback address only.
     pub token: Option<String>,
 }

@@ -21,7 +21,7 @@ use tokio_util::task::TaskTracker;
 use super::opening::{self, ListenEarly, Opening, StoreStart};
 use super::start::StartError;
 use crate::admin::{self, Readiness, Token};
-use crate::config::{Config, RelayMode, StoreKind};
+use crate::config::{Config, Listen, RelayMode, StoreKind};
 use crate::gateway::accept::{self, Listener};
 use crate::gateway::spill::{self, Spill};
 use crate::gateway::tokens::Tokens;
@@ -177,7 +177,7 @@ pub async fn start(mut config: Config) -> Result<Running, StartError> {
         config.routes.iter().map(|route| route.operation.as_str().to_owned()).collect();
     let gateway = shared.gateway(&mut config)?;
     let Config { server, relay, relay_mode, sweep, .. } = config;
-    let listener = Listener::bind(&server.listen)
+    let listener = Listener::bind(&server.listen.address)
         .await
         .map_err(|cause| cannot_listen(&server.listen, cause))?;
     let (admin_listener, admin) = admin_listener(&config.admin.listen).await?;
@@ -211,7 +211,7 @@ pub async fn start(mut config: Config) -> Result<Running, StartError> {
     if opened {
         running.serve(after);
     } else {
-        let listen = addr.map_or(server.listen, |addr| addr.to_string());
+        let listen = addr.map_or(server.listen.address, |addr| addr.to_string());
         tracing::warn!(listen, %admin, "{WITHOUT}");
         running.waiting = Some(Box::new(PendingStart { opening, after }));
     }
@@ -314,8 +314,11 @@ struct AfterOpening {
 }
 
 /// The admin listener, and where it is.
-pub(super) async fn admin_listener(listen: &str) -> Result<(TcpListener, SocketAddr), StartError> {
-    let listener = TcpListener::bind(listen).await.map_err(|cause| cannot_listen(listen, cause))?;
+pub(super) async fn admin_listener(
+    listen: &Listen,
+) -> Result<(TcpListener, SocketAddr), StartError> {
+    let bound = TcpListener::bind(&listen.address).await;
+    let listener = bound.map_err(|cause| cannot_listen(listen, cause))?;
     let addr = listener.local_addr().map_err(|cause| cannot_listen(listen, cause))?;
     Ok((listener, addr))
 }
@@ -331,8 +334,8 @@ fn duty(relay_mode: RelayMode) -> sweep::Duty {
     }
 }
 
-fn cannot_listen(address: &str, cause: std::io::Error) -> StartError {
-    StartError::Listen { address: address.to_owned(), cause }
+fn cannot_listen(listen: &Listen, cause: std::io::Error) -> StartError {
+    StartError::Listen { listen: listen.clone(), cause }
 }
 
 fn upstreams(config: &Config) -> Result<HashMap<String, Arc<Upstream>>, StartError> {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::config::{self, StoreKind};
+use crate::config::{self, Listen, StoreKind};
 use crate::gateway::spill::{DrainError, Unwritable};
 use crate::store::postgres::Postgres;
 use crate::store::sqlite::Sqlite;
@@ -25,10 +25,10 @@ pub enum StartError {
     #[error(transparent)]
     Drain(#[from] DrainError),
     /// An address cannot be listened on.
-    #[error("cannot listen on {address}")]
+    #[error("cannot listen on {} ({})", listen.address, listen.setting)]
     Listen {
         /// Which.
-        address: String,
+        listen: Listen,
         /// Why.
         #[source]
         cause: std::io::Error,

@@ -29,7 +29,7 @@ use http::{HeaderName, Method, StatusCode};
 use crate::config::diagnostics::{Diagnostics, Location, Spanned};
 use crate::config::file::{self, File, Setting};
 use crate::config::section::unknown;
-use crate::config::{Admin, Config, DEFAULT_UPSTREAM, DigestKeyFile, Log};
+use crate::config::{Admin, Config, DEFAULT_UPSTREAM, DigestKeyFile, Listen, Log};
 use crate::config::{RelayMode, RouteFacts, Server, Store, StoreKind};
 use crate::fingerprint;
 use crate::gateway::headers::{Forwarding, HostPolicy, Network};
@@ -109,7 +109,7 @@ impl Builder<'_> {
             log: self.log(&file.log),
         };
         self.room(file, &config);
-        let (ours, theirs) = (&config.server.listen, &config.admin.listen);
+        let (ours, theirs) = (&config.server.listen.address, &config.admin.listen.address);
         if ours == theirs && !ours.ends_with(":0") {
             let location = location_of(&file.admin.listen, "admin.listen");
             self.diagnostics
@@ -140,8 +140,10 @@ impl Builder<'_> {
         }
     }
 
-    fn listen(&self, field: &Setting<String>, default: &str) -> String {
-        let Some(spanned) = field else { return default.to_owned() };
+    fn listen(&self, field: &Setting<String>, setting: &str, default: &str) -> Listen {
+        let Some(spanned) = field else {
+            return Listen { address: default.to_owned(), setting: setting.to_owned() };
+        };
         let fits = match spanned.value.strip_prefix("unix:") {
             Some(path) => !path.is_empty(),
             None => spanned
@@ -156,7 +158,12 @@ impl Builder<'_> {
             );
             self.diagnostics.mistake(&spanned.location, wrong);
         }
-        spanned.value.clone()
+        let from = match &spanned.location {
+            Location { variable: Some(variable), .. } => format!(", by {variable}"),
+            Location { line: Some(line), .. } => format!(", line {line} of the configuration"),
+            Location { .. } => String::new(),
+        };
+        Listen { address: spanned.value.clone(), setting: format!("{setting}{from}") }
     }
 
     fn server(&self, raw: &file::Server) -> Server {
@@ -179,7 +186,7 @@ impl Builder<'_> {
             self.diagnostics.mistake(&spanned.location, "must be at least \"8KiB\"");
         }
         Server {
-            listen: self.listen(&raw.listen, "127.0.0.1:8080"),
+            listen: self.listen(&raw.listen, "server.listen", "127.0.0.1:8080"),
             accept,
             shutdown_grace: value_or(&raw.shutdown_grace, 30 * SECOND),
         }
@@ -269,8 +276,9 @@ impl Builder<'_> {
     }
 
     fn admin(&self, raw: &file::Admin) -> Admin {
-        let listen = self.listen(&raw.listen, "127.0.0.1:9090");
-        if let Some(spanned) = raw.listen.as_ref().filter(|_| listen.starts_with("unix:")) {
+        let listen = self.listen(&raw.listen, "admin.listen", "127.0.0.1:9090");
+        let address = listen.address.as_str();
+        if let Some(spanned) = raw.listen.as_ref().filter(|_| address.starts_with("unix:")) {
             let wrong = "the admin listener has no unix socket; write \"127.0.0.1:9090\"";
             self.diagnostics.mistake(&spanned.location, wrong);
         }
@@ -284,7 +292,7 @@ impl Builder<'_> {
             self.diagnostics.mistake(&location, "the token is empty");
         }
         let named = raw.token_file.is_some() || raw.token.is_some();
-        if !named && !is_loopback(&listen) {
+        if !named && !is_loopback(address) {
             let wrong = "anybody who reaches this address could resolve records; set \
                          admin.token_file, or listen on 127.0.0.1";
             self.diagnostics.mistake(&location_of(&raw.listen, "admin.listen"), wrong);

@@ -288,7 +288,7 @@ fn resent_by_nginx(method: &Method) -> bool {
 
 /// Listening on every address: most likely a container, and containers are replicated.
 fn is_public(config: &Config) -> bool {
-    let listen = &config.server.listen;
+    let listen = &config.server.listen.address;
     listen.starts_with("0.0.0.0:") || listen.starts_with("[::]:")
 }
 

@@ -371,6 +371,30 @@ fn a_soap_message_that_is_signed_anew_is_the_same_request_in_both_versions_of_so
     assert_eq!(canonical(first), canonical(retry));
 }
 
+#[test]
+fn a_signer_may_take_another_id_for_the_body_and_for_nothing_else() {
+    let [first, retry] = SIGNED;
+    for attribute in ["Id", "xml:id"] {
+        let of_body = |message: &str, id: &str| {
+            let own = ["wsu:Id=\"id-1111\"", "wsu:Id=\"id-2222\""];
+            let body = own.iter().find(|own| message.contains(**own)).expect("an id of its body");
+            message.replace(body, &format!("{attribute}=\"{id}\""))
+        };
+        let (first, other) = (of_body(first, "a"), of_body(retry, "b"));
+        assert!(first.contains(&format!(" {attribute}=\"a\"")), "{first}");
+        assert!(same_under("ws-security", "text/xml", &first, &other), "{attribute}");
+        assert!(!same_under("//wsse:Security", "text/xml", &first, &other), "{attribute}");
+        let inner = other.replace("<amount>5", &format!("<amount {attribute}=\"c\">5"));
+        assert_ne!(inner, other);
+        assert!(!same_under("ws-security", "text/xml", &first, &inner), "{attribute}");
+        let header = |id: &str| {
+            let header = format!("<h xmlns=\"urn:h\" {attribute}=\"{id}\"/>");
+            first.replace("</wsse:Security>", &format!("</wsse:Security>{header}"))
+        };
+        assert!(!same_under("ws-security", "text/xml", &header("1"), &header("2")), "{attribute}");
+    }
+}
+
 const WSU: &str =
     "http://docs.oasis-open.org/wss/2004/01/oasis-200401-wss-wssecurity-utility-1.0.xsd";
 
@@ -385,8 +409,8 @@ fn what_a_signer_does_not_add_counts_beside_ws_security() {
     };
     let other = [
         change("<amount>5</amount>", "<amount>6</amount>"),
-        // An id of no namespace, or of another one, is the API's.
-        change("wsu:Id=\"id-2222\"", "Id=\"id-2222\""),
+        // An id of another namespace is the API's.
+        change("wsu:Id=\"id-2222\"", "xml:base=\"id-2222\""),
         change("wsu:Id=\"id-2222\"", "xmlns:b=\"urn:b\" b:Id=\"id-2222\""),
         change("wsu:Id=\"id-2222\"", "wsu:Other=\"id-2222\""),
         // One within the content may be referred to by what counts.
@@ -407,7 +431,7 @@ const WSSE: &str =
 
 #[test]
 fn the_name_stands_for_all_its_paths_and_a_slip_is_told_of_it() {
-    assert_eq!(xml::named("ws-security").map(|paths| paths.len()), Some(6));
+    assert_eq!(xml::named("ws-security").map(|paths| paths.len()), Some(10));
     assert_eq!(xml::named("//wsse:Security"), None);
     let slip = Settings { ignore_xml: vec!["ws-securty".to_owned()], ..Settings::default() };
     let told = Recipe::compile(&slip).unwrap_err();

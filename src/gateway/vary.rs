@@ -13,9 +13,11 @@ use http::{HeaderMap, HeaderName, HeaderValue};
 
 use super::headers::members;
 
-/// The headers of an answer that are an answer to `Origin`, by the beginnings of their names (Fetch, 3.3; Resource
-/// Timing, 4.5).
-const DEPENDENT: [&str; 2] = ["access-control-", "timing-allow-origin"];
+/// The headers of an answer that are an answer to `Origin`, by the beginning of their names (Fetch, 3.3).
+const ACCESS_CONTROL: &str = "access-control-";
+
+/// One more (Resource Timing, 4.5). It says by itself whom it is for, as `Access-Control-Allow-Origin` does.
+const TIMING_ALLOW_ORIGIN: HeaderName = HeaderName::from_static("timing-allow-origin");
 
 /// What a browser says of the page that asks; none: it is no browser, or a page of the API's own.
 pub(super) fn origin_of(headers: &HeaderMap) -> Option<HeaderValue> {
@@ -30,7 +32,7 @@ pub(super) fn depends_on_origin(headers: &HeaderMap) -> bool {
 }
 
 fn depends(name: &HeaderName) -> bool {
-    DEPENDENT.iter().any(|begins| name.as_str().starts_with(begins))
+    name == TIMING_ALLOW_ORIGIN || name.as_str().starts_with(ACCESS_CONTROL)
 }
 
 /// Takes out of an answer's headers what was made for another origin than `asks`. `first`: the origin of the first caller,
@@ -46,11 +48,17 @@ pub(super) fn without_others(
     let same = first.is_some_and(|first| first.as_ref() == asks);
     // An answer that says whom it is for needs no note: one from before there were any, say.
     let allowed = headers.get(ACCESS_CONTROL_ALLOW_ORIGIN);
-    let fits = allowed.is_some_and(|allowed| allowed == "*" || Some(allowed) == asks);
-    if same || fits {
+    let this = allowed.is_some_and(|allowed| Some(allowed) == asks);
+    if same || this {
         return;
     }
-    let others: Vec<_> = headers.keys().filter(|name| depends(name)).cloned().collect();
+    let all = allowed.is_some_and(|allowed| allowed == "*");
+    let timing = members(headers, &TIMING_ALLOW_ORIGIN).any(|origin| {
+        origin == "*" || asks.is_some_and(|asks| origin.as_bytes() == asks.as_bytes())
+    });
+    let stays = |name: &HeaderName| if name == TIMING_ALLOW_ORIGIN { timing } else { all };
+    let others: Vec<_> =
+        headers.keys().filter(|name| depends(name) && !stays(name)).cloned().collect();
     for name in others {
         headers.remove(name);
     }
@@ -130,6 +138,33 @@ mod tests {
         assert_eq!(left(&[("vary", "origin"), any], Some(A), B), 2, "it is for everybody");
         assert_eq!(left(&[("vary", "origin"), ("content-language", "de")], Some(A), B), 2);
         assert!(!depends_on_origin(&headers(&[("vary", "origin")])), "nothing to note");
+    }
+
+    #[test]
+    fn whom_the_timing_is_for_is_judged_by_itself() {
+        let (vary, any) = (("vary", "origin"), ("access-control-allow-origin", "*"));
+        let timing = |value| ("timing-allow-origin", value);
+        let (a, b) = ("https://a.example", "https://b.example");
+        let both = "https://a.example, https://b.example";
+        for (lines, first, asks, expected) in [
+            // Everybody may read the answer, and only the first one its timing.
+            (vec![vary, any, timing(a)], Some(A), B, 2),
+            (vec![vary, any, timing(a)], None, B, 2),
+            (vec![vary, any, timing(a)], Some(A), None, 2),
+            (vec![vary, any, timing(a)], Some(B), A, 3),
+            (vec![vary, any, timing("*")], Some(A), B, 3),
+            (vec![vary, any, timing(both)], Some(A), B, 3),
+            // The timing is all that it says of origins.
+            (vec![vary, timing(a)], Some(A), B, 1),
+            (vec![vary, timing(a)], None, A, 2),
+            (vec![vary, timing(b)], Some(A), A, 2),
+            // The answer was for one page, and the timing is for all.
+            (vec![vary, ("access-control-allow-origin", a), timing("*")], Some(A), B, 2),
+            // It says nothing of depending.
+            (vec![any, timing(a)], Some(A), B, 2),
+        ] {
+            assert_eq!(left(&lines, first, asks), expected, "{lines:?} {first:?} {asks:?}");
+        }
     }
 
     #[test]

@@ -95,6 +95,10 @@ async fn check_and_serve_name_the_folder_of_a_file_that_is_not_there() {
     let (code, out, _) = check_url(&place, &place.url, "", &[]);
     assert!(code == 0 && out.contains("yet: `serve` makes it"), "{out}");
     refused(&place, &format!("{}?mode=rw", place.url), "", &["mode=rw"]);
-    std::fs::write(&place.file, "this is no database, whatever its name says").unwrap();
+    std::fs::write(
+        place.folder.path().join("oncegate.db"),
+        "this is no database, whatever its name says",
+    )
+    .unwrap();
     refused(&place, &place.url, "", &["not a database"]);
 }

@@ -328,3 +328,53 @@ async fn a_panic_is_logged_and_counted_also_where_nobody_reads() {
         }
     }
 }
+
+/// The reason is what is read first: it stands behind all that the start has logged, and names the setting.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_last_line_says_why_a_process_did_not_start() {
+    let place = Place::new(Which::Sqlite).await;
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap();
+    let toml = rig::config(&place, "http://127.0.0.1:9", "");
+    let on_taken = toml.replacen("listen = \"127.0.0.1:0\"", &format!("listen = \"{address}\""), 1);
+    let line = 1 + on_taken.lines().position(|line| line.contains(&address.to_string())).unwrap();
+    let by_line = format!("server.listen, line {line} of the configuration");
+    let by_variable = "admin.listen, by ONCEGATE_ADMIN_LISTEN".to_owned();
+    for (toml, variable, setting) in
+        [(&on_taken, None, by_line), (&toml, Some(address), by_variable)]
+    {
+        let mut command = process::serve(&process::config(place.folder.path(), toml));
+        if let Some(address) = variable {
+            command.env("ONCEGATE_ADMIN_LISTEN", address.to_string());
+        }
+        let output = command.output().unwrap();
+        let errors = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{errors}");
+        let told = format!("oncegate: cannot listen on {address} ({setting}): ");
+        let last = errors.lines().last().unwrap();
+        assert!(last.starts_with(&told), "{told}\n{errors}");
+        assert!(
+            errors.lines().count() > 1 && errors.contains("WARN"),
+            "behind the warnings: {errors}"
+        );
+    }
+}
+
+/// Also of a start that fails after it has listened, and is taken down again.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_last_line_says_why_a_process_that_listened_has_ended() {
+    let (orders, place) = (Orders::start().await, Place::new(Which::Postgres).await);
+    let (fault, url) = Fault::before_postgres(&place.url, Cluster::shared().port()).await;
+    fault.refuse();
+    let store = "wait_at_start = \"2s\"";
+    let toml = rig::config_at(&place, &orders.url(), "127.0.0.1:0", store, "", TWO_EVENTS);
+    let config = process::config(place.folder.path(), &toml.replace(&place.url, &url));
+    let mut command = process::serve(&config);
+    command.current_dir(place.folder.path());
+    let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{errors}");
+    assert!(errors.contains("listening without the store"), "{errors}");
+    let last = errors.lines().last().unwrap();
+    assert!(last.starts_with("oncegate: the store could not be opened within"), "{errors}");
+}

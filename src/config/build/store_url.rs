@@ -96,6 +96,9 @@ fn read_store_url(
         if let Some(wrong) = port_problem(text) {
             return Err(wrong);
         }
+        if let Some(wrong) = contradiction(text) {
+            return Err(wrong);
+        }
         let (access, warning) = Access::read(text, additions)?;
         let settings = postgres::Settings {
             access,
@@ -107,6 +110,22 @@ fn read_store_url(
     }
     // The text may hold a password: it is not repeated.
     Err("must begin with \"sqlite:\" and a path, or with \"postgres://\"".to_owned())
+}
+
+/// Each of them names one of several hosts.
+const MANY: [&str; 3] = ["host", "hostaddr", "port"];
+
+/// A parameter that a server's URL gives two values, of which the driver would take the last.
+fn contradiction(url: &str) -> Option<String> {
+    let (_, query) = url.split_once('?')?;
+    let pairs: Vec<_> = query.split('&').filter_map(|pair| pair.split_once('=')).collect();
+    let twice = |(n, (name, value)): (usize, &(&str, &str))| {
+        let before = pairs.iter().take(n).any(|(other, was)| other == name && was != value);
+        (before && !MANY.contains(name)).then(|| (*name).to_owned())
+    };
+    let name = pairs.iter().enumerate().find_map(twice)?;
+    // The value may be a password: it is not repeated.
+    Some(format!("has the parameter {name} twice, with different values: write one of them"))
 }
 
 /// What stands behind `sqlite:`.
@@ -155,8 +174,20 @@ fn decoded(path: &str) -> Result<Vec<u8>, String> {
 
 /// Whether the file may be made, as the parameters say.
 fn read_mode(query: &str) -> Result<bool, String> {
+    let mut modes = query.split('&');
+    let first = modes.next().unwrap_or_default();
+    let create = read_parameter(first)?;
+    for other in modes {
+        if read_parameter(other)? != create {
+            return Err(format!("{first} and {other} contradict each other: write one of them"));
+        }
+    }
+    Ok(create)
+}
+
+fn read_parameter(parameter: &str) -> Result<bool, String> {
     let allowed = "allowed is mode=rwc (the default: a file that is not there is made) or mode=rw (it must be there)";
-    match query.split_once('=') {
+    match parameter.split_once('=') {
         Some(("mode", "rwc")) => Ok(true),
         Some(("mode", "rw")) => Ok(false),
         Some(("mode", "ro")) => Err(format!(
@@ -165,7 +196,7 @@ fn read_mode(query: &str) -> Result<bool, String> {
         Some(("mode", "memory")) => Err(format!(
             "mode=memory cannot be: the records would be forgotten with the process; {allowed}"
         )),
-        Some(_) | None => Err(format!("the parameter {query:?} means nothing here; {allowed}")),
+        Some(_) | None => Err(format!("the parameter {parameter:?} means nothing here; {allowed}")),
     }
 }
 
@@ -198,9 +229,39 @@ mod tests {
             ("x.db?mode=rwc", "x.db", true),
             ("//x.db?mode=rwc", "x.db", true),
             ("///var/x.db?mode=rw", "/var/x.db", false),
+            ("x.db?mode=rw&mode=rw", "x.db", false),
         ] {
             let location = read_location(text).unwrap_or_else(|wrong| panic!("{text}: {wrong}"));
             assert_eq!((&*location.path, location.create), (Path::new(path), create), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_parameter_that_says_two_things_is_a_contradiction() {
+        for (text, told) in [
+            (
+                "x.db?mode=rwc&mode=rw",
+                "mode=rwc and mode=rw contradict each other: write one of them",
+            ),
+            ("x.db?mode=rw&mode=rw&mode=rwc", "mode=rw and mode=rwc contradict each other"),
+        ] {
+            let wrong = read_location(text).expect_err(text);
+            assert!(wrong.starts_with(told), "{text}: {wrong}");
+        }
+        for (url, told) in [
+            (
+                "postgres://u@h/d?sslmode=require&sslmode=disable",
+                "sslmode twice, with different values",
+            ),
+            ("postgres://u@h/d?connect_timeout=1&connect_timeout=2", "connect_timeout twice"),
+        ] {
+            let wrong = contradiction(url).expect(url);
+            assert!(wrong.contains(told), "{url}: {wrong}");
+        }
+        for url in
+            ["postgres://u@h/d?sslmode=require&sslmode=require", "postgres:///d?host=a&host=b"]
+        {
+            assert_eq!(contradiction(url), None, "{url}");
         }
     }
 
@@ -232,8 +293,8 @@ mod tests {
             ("x.db?", "the parameter \"\" means nothing here"),
             ("x.db?cache=shared", "the parameter \"cache=shared\" means nothing here"),
             ("x.db?immutable=1", "the parameter \"immutable=1\" means nothing here"),
-            ("x.db?mode=rw&mode=rwc", "the parameter \"mode=rw&mode=rwc\" means nothing here"),
-            ("x.db?mode=rwc&cache=shared", "the parameter \"mode=rwc&cache=shared\" means nothing"),
+            ("x.db?mode=rwc&cache=shared", "the parameter \"cache=shared\" means nothing here"),
+            ("x.db?mode=rw&mode=ro", "mode=ro cannot be"),
         ] {
             let told = read_location(text).expect_err(text);
             assert!(told.starts_with(wrong), "{text}: {told}");

@@ -10,15 +10,20 @@ use super::namespaces::{Given, namespace};
 pub(crate) const WS_SECURITY: &str = "ws-security";
 
 /// Whatever is in the header `wsse:Security` (tokens, time stamps, signatures), and the ids by which a signature refers to
-/// the body and to other headers: a signer draws new ones for each message. An id within the body's content is not among
-/// them: there something that counts may refer to it.
-const WS_SECURITY_PATHS: [&str; 6] = [
+/// the body and to other headers: a signer draws new ones for each message. For the body some take an `Id` of no namespace, or
+/// `xml:id`, which mean nothing else there. An id within the body's content is not among them: there something that counts may
+/// refer to it.
+const WS_SECURITY_PATHS: [&str; 10] = [
     "/soap:Envelope/soap:Header/wsse:Security",
     "/soap:Envelope/soap:Header/*/@wsu:Id",
     "/soap:Envelope/soap:Body/@wsu:Id",
+    "/soap:Envelope/soap:Body/@Id",
+    "/soap:Envelope/soap:Body/@xml:id",
     "/soap12:Envelope/soap12:Header/wsse:Security",
     "/soap12:Envelope/soap12:Header/*/@wsu:Id",
     "/soap12:Envelope/soap12:Body/@wsu:Id",
+    "/soap12:Envelope/soap12:Body/@Id",
+    "/soap12:Envelope/soap12:Body/@xml:id",
 ];
 
 /// The paths that a name stands for, whatever prefixes the configuration gives; `None`: it is no such name.

@@ -1,14 +1,12 @@
 //! Which rights the role lacks, and which tables are missing: told before a request finds it out.
 
 use tokio_postgres::Row;
-use tokio_postgres::types::Type;
 
 use super::pool::Pool;
 use super::rows::get;
 use crate::store::Error;
 
 const READS: &[&str] = &["SELECT"];
-const NOTES: &[&str] = &["SELECT", "INSERT"];
 const KEEPS: &[&str] = &["SELECT", "INSERT", "UPDATE"];
 const REWRITES: &[&str] = &["SELECT", "INSERT", "DELETE"];
 const ALL: &[&str] = &["SELECT", "INSERT", "UPDATE", "DELETE"];
@@ -42,8 +40,7 @@ pub(super) async fn lacking(pool: &Pool) -> Result<Vec<String>, Error> {
     let needed =
         NEEDED.iter().flat_map(|(table, rights)| rights.iter().map(|right| (*table, *right)));
     let (tables, rights): (Vec<&str>, Vec<&str>) = needed.unzip();
-    let rows =
-        pool.read(LACKING, &[(&tables, Type::TEXT_ARRAY), (&rights, Type::TEXT_ARRAY)]).await?;
+    let rows = pool.read(LACKING, &[&tables, &rights]).await?;
     let mut lacking: Vec<Lacking> = Vec::new();
     for row in &rows {
         let one = Lacking::of(row)?;
