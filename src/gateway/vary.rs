@@ -1,9 +1,9 @@
 //! What of a stored answer holds for its first caller alone, as the answer itself says with `Vary`.
 //!
 //! The body is kept and stays: a retry gets the same answer. But some headers are an answer to another header of the
-//! request, which a retry need not repeat: a browser at another origin must not be told what the first one may do. Which
-//! headers these are is a table ([`DEPENDENT`]); what describes the kept body (its type, its language) is not in it, and
-//! content codings are a matter of their own ([`super::negotiate`]).
+//! request, which a retry need not repeat: a browser at another origin must not learn what the first one may do. One function
+//! says which headers these are (`depends`). It does not name what describes the kept body (its type, its language), nor
+//! content codings ([`super::negotiate`]).
 //!
 //! What must stay true: a caller that sends what the first one sent gets the headers as they were; any other gets none that
 //! was made for the first.

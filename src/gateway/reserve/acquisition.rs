@@ -1,6 +1,6 @@
 //! A leader's talk with the store: propose, and decide on the record that stands in the way.
 //!
-//! Every answer of the store leads to one [`Next`]. A record of another owner is judged only by its lease, and only where
+//! Every answer of the store leads to one [`Decision`]. A record of another owner is judged only by its lease, and only where
 //! this replica may judge; a record of this process's own that has no flight here is `unknown`. A statement whose
 //! end is not known is never taken for undone.
 
