@@ -1,4 +1,4 @@
-//! The operators' listener: probes, metrics, records, events and sinks as JSON, and what is done to events and sinks by hand.
+//! The operators' listener: probes, metrics, records, events and sinks as JSON, and what is done to them by hand.
 //!
 //! - It is a listener of its own: nothing here is reachable on the port that callers use.
 //! - `/healthz` says that the process runs, `/readyz` that it may be sent requests. Both are open to everybody and say
@@ -9,7 +9,7 @@
 //! - A query parameter that is not known is refused by name, since a filter that is ignored shows the wrong records.
 //! - Keys, tenants and bodies are shown, escaped, and never logged.
 //!
-//! Actions on events and sinks are POST routes behind the same `guard` (see `act`); those on records are commands. It also
+//! Actions are POST routes behind the same `guard` (see `act`). It also
 //! refuses a foreign `Origin`, since a browser sends questions for other pages without their reading the answer. When the
 //! process dies here, nothing is lost: no state is kept.
 
@@ -21,6 +21,7 @@ pub mod explain;
 mod guard;
 pub(crate) mod query;
 mod read;
+pub mod resolve;
 pub mod sinks;
 mod state;
 pub mod tasks;
@@ -62,6 +63,8 @@ pub fn router(state: State) -> Router {
         .route("/api/v1/config", get(read::config))
         .route("/api/v1/records", get(read::list_records))
         .route("/api/v1/records/{id}", get(read::show_record))
+        .route("/api/v1/records/{id}/release", post(act::records::release))
+        .route("/api/v1/records/{id}/complete", post(act::records::complete))
         .route("/api/v1/events", get(read::list_events))
         .route("/api/v1/events/{id}", get(read::show_event))
         .route("/api/v1/events/{id}/redeliver", post(|s, id, r| act::one(Redeliver, s, id, r)))

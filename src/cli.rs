@@ -1,5 +1,6 @@
 //! The commands: what a person types, and what is wired from it.
 
+mod by_hand;
 mod check;
 pub mod events;
 pub mod explain;
@@ -25,14 +26,12 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use self::print::{Exit, Failure, Out};
 use self::start::StartError;
-use crate::clock;
 use crate::config::{self, Config};
 use crate::demo;
 use crate::fault;
 use crate::gateway::explain::Explainer;
 use crate::gateway::tokens::Tokens;
 use crate::record::Answer;
-use crate::record::event::{Event, Origin};
 use crate::scope::{DigestKey, Source};
 use crate::store::{RecordRow, Store, sqlite};
 use crate::tasks;
@@ -137,9 +136,6 @@ struct SinksArgs {
     command: sinks::Sinks,
 }
 
-/// For how long a completion by hand is kept where the configuration no longer has the record's route.
-const RETENTION: Duration = Duration::from_secs(24 * 3600);
-
 /// How long the end of the process waits for the store's threads: for what is queued, and for the last checkpoint.
 const CLOSE_MAX: Duration = Duration::from_secs(10);
 
@@ -221,7 +217,10 @@ async fn run(command: Command) -> Result<ExitCode, Problem> {
         Command::Migrate(args) => migrate(&args).await,
         Command::Records(args) => {
             with_store(&args.config, async |config, store, out| {
-                records::run(&args.command, store, &announce(config), out).await
+                let announce = |row: &RecordRow, answer: &Answer| {
+                    by_hand::announced(&config.routes, row, answer)
+                };
+                records::run(&args.command, store, &announce, out).await
             })
             .await
         }
@@ -486,32 +485,6 @@ async fn migrate(args: &ConfigArgs) -> ExitCode {
         Ok(Exit::Done)
     })
     .await
-}
-
-/// The events of a completion by hand, by the templates of the record's route.
-fn announce(config: &Config) -> impl Fn(&RecordRow, &Answer) -> (Vec<Event>, Duration) + Sync {
-    let routes = &config.routes;
-    move |row, answer| {
-        let Some(route) = routes.by_operation(row.scope.operation.as_str()) else {
-            return (Vec::new(), RETENTION);
-        };
-        let rendered = route.events.render(&Origin {
-            record: row.id,
-            scope: &row.scope,
-            attempt: row.attempt.next(),
-            at: clock::time_of_day(),
-            context: row.context.as_deref(),
-            answer,
-        });
-        if rendered.failed > 0 {
-            let (failed, all) = (rendered.failed, rendered.events.len());
-            let note = format!(
-                "oncegate: {failed} of {all} events say only why their template failed with this answer"
-            );
-            log::say(&note);
-        }
-        (rendered.events, route.policy.retention)
-    }
 }
 
 #[cfg(test)]

@@ -1,11 +1,13 @@
-//! What operators do over the admin listener: redeliver and discard events, one or all dead ones of a filter; pause and
-//! resume sinks.
+//! What operators do over the admin listener: release and complete records; redeliver and discard events, one or all dead
+//! ones of a filter; pause and resume sinks.
 //!
 //! - A request says what it means in a JSON object, and says so by its `Content-Type`: a browser sends none of it for a page
 //!   of somebody else's without asking first, and is refused then.
 //! - A field that is not known is refused by name, since a filter that is ignored acts on the wrong events.
 //!
 //! A caller that goes away in the middle of many dead events stops the rest of them; the audit table says how many were done.
+
+pub(super) mod records;
 
 use std::future::Future;
 use std::time::Duration;
@@ -35,6 +37,8 @@ const ACT_TIMEOUT: Duration = Duration::from_secs(60);
 const BODY_MAX: usize = 16 << 10;
 /// Longest name of an operator, in characters.
 const WHO_MAX: usize = 200;
+/// Longest reason, in characters.
+const REASON_MAX: usize = 4000;
 
 /// Who asks, and why.
 #[derive(Debug, Default, Deserialize)]
@@ -56,6 +60,12 @@ impl RequestedBy {
                 format!("{who} ({OPERATOR})")
             }
         };
+        let reason = self.reason.as_deref().unwrap_or_default();
+        let odd = |c: char| c.is_control() && !matches!(c, '\n' | '\r' | '\t');
+        if reason.chars().count() > REASON_MAX || reason.chars().any(odd) {
+            let wrong = format!("`reason`: a text of at most {REASON_MAX} characters");
+            return Err(Problem::Action(vec![wrong]));
+        }
         Ok(Operator { who, why: self.reason })
     }
 }
@@ -74,6 +84,9 @@ struct EventBody {
 impl EventBody {
     fn chosen(&self, action: EventAction, id: Uuid) -> Result<Chosen, Problem> {
         let wrong = |text: &str| Err(Problem::Action(vec![format!("`all_sinks`: {text}")]));
+        if has_control(self.sink.as_deref()) {
+            return Err(Problem::Action(vec!["`sink` has a control character".to_owned()]));
+        }
         match (action, &self.sink, self.all_sinks) {
             (_, Some(_), true) => wrong("not beside `sink`"),
             (EventAction::Discard, _, true) => wrong("what was sent is not discarded"),
@@ -109,6 +122,15 @@ impl DeadEventsBody {
             errors.push(format!("`since`: {wrong}"));
             None
         });
+        let texts = [
+            ("sink", &self.sink),
+            ("type", &self.r#type),
+            ("tenant", &self.tenant),
+            ("operation", &self.operation),
+        ];
+        for (name, _) in texts.iter().filter(|(_, text)| has_control(text.as_deref())) {
+            errors.push(format!("`{name}` has a control character"));
+        }
         if !errors.is_empty() {
             return Err(Problem::Action(errors));
         }
@@ -122,6 +144,11 @@ impl DeadEventsBody {
     }
 }
 
+/// Postgres keeps no text with a NUL, and nothing that is filtered by has any other one.
+fn has_control(text: Option<&str>) -> bool {
+    text.is_some_and(|text| text.chars().any(char::is_control))
+}
+
 /// `POST /api/v1/events/{id}/redeliver` and `/discard`.
 pub(super) async fn one(
     action: EventAction,
@@ -130,7 +157,7 @@ pub(super) async fn one(
     request: Request,
 ) -> Result<Json, Problem> {
     let id = id_of(id)?;
-    let body: EventBody = read(request).await?.unwrap_or_default();
+    let body: EventBody = read(request, BODY_MAX).await?.unwrap_or_default();
     let which = body.chosen(action, id)?;
     let EventBody { sink, who, reason, .. } = body;
     let by = RequestedBy { who, reason }.operator()?;
@@ -144,7 +171,7 @@ pub(super) async fn one(
         return Err(if rows.is_empty() {
             Problem::NotFound
         } else {
-            Problem::Refused { name, detail, sinks: report.json() }
+            Problem::Refused { name, detail, more: json!({ "sinks": report.json() }) }
         });
     }
     // It is done, whether or not the rest can be read.
@@ -183,7 +210,7 @@ pub(super) async fn sink(
 ) -> Result<Json, Problem> {
     Query::parse(query.as_deref(), &[]).map_err(Problem::Query)?;
     let Path(name) = name.map_err(|_| Problem::NoSink)?;
-    let SinkBody { who, reason } = read(request).await?.unwrap_or_default();
+    let SinkBody { who, reason } = read(request, BODY_MAX).await?.unwrap_or_default();
     let by = RequestedBy { who, reason }.operator()?;
     let store = state.store.as_ref();
     match acted_in_time(sinks::operate(store, &state.sinks, &name, order, &by)).await? {
@@ -199,7 +226,7 @@ pub(super) async fn dead(
     Extract(state): Extract<State>,
     request: Request,
 ) -> Result<Json, Problem> {
-    let body: Option<DeadEventsBody> = read(request).await?;
+    let body: Option<DeadEventsBody> = read(request, BODY_MAX).await?;
     let missing = || Problem::Action(vec!["`status`: must be \"dead\"".to_owned()]);
     let body = body.ok_or_else(missing)?;
     let filter = body.filter()?;
@@ -222,14 +249,17 @@ fn counted(mut answer: Value, name: &str, count: u64) -> Value {
 }
 
 /// The body, read. `None`: it is empty.
-async fn read<T: for<'a> Deserialize<'a>>(request: Request) -> Result<Option<T>, Problem> {
+async fn read<T: for<'a> Deserialize<'a>>(
+    request: Request,
+    max: usize,
+) -> Result<Option<T>, Problem> {
     if !is_json(request.headers()) {
         let wrong = "send it as `Content-Type: application/json`".to_owned();
         return Err(Problem::Action(vec![wrong]));
     }
-    let reading = axum::body::to_bytes(request.into_body(), BODY_MAX);
+    let reading = axum::body::to_bytes(request.into_body(), max);
     let Ok(Ok(bytes)) = tokio::time::timeout(READ_TIMEOUT, reading).await else {
-        let wrong = format!("it is longer than {BODY_MAX} bytes, broke off, or was too slow");
+        let wrong = format!("it is longer than {max} bytes, broke off, or was too slow");
         return Err(Problem::Action(vec![wrong]));
     };
     if bytes.trim_ascii().is_empty() {

@@ -13,7 +13,8 @@ use serde_json::{Value, json};
 use uuid::Uuid;
 
 use super::view;
-use crate::store;
+use crate::record::RecordId;
+use crate::store::{self, Objection};
 
 /// How long a list or a record may take the store.
 pub(super) const READ_TIMEOUT: Duration = Duration::from_secs(10);
@@ -73,7 +74,12 @@ pub(super) enum Problem {
     Query(Vec<String>),
     Question(String),
     Action(Vec<String>),
-    Refused { name: &'static str, detail: String, sinks: Value },
+    /// An action that was not done; `more`: an object of what else there is to say.
+    Refused {
+        name: &'static str,
+        detail: String,
+        more: Value,
+    },
     InDoubt,
     Id,
     NotFound,
@@ -86,6 +92,35 @@ pub(super) enum Problem {
 }
 
 impl Problem {
+    /// Why a record was left as it is.
+    pub(super) fn of_record(record: RecordId, why: &Objection) -> Self {
+        let refused = |name, detail, more| Self::Refused { name, detail, more };
+        match why {
+            Objection::NotFound => Self::NotFound,
+            Objection::Running { owner, since } => {
+                let (owner, since) = (owner.to_string(), view::time(*since));
+                let detail = format!(
+                    "Record {record} is being worked on by {owner} since {since}, and that process lives. Nothing was \
+                     changed: wait for its outcome, or stop that process and let its lease run out."
+                );
+                refused("running", detail, json!({ "owner": owner, "since": since }))
+            }
+            Objection::IsCompleted => {
+                let detail = format!(
+                    "Record {record} is completed: its answer is replayed. Nothing was changed. A release with \
+                     `\"completed\": true` forgets it, so that the next request executes again."
+                );
+                refused("completed", detail, Value::Null)
+            }
+            Objection::Moved => {
+                let detail = format!(
+                    "Record {record} changed since you looked at it. Nothing was changed by you: look at it again."
+                );
+                refused("moved", detail, Value::Null)
+            }
+        }
+    }
+
     fn entry(&self) -> (StatusCode, &'static str, &'static str) {
         match self {
             Self::Unauthorized => (
@@ -167,8 +202,10 @@ impl IntoResponse for Problem {
             "status": status.as_u16(),
             "detail": detail,
         });
-        if let (Self::Refused { sinks, .. }, Some(fields)) = (&self, body.as_object_mut()) {
-            fields.insert("sinks".to_owned(), sinks.clone());
+        if let (Self::Refused { more: Value::Object(more), .. }, Some(fields)) =
+            (&self, body.as_object_mut())
+        {
+            fields.extend(more.clone());
         }
         let errors = if let Self::Query(errors) | Self::Action(errors) = &self {
             json!(errors)

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use ring::hmac;
 
+use super::resolve::Announce;
 use crate::explain::Explain;
 use crate::store::Store;
 use crate::telemetry::Metrics;
@@ -29,6 +30,8 @@ pub struct State {
     pub sinks: Arc<[String]>,
     /// Who says what is made of a request; `None` in a process that takes none.
     pub explain: Option<Arc<dyn Explain>>,
+    /// Who says what a completion by hand announces.
+    pub announce: Arc<dyn Announce>,
 }
 
 /// Where the process stands between its start and its end. All clones see one value.

@@ -1,31 +1,28 @@
 //! `oncegate records list|show|release|complete`: what happened to a request, and saying what did.
 //!
-//! - An action names the attempt that was just read; where the record has moved on since, nothing is changed, and
-//!   that is said. The store decides whether an action is allowed; the words are here.
-//! - `complete` checks the answer before anything is written: it will be replayed to callers as if it came from the
-//!   upstream, so it may hold nothing that the gateway would have dropped.
-//! - When the process dies between the action and the output, the audit table tells whether it was done.
+//! What is done to a record is done by [`resolve`]; the words are here.
 
 use std::io::{Read as _, Write};
-use std::str::FromStr as _;
 use std::time::Duration;
 
 use bytes::Bytes;
 use clap::{Args, Subcommand};
 use http::header::CONTENT_TYPE;
-use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use serde_json::json;
 
 use super::print::{self, Exit, Failure, Out, Table, block, escape, objection, or_dash, refuse};
 use crate::admin::detail::{self, RecordDetail};
 use crate::admin::query;
+use crate::admin::resolve::{
+    self, Announce, AnswerMistake, CompleteReport, CompletedByHand, ReleaseReport, Target,
+};
 use crate::admin::view::{AuditView, EventView, RecordView, displayed_status, time};
-use crate::record::event::Event;
-use crate::record::{Answer, Fence, KeptBody, RecordId, Scope, Spelling, Status};
-use crate::store::{Completion, Objection, Operator, RecordFilter, RecordRow, Store};
+use crate::record::{Answer, KeptBody, RecordId, Scope, Status};
+use crate::store::{Objection, Operator, RecordFilter, RecordRow, Store};
+use crate::telemetry::log;
 
-/// Largest body that `complete` takes, in bytes.
-const BODY_MAX: u64 = 16 << 20;
+/// Largest body that a command takes, in bytes.
+const BODY_MAX: u64 = resolve::BODY_MAX as u64;
 /// How much of a body `show` prints, in characters; `--json` shows all of it.
 const BODY_SHOWN: usize = 4096;
 
@@ -107,18 +104,6 @@ pub struct CompleteArgs {
     pub reason: Option<String>,
 }
 
-/// What a completion by hand needs to know of the record's route.
-pub trait Announce: Sync {
-    /// The events of this answer by the route's templates, and for how long the route keeps an answer.
-    fn events(&self, row: &RecordRow, answer: &Answer) -> (Vec<Event>, Duration);
-}
-
-impl<F: Fn(&RecordRow, &Answer) -> (Vec<Event>, Duration) + Sync> Announce for F {
-    fn events(&self, row: &RecordRow, answer: &Answer) -> (Vec<Event>, Duration) {
-        self(row, answer)
-    }
-}
-
 /// Runs the command that was typed.
 ///
 /// # Errors
@@ -195,18 +180,15 @@ async fn release(
     out: &mut Out<'_>,
 ) -> Result<Exit, Failure> {
     let id = args.id;
-    let Some(row) = store.show_record(id).await? else {
-        return objection(out, id, &Objection::NotFound);
-    };
     let by = print::operator(args.reason.as_deref());
-    let fence = Fence { id: row.id, attempt: row.attempt };
-    let released = store.operator_release(fence, args.completed, &by).await;
-    if let Err(why) = print::changed(released, &format!("records show {id}"))? {
-        return objection(out, id, &why);
-    }
+    let target = Target { id, attempt: None };
+    let released = resolve::release(store, target, args.completed, &by).await;
+    let row = match print::changed(released, &format!("records show {id}"))? {
+        Ok(row) => row,
+        Err(why) => return objection(out, id, &why),
+    };
     if out.json {
-        let was = RecordView::brief(&row);
-        return out.document(&json!({ "released": was, "by": by.who, "why": by.why }));
+        return out.document(&ReleaseReport::of(&row, &by));
     }
     writeln!(out, "Released record {id}, which was {}.", displayed_status(&row))?;
     print_scope(out, &row)?;
@@ -227,50 +209,38 @@ async fn complete(
     out: &mut Out<'_>,
 ) -> Result<Exit, Failure> {
     let (answer, id) = (answer_of(args)?, args.id);
-    let Some(row) = store.show_record(id).await? else {
-        return objection(out, id, &Objection::NotFound);
-    };
-    if row.status == Status::Completed {
-        let detail = format!(
-            "Record {id} is completed already: its answer is replayed, and nothing was changed."
-        );
-        return refuse(out, "completed", &detail);
-    }
-    let (events, retention) = announce.events(&row, &answer);
-    let completion = Completion {
-        scope: row.scope.clone(),
-        fence: Fence { id: row.id, attempt: row.attempt },
-        answer,
-        retention,
-        events,
-    };
     let by = print::operator(args.reason.as_deref());
-    let completed = store.operator_complete(&completion, &by).await;
-    if let Err(why) = print::changed(completed, &format!("records show {id}"))? {
-        return objection(out, id, &why);
+    let target = Target { id, attempt: None };
+    let completed = resolve::complete(store, target, answer, announce, &by).await;
+    match print::changed(completed, &format!("records show {id}"))? {
+        Ok(done) => say_completed(out, &done, &by),
+        Err(Objection::IsCompleted) => {
+            let detail = format!(
+                "Record {id} is completed already: its answer is replayed, and nothing was changed."
+            );
+            refuse(out, "completed", &detail)
+        }
+        Err(why) => objection(out, id, &why),
     }
-    say_completed(out, &row, &completion, &by)
 }
 
 fn say_completed(
     out: &mut Out<'_>,
-    row: &RecordRow,
-    done: &Completion,
+    done: &CompletedByHand,
     by: &Operator,
 ) -> Result<Exit, Failure> {
+    let report = CompleteReport::of(done, by);
+    let CompletedByHand { was: row, completion: done, failed } = done;
+    if *failed > 0 {
+        let all = done.events.len();
+        let note = format!(
+            "oncegate: {failed} of {all} events say only why their template failed with this answer"
+        );
+        log::say(&note);
+    }
     let status = done.answer.status.as_u16();
     if out.json {
-        let events: Vec<_> = done
-            .events
-            .iter()
-            .map(|event| json!({ "id": event.id.to_string(), "event_type": event.kind, "sinks": event.sinks }))
-            .collect();
-        let was = RecordView::brief(row);
-        let done = json!({
-            "completed": was, "response_status": status, "events": events,
-            "retention_seconds": done.retention.as_secs(), "by": by.who, "why": by.why,
-        });
-        return out.document(&done);
+        return out.document(&report);
     }
     writeln!(out, "Completed record {}, which was {}.", row.id, displayed_status(row))?;
     print_scope(out, row)?;
@@ -299,61 +269,32 @@ fn print_scope(out: &mut dyn Write, row: &RecordRow) -> std::io::Result<()> {
 
 /// The answer that the arguments describe.
 fn answer_of(args: &CompleteArgs) -> Result<Answer, Failure> {
-    let status = StatusCode::from_u16(args.status)
-        .ok()
-        .filter(|status| (200..=599).contains(&status.as_u16()))
-        .ok_or_else(|| {
-            usage(format!("--status {}: a final status is from 200 to 599", args.status))
-        })?;
-    let mut headers = HeaderMap::new();
-    let mut names = Vec::new();
+    let mut lines = Vec::with_capacity(args.headers.len());
     for line in &args.headers {
-        let (name, value) = header_of(line)
-            .map_err(|wrong| usage(format!("--header '{}': {wrong}", escape(line))))?;
-        headers.append(name, value);
-        names.push(line.split(':').next().unwrap_or_default().trim());
+        let pair = line.split_once(':');
+        lines.push(pair.ok_or_else(|| wrong_header(line, "write it as 'Name: value'"))?);
     }
-    let spelling = Spelling::of(&headers, names);
     let body = body_of("--body", &args.body)?;
-    if !body.is_empty() && matches!(status.as_u16(), 204 | 205 | 304) {
-        return Err(usage(format!(
-            "--body: an answer of status {status} has none; give --body ''"
-        )));
-    }
-    Ok(Answer { status, headers, spelling, body: KeptBody::Whole(body) })
+    resolve::answer(args.status, &lines, body).map_err(|mistake| match mistake {
+        AnswerMistake::Status => {
+            usage(format!("--status {}: a final status is from 200 to 599", args.status))
+        }
+        AnswerMistake::Header(place, why) => {
+            wrong_header(args.headers.get(place).map_or("", String::as_str), why)
+        }
+        AnswerMistake::Body(status) => usage(format!(
+            "--body: an answer of status {} has none; give --body ''",
+            status.as_u16()
+        )),
+    })
+}
+
+fn wrong_header(line: &str, why: &str) -> Failure {
+    usage(format!("--header '{}': {why}", escape(line)))
 }
 
 fn usage(text: String) -> Failure {
     Failure::Usage(text)
-}
-
-/// Headers that belong to one connection, or that the gateway makes itself.
-fn is_the_gateways(name: &HeaderName) -> bool {
-    const NAMES: [&str; 11] = [
-        "connection",
-        "content-length",
-        "idempotent-replayed",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-        "via",
-    ];
-    NAMES.contains(&name.as_str()) || name.as_str().starts_with("oncegate-")
-}
-
-fn header_of(line: &str) -> Result<(HeaderName, HeaderValue), &'static str> {
-    let (name, value) = line.split_once(':').ok_or("write it as 'Name: value'")?;
-    let name = HeaderName::from_str(name).map_err(|_| "no header can have this name")?;
-    if is_the_gateways(&name) {
-        return Err("the gateway sets this header itself");
-    }
-    let value = value.trim_matches([' ', '\t']);
-    let value = HeaderValue::from_str(value).or_else(|_| HeaderValue::from_bytes(value.as_bytes()));
-    Ok((name, value.map_err(|_| "no header can have this value: it has control characters")?))
 }
 
 /// A body as it was typed: text, or @FILE.

@@ -16,14 +16,16 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use super::by_hand;
 use super::opening::{self, Opening};
 use super::serve::{self, RelayParts};
 use super::start::StartError;
 use crate::admin::{self, Readiness, Token};
 use crate::config::{Config, StoreKind};
 use crate::lease::{self, Contact};
-use crate::record::LeaseView;
-use crate::store::{self, Backlog, Store};
+use crate::record::{Answer, LeaseView};
+use crate::route::Routes;
+use crate::store::{self, Backlog, RecordRow, Store};
 use crate::telemetry::Metrics;
 use crate::{relay, sweep};
 
@@ -86,15 +88,18 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     config.relay.sinks.iter().for_each(|sink| metrics.outbox(&sink.name, 0, Duration::ZERO, 0));
     let (stop, end_lease) = (CancellationToken::new(), CancellationToken::new());
     let (tasks, lease) = (TaskTracker::new(), TaskTracker::new());
+    let (operations, routes) = (names(&config.routes), config.routes);
+    let announce = move |row: &RecordRow, answer: &Answer| by_hand::announced(&routes, row, answer);
     let state = admin::State {
         store: Arc::clone(&store),
         metrics: Arc::clone(&metrics),
         ready: ready.clone(),
         token: config.admin.token.as_deref().and_then(Token::new),
         version: env!("CARGO_PKG_VERSION"),
-        operations: config.routes.iter().map(|route| route.operation.as_str().to_owned()).collect(),
+        operations,
         sinks: config.sweep.sinks.clone().into(),
         explain: None,
+        announce: Arc::new(announce),
     };
     serve::keep_admin(&tasks, listener, admin::router(state), &stop);
     let grace = config.server.shutdown_grace;
@@ -108,6 +113,11 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         running.waiting = Some(Box::new(PendingStart { opening, after }));
     }
     Ok(running)
+}
+
+/// The operations of the routes.
+fn names(routes: &Routes) -> Arc<[String]> {
+    routes.iter().map(|route| route.operation.as_str().to_owned()).collect()
 }
 
 impl Running {

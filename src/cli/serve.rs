@@ -18,8 +18,10 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use super::by_hand;
 use super::opening::{self, ListenEarly, Opening, StoreStart};
 use super::start::StartError;
+use crate::admin::resolve::Announce;
 use crate::admin::{self, Readiness, Token};
 use crate::config::{Config, Listen, RelayMode, StoreKind};
 use crate::gateway::accept::{self, Listener};
@@ -28,10 +30,10 @@ use crate::gateway::tokens::Tokens;
 use crate::gateway::upstream::{self, Upstream};
 use crate::gateway::{Gateway, OnUnavailable, Parts, Serve};
 use crate::lease::{self, Contact};
-use crate::record::LeaseView;
+use crate::record::{Answer, LeaseView};
 use crate::relay::{Claimant, sink};
 use crate::route::{ReplayAuth, Server};
-use crate::store::{self, Store};
+use crate::store::{self, RecordRow, Store};
 use crate::tasks::{self, Loop, Vital};
 use crate::telemetry::Metrics;
 use crate::{relay, sweep};
@@ -197,6 +199,7 @@ pub async fn start(mut config: Config) -> Result<Running, StartError> {
         operations,
         sinks: relay.sinks.iter().map(|sink| sink.name.clone()).collect(),
         explain: Some(Arc::<Gateway>::clone(&gateway)),
+        announce: announce(&gateway),
     };
     keep_admin(&tasks, admin_listener, admin::router(state), &stop.rest);
     let service = Serve(Arc::clone(&gateway));
@@ -216,6 +219,14 @@ pub async fn start(mut config: Config) -> Result<Running, StartError> {
         running.waiting = Some(Box::new(PendingStart { opening, after }));
     }
     Ok(running)
+}
+
+/// What completions by hand announce, by the routes of the gateway.
+fn announce(gateway: &Arc<Gateway>) -> Arc<dyn Announce> {
+    let gateway = Arc::clone(gateway);
+    Arc::new(move |row: &RecordRow, answer: &Answer| {
+        by_hand::announced(gateway.routes(), row, answer)
+    })
 }
 
 /// Renews the lease until `stop`, then ends it.

@@ -46,6 +46,14 @@ impl Explain for Explainer {
     }
 }
 
+impl Gateway {
+    /// The keyed routes, for who explains them and for completions by hand.
+    #[must_use]
+    pub fn routes(&self) -> &Routes {
+        &self.routes
+    }
+}
+
 #[async_trait]
 impl Explain for Gateway {
     async fn explain(&self, sample: Sample) -> Explained {

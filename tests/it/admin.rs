@@ -4,11 +4,12 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use oncegate::admin::resolve::Announced;
 use oncegate::admin::{Readiness, State, Token, router, serve};
 use oncegate::explain::{Disposition, Explain, Explained, Sample};
-use oncegate::record::Status;
+use oncegate::record::{Answer, Status};
 use oncegate::route::Routes;
-use oncegate::store::EventStatus;
+use oncegate::store::{EventStatus, RecordRow};
 use oncegate::telemetry::{Metrics, Reply};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -50,6 +51,11 @@ impl Explain for Nobody {
     }
 }
 
+/// Announces nothing: no route is configured.
+fn nothing(_: &RecordRow, _: &Answer) -> Announced {
+    Announced { events: Vec::new(), failed: 0, retention: Duration::from_secs(3600) }
+}
+
 impl Admin {
     async fn start(shelf: Shelf, token: Option<&str>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -65,6 +71,7 @@ impl Admin {
             operations: Arc::from(["orders.create".to_owned()]),
             sinks: Arc::from(["main".to_owned()]),
             explain: Some(Arc::new(Nobody)),
+            announce: Arc::new(nothing),
         };
         let stop = CancellationToken::new();
         let task = tokio::spawn(serve(Arc::new(listener), router(state), stop.clone()));

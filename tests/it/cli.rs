@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use clap::Parser;
+use oncegate::admin::resolve::Announced;
 use oncegate::cli::events::{self, Events};
 use oncegate::cli::print::{Exit, Failure, Out};
 use oncegate::cli::records::{self, Records};
@@ -33,7 +34,7 @@ fn parse(line: &[&str]) -> Result<Command, i32> {
 }
 
 /// One event of the answer, kept for an hour.
-fn announce(row: &RecordRow, answer: &Answer) -> (Vec<Event>, Duration) {
+fn announce(row: &RecordRow, answer: &Answer) -> Announced {
     let event = Event {
         id: Uuid::from_u128(0xe1),
         key: format!("{}/order.created", row.id),
@@ -43,7 +44,7 @@ fn announce(row: &RecordRow, answer: &Answer) -> (Vec<Event>, Duration) {
         payload: Bytes::from(answer.status.as_str().to_owned()),
         sinks: vec!["main".to_owned()],
     };
-    (vec![event], Duration::from_secs(3600))
+    Announced { events: vec![event], failed: 0, retention: Duration::from_secs(3600) }
 }
 
 async fn attempt(shelf: &Shelf, line: &[&str], json: bool) -> Result<(Exit, String), Failure> {

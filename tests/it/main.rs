@@ -23,6 +23,7 @@ mod support;
 mod acceptance;
 mod acceptance_relay;
 mod admin;
+mod admin_records;
 mod attacks;
 mod backlog;
 mod brokers;
