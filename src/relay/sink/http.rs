@@ -358,6 +358,8 @@ fn sign(
     body: &[u8],
     signers: &[hmac::Key],
 ) -> Result<(), String> {
+    // Consumers verify with libraries that take text: what is none would be refused there for ever.
+    std::str::from_utf8(body).map_err(|_| "the payload is not UTF-8 text".to_owned())?;
     let sign = |key: &hmac::Key| {
         let mut signed = hmac::Context::with_key(key);
         signed.update(format!("{id}.{seconds}.").as_bytes());
