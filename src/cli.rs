@@ -1,4 +1,4 @@
-//! The commands: what a person types, and what is wired from it.
+//! The command line: its arguments, and the code that starts each command.
 
 mod by_hand;
 mod check;
@@ -49,23 +49,23 @@ struct Cli {
 enum Command {
     /// Run the gateway
     Serve(ServeArgs),
-    /// Deliver events, and nothing else: the relay as a process of its own, several at once on one Postgres
+    /// Only deliver events: a relay in its own process; several relays can share one Postgres
     Relay(RelayArgs),
-    /// See it work: an API, a webhook consumer and the gateway in one, with the acceptance cases played
+    /// Show how it works: run an API, a webhook consumer and the gateway in one process, and play the acceptance cases
     Demo(DemoArgs),
-    /// Check a configuration: mistakes, and what is unsafe
+    /// Check a configuration for mistakes and unsafe settings
     Check(ConfigArgs),
-    /// Say what the gateway makes of a request: its route and why, its key, its canonical form and hash
+    /// Show how the gateway reads a request: its route and why, its key, its canonical form and hash
     Explain(ExplainCommand),
     /// Bring the store's schema up to date
     Migrate(ConfigArgs),
-    /// Look at records, and resolve them
+    /// List, show and resolve records
     #[command(subcommand_required = true)]
     Records(RecordsArgs),
-    /// Look at events, redeliver them, or give them up
+    /// List, show, redeliver and discard events
     #[command(subcommand_required = true)]
     Events(EventsArgs),
-    /// Look at sinks, pause them and resume them
+    /// List, pause and resume sinks
     #[command(subcommand_required = true)]
     Sinks(SinksArgs),
 }
@@ -92,14 +92,14 @@ struct ServeArgs {
 
 #[derive(Debug, Args)]
 struct RelayArgs {
-    /// The configuration file (TOML): the one of `serve`
+    /// The configuration file (TOML), the same as for `serve`
     #[arg(long, short, value_name = "FILE", env = "ONCEGATE_CONFIG")]
     config: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
 struct DemoArgs {
-    /// End after the cases; the exit status says whether all held
+    /// Exit after the cases; the exit status says whether all of them passed
     #[arg(long)]
     exit: bool,
 }
@@ -136,23 +136,22 @@ struct SinksArgs {
     command: sinks::Sinks,
 }
 
-/// How long the end of the process waits for the store's threads: for what is queued, and for the last checkpoint.
+/// How long the process waits at its end for the store's threads to finish their queue and the last checkpoint.
 const CLOSE_MAX: Duration = Duration::from_secs(10);
 
 /// Exit status for wrong usage and wrong configuration.
 const USAGE: u8 = 2;
 
-/// Exit status where a background task has ended without which the process must be replaced: "internal software error" of
-/// `sysexits.h`.
+/// Exit status if a background task ended that cannot be started again: "internal software error" of `sysexits.h`.
 const TASK_ENDED: u8 = 70;
 
-/// The environment's number of working threads, under the name that other programs on this runtime know.
+/// The variable for the number of worker threads. Other programs on Tokio use the same name.
 const THREADS: &str = "TOKIO_WORKER_THREADS";
 
-/// More were a slip: each has a stack and queues of its own.
+/// A larger number is probably a typing error: each thread has its own stack and queues.
 const THREADS_MAX: usize = 1024;
 
-/// How many working threads there are: one fewer than processors, since the store works on a thread of its own.
+/// The default is one thread fewer than processors, because the store has its own thread.
 fn threads(asked: Option<&str>, processors: usize) -> Result<usize, String> {
     let Some(asked) = asked else { return Ok(processors.saturating_sub(1).max(1)) };
     let number = asked.parse().ok().filter(|number| (1..=THREADS_MAX).contains(number));
@@ -163,11 +162,11 @@ fn threads(asked: Option<&str>, processors: usize) -> Result<usize, String> {
     })
 }
 
-/// How long the runtime keeps a thread for what blocks: for ever. A name that must be resolved while the system gives no more
-/// threads would find none, which the runtime answers with a panic.
+/// How long the runtime keeps a blocking thread: in effect for ever. If the system gave no new thread when a name must be
+/// resolved, Tokio would panic.
 const BLOCKING_KEPT: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
-/// What everything runs on, with its first thread for what blocks.
+/// The Tokio runtime. Its first blocking thread is started here, see [`BLOCKING_KEPT`].
 fn runtime() -> Result<Runtime, Problem> {
     let asked = std::env::var_os(THREADS);
     let asked = asked.as_deref().map(OsStr::to_string_lossy);
@@ -193,20 +192,20 @@ pub fn main() -> ExitCode {
         Err((code, why)) => return fail(code, &why),
     };
     let ended = runtime.block_on(run(cli.command));
-    // What still blocks a thread of the runtime (a name that does not resolve, say) does not keep the process.
+    // A blocking call that hangs (a name that does not resolve, for example) must not keep the process alive.
     runtime.shutdown_timeout(Duration::from_secs(1));
-    // Nobody has a store any more: what is in SQLite's log goes into the file, so that the file is all there is.
+    // No task holds the store any more. SQLite's log goes into the file, so that the file alone is a complete copy.
     if !sqlite::all_closed(CLOSE_MAX) {
         tracing::warn!(
-            "the database was not closed in time: a copy of it needs the log beside it, too"
+            "the database was not closed in time: a copy of its file must include the -wal file beside it"
         );
     }
     log::flush();
-    // Behind all that was logged: the last line says why.
+    // After the log is flushed, so that the last line says why the process ended.
     ended.unwrap_or_else(|(code, why)| fail(code, &why))
 }
 
-/// Runs a command to its end. What keeps a process from starting, or from going on, is told behind what it logged.
+/// Runs a command to its end. The caller prints the error after everything that was logged.
 async fn run(command: Command) -> Result<ExitCode, Problem> {
     Ok(match command {
         Command::Serve(args) => return serve(args).await,
@@ -244,14 +243,14 @@ fn names_of(config: &Config) -> Vec<String> {
     config.relay.sinks.iter().map(|sink| sink.name.clone()).collect()
 }
 
-/// What a command could not do: exit status and message.
+/// Why a command failed: exit status and message.
 type Problem = (u8, String);
 
 async fn with_config(
     args: &ConfigArgs,
     command: impl AsyncFnOnce(Config) -> Result<Exit, Problem>,
 ) -> ExitCode {
-    // These commands need the store only: beside a `serve` without a file they find its default one.
+    // These commands need the store only. Without a file they use the same default store as `serve`.
     let unused = args.config.is_none().then_some("http://127.0.0.1");
     let config = match load(args.config.as_deref(), unused) {
         Ok((config, _)) => config,
@@ -306,7 +305,7 @@ fn fail(code: u8, message: &str) -> ExitCode {
     ExitCode::from(code)
 }
 
-/// For whoever started the process. A reader that stalls holds nothing up.
+/// Prints the ready line. It does not wait for a slow reader of stdout.
 fn tell_ready(ready: &serde_json::Value) {
     drop(log::aside(std::io::stdout(), format!("ready {ready}\n")));
 }
@@ -315,7 +314,7 @@ fn say(line: &str) {
     drop(writeln!(std::io::stdout(), "{line}"));
 }
 
-/// What every process that stays begins with: its configuration, its log, and what ends it.
+/// The first steps of `serve` and `relay`: load the configuration, start the log, listen for signals.
 fn begin(config: Option<&Path>, upstream: Option<&str>) -> Result<(Config, Signals), ExitCode> {
     let (config, warnings) = load(config, upstream)?;
     log::start(config.log.format, &config.log.level)
@@ -352,18 +351,20 @@ async fn serve(args: ServeArgs) -> Result<ExitCode, Problem> {
     let ready = serde_json::json!({ "listen": listen, "admin": running.admin.to_string() });
     tell_ready(&ready);
     let why = signals.next_or_fatal().await;
-    tracing::info!("stopping: what is reserved is finished first");
+    tracing::info!("stopping: requests in progress are finished first");
     stopped(Ok(why.into()), running.stop(), &mut signals).await
 }
 
-/// Why a process ends that listens already. Told at once as well: what passes through it may take the grace.
+/// The error of a start that failed after the process began to listen. It is logged at once, because open requests can delay
+/// the end of the process for the whole grace.
 fn start_failed(error: &StartError) -> Problem {
     let why = causes(error);
     tracing::error!(error = why, "the start has failed: the process ends");
     (1, why)
 }
 
-/// The exit status after a stop. A second signal means now: what is reserved, or in flight, is judged by the lease then.
+/// The exit status after a stop. A second signal ends the process at once; another process then takes over its records when
+/// its lease has run out.
 async fn stopped(
     ended: Result<ExitCode, Problem>,
     stop: impl Future<Output = ()>,
@@ -398,16 +399,16 @@ async fn relay_alone(args: &RelayArgs) -> Result<ExitCode, Problem> {
     }
     tell_ready(&serde_json::json!({ "admin": running.admin.to_string() }));
     let why = signals.next_or_fatal().await;
-    tracing::info!("stopping: what is in flight is finished first");
+    tracing::info!("stopping: deliveries in flight are finished first");
     stopped(Ok(why.into()), running.stop(), &mut signals).await
 }
 
 /// Why the process stops.
 #[derive(Clone, Copy, Debug)]
 enum Stopped {
-    /// It was told to.
+    /// A signal asked for it.
     Signal,
-    /// A background task has ended that cannot be begun anew.
+    /// A background task ended that cannot be started again.
     TaskEnded,
 }
 
@@ -420,11 +421,11 @@ impl From<Stopped> for ExitCode {
     }
 }
 
-/// What asks the process to stop. Made before the store connects: a signal that comes during the start ends it.
+/// The signals that stop the process. Created before the store connects, so that a signal during the start ends it.
 struct Signals {
     terminate: Signal,
     interrupt: Signal,
-    /// Taken, and nothing else: a file that may not grow any more, the log's say, is an error of its write.
+    /// Caught and ignored: a file at its size limit then fails its write, and does not kill the process.
     _too_large: Signal,
 }
 
@@ -443,7 +444,7 @@ impl Signals {
         tokio::select! { _ = self.terminate.recv() => {}, _ = self.interrupt.recv() => {} }
     }
 
-    /// A signal, or the end of a background task without which the process must be replaced.
+    /// Waits for a signal, or for the end of a background task that cannot be started again.
     async fn next_or_fatal(&mut self) -> Stopped {
         tokio::select! {
             () = self.next() => Stopped::Signal,
@@ -460,7 +461,7 @@ async fn explain_request(args: &ExplainCommand) -> ExitCode {
         let unreadable = |error: std::io::Error| (1, format!("the digest key: {error}"));
         let digest = config.digest_key_file.look().map_err(unreadable)?;
         if digest.is_none() && config.routes.iter().any(|r| r.scope.tenant == Source::Credential) {
-            // Made by `serve` at its first start, as the user that it runs as.
+            // `serve` makes the key at its first start, so that its user owns it.
             let note = "oncegate: there is no digest key yet: a tenant that is a digest will be another one";
             log::say(note);
         }

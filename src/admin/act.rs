@@ -116,7 +116,7 @@ impl DeadEventsBody {
     fn filter(&self) -> Result<DeadFilter, Problem> {
         let mut errors = Vec::new();
         if self.status != EventStatus::Dead.as_str() {
-            errors.push("`status`: only dead events are chosen all at once".to_owned());
+            errors.push("`status`: only `dead` is allowed".to_owned());
         }
         let since = self.since.as_deref().map(query::since).transpose().unwrap_or_else(|wrong| {
             errors.push(format!("`since`: {wrong}"));

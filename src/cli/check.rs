@@ -1,8 +1,8 @@
-//! `check`: what is wrong with a configuration, what is unsafe, and what the store says of it where it can be asked.
+//! `check`: prints mistakes and warnings of a configuration, and checks the store if it can be reached.
 //!
-//! It changes nothing: no file is made, no schema is migrated. A store that cannot be asked is no mistake of the
-//! configuration, so that a file can be checked where the database is not. One that answers and with which `serve` could not
-//! work fails the check: its encoding, who asks, the rights, the schema, the folder of the file.
+//! It changes nothing: it makes no file and migrates no schema. A store that cannot be reached does not fail the check, so
+//! that a file can be checked on another machine. A store that answers fails the check if `serve` could not work with it:
+//! encoding, user, rights, schema, or the folder of the file.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -18,20 +18,21 @@ use crate::store::sqlite::{Location, Sqlite};
 use crate::store::{self, OpenError, Store};
 use crate::telemetry::causes;
 
-/// How long the store is waited for.
+/// How long `check` waits for the store.
 const LOOK_MAX: Duration = Duration::from_secs(10);
 
-/// What came of asking the store.
+/// The result of checking the store.
 enum StoreCheck {
-    /// It was asked. These sinks have pending events, and the file does not name them; what `serve` has still to do.
+    /// The store answered. Sinks with pending events that the file does not name, and a note on what `serve` will do at its
+    /// start.
     Asked { pending: Vec<(String, u64)>, note: Option<String> },
-    /// It could not be asked; why.
+    /// The store could not be reached; why.
     NotAsked(String),
-    /// `serve` could not work with it; why, each for itself.
+    /// `serve` could not work with this store; one reason each.
     Unusable(Vec<String>),
 }
 
-/// How the store is made to be looked at.
+/// What to do so that `check` reaches the store.
 const TO_LOOK: &str = "to have it checked as well, run this where `serve` runs: with its configuration and variables, and where \
      the database can be reached";
 
@@ -41,7 +42,7 @@ pub(super) async fn check(args: &ConfigArgs) -> ExitCode {
         Err(code) => return code,
     };
     let checked = look(&config).await;
-    // What it lies beside may be what is missing: then that is told.
+    // The spill's folder may be missing because the store's folder is; the check of the store then reports that.
     if !matches!(checked, StoreCheck::Unusable(_))
         && let Err(unwritable) = spill::probe(&config.store.spill.dir)
     {
@@ -63,7 +64,7 @@ pub(super) async fn check(args: &ConfigArgs) -> ExitCode {
     ExitCode::from(UNUSABLE)
 }
 
-/// The exit status where the file is right, and the store is not.
+/// Exit status if the file is right and `serve` could not work with the store.
 const UNUSABLE: u8 = 1;
 
 fn tell(config: &Config, warnings: &[Warning], checked: &StoreCheck) {
@@ -126,7 +127,7 @@ fn not_named((sink, pending): &(String, u64)) -> Warning {
     Warning { location: "sink".to_owned(), text }
 }
 
-/// Asks the store whether `serve` can work with it, and which other sinks have pending events. Nothing is made for it.
+/// Asks the store whether `serve` can work with it, and which other sinks have pending events. Makes no file.
 async fn look(config: &Config) -> StoreCheck {
     let asking = async {
         match &config.store.kind {
@@ -188,7 +189,7 @@ async fn pending(store: &dyn Store, config: &Config) -> Result<StoreCheck, Store
     Ok(StoreCheck::Asked { pending, note: None })
 }
 
-/// An older schema is what `serve` mends, where it may.
+/// An older schema is no error if `serve` may migrate it.
 fn to_come(config: &Config, error: OpenError) -> Result<String, StoreCheck> {
     let OpenError::OlderSchema { found, known } = error else { return Err(refused(error)) };
     if !config.store.migrate {
@@ -204,7 +205,7 @@ fn to_come(config: &Config, error: OpenError) -> Result<String, StoreCheck> {
     })
 }
 
-/// What does not pass by itself ends `serve` as well.
+/// An error that does not pass by itself would also end `serve`.
 #[expect(clippy::needless_pass_by_value, reason = "the shape of map_err")]
 fn refused(error: OpenError) -> StoreCheck {
     match error.may_pass() {
@@ -218,7 +219,7 @@ fn not_asked(error: store::Error) -> StoreCheck {
     StoreCheck::NotAsked(causes(&error))
 }
 
-/// What is sealed at rest, and what is not.
+/// The lines on what is sealed at rest, and what is not.
 fn protected(keys: &[&str]) -> Vec<String> {
     let Some((first, older)) = keys.split_first() else { return Vec::new() };
     let mut lines = vec![

@@ -1,7 +1,7 @@
-//! `oncegate events list|show|redeliver|discard`: whether an event reached its sinks, sending it again, giving it up.
+//! `oncegate events list|show|redeliver|discard`: show events, send them again, or discard them.
 //!
-//! Redelivery keeps the event's id, so that a receiver that deduplicates takes it once. One that is being delivered
-//! at this moment is left alone, by both: its verdict is on its way.
+//! A redelivery keeps the event's id, so that a receiver that deduplicates takes the event once. Neither command changes an
+//! event while a worker delivers it.
 
 use std::io::Write;
 use std::time::Duration;
@@ -23,11 +23,11 @@ use crate::store::{Chosen, DeadFilter, EventAction, EventFilter, EventStatus, St
 pub enum Events {
     /// List events, newest first, a row for each sink
     List(ListArgs),
-    /// Show one event with its message, how it stands towards each sink, and each attempt
+    /// Show one event: its message, its status for each sink, and each attempt
     Show(ShowArgs),
-    /// Send an event again to the sinks that have not taken it, or all dead ones
+    /// Send an event, or all dead events, again to the sinks that have not taken it
     Redeliver(RedeliverArgs),
-    /// Give an event up for good, or all dead ones: a pending or dead one is discarded, what was sent stays sent
+    /// Discard an event, or all dead events, for good; a delivery that was sent stays sent
     Discard(SelectArgs),
 }
 
@@ -46,7 +46,7 @@ pub struct ListArgs {
     /// Only of this type
     #[arg(long = "type", value_name = "TYPE")]
     pub kind: Option<String>,
-    /// Only towards this sink
+    /// Only for this sink
     #[arg(long)]
     pub sink: Option<String>,
     /// Only in this status: pending, sent, dead or discarded
@@ -68,17 +68,17 @@ pub struct ShowArgs {
     pub id: Uuid,
 }
 
-/// Upon which events something is done.
+/// Which events a command changes.
 #[derive(Args, Debug)]
 #[command(group = ArgGroup::new("which").required(true).args(["id", "status"]))]
 pub struct SelectArgs {
     /// The event's id
     #[arg(value_parser = print::id::<Uuid>)]
     pub id: Option<Uuid>,
-    /// All in this status: only `dead`
+    /// All events in this status: only `dead` is allowed
     #[arg(long, value_parser = dead)]
     pub status: Option<EventStatus>,
-    /// Only towards this sink
+    /// Only for this sink
     #[arg(long)]
     pub sink: Option<String>,
     /// With --status: only of this type
@@ -101,7 +101,7 @@ pub struct SelectArgs {
     pub reason: Option<String>,
 }
 
-/// Upon which events something is done, and towards which sinks.
+/// Which events are redelivered, and to which sinks.
 #[derive(Args, Debug)]
 pub struct RedeliverArgs {
     /// Which events.
@@ -116,7 +116,7 @@ pub struct RedeliverArgs {
 struct ActionRequest<'a> {
     action: EventAction,
     args: &'a SelectArgs,
-    /// Of a redelivery: also to the sinks that took it.
+    /// Redelivery also to the sinks that took the event.
     all_sinks: bool,
 }
 
@@ -136,14 +136,13 @@ fn dead(text: &str) -> Result<EventStatus, String> {
     query::event_status(text)
         .ok()
         .filter(|status| *status == EventStatus::Dead)
-        .ok_or_else(|| "only dead events are chosen all at once".to_owned())
+        .ok_or_else(|| "only `dead` is allowed".to_owned())
 }
 
 /// Runs the command that was typed; `configured` names the sinks of the configuration.
 ///
 /// # Errors
-/// [`Failure::Usage`] where neither an id nor a status is given, or a sink that is not known; the store's; or where the output
-/// cannot be written.
+/// [`Failure::Usage`] without an id and a status, or for a sink that is not known; an error of the store or of the output.
 pub async fn run(
     command: &Events,
     store: &dyn Store,
@@ -177,7 +176,7 @@ async fn list(
         sink: args.sink.clone(),
         status: args.status,
         since: args.since,
-        // One more than is shown tells whether there are more.
+        // One more than is shown, to know whether there are more.
         limit: args.limit.saturating_add(1),
         ..EventFilter::default()
     };
@@ -234,7 +233,7 @@ async fn show(store: &dyn Store, id: Uuid, out: &mut Out<'_>) -> Result<Exit, Fa
     Ok(Exit::Done)
 }
 
-/// Each attempt on a line, with as much of what went wrong as a line has room for; `--json` shows all of it.
+/// One line for each attempt. The error is cut to fit; `--json` shows all of it.
 fn attempts_table(attempts: &[AttemptView]) -> Table<5> {
     let mut table = Table::new(["SINK", "ATTEMPT", "AT", "STATUS", "ERROR"]);
     for attempt in attempts {
@@ -268,7 +267,7 @@ async fn act(
     }
 }
 
-/// A sink that is known nowhere is a slip, and nothing is found by it.
+/// Refuses a sink that neither the configuration nor the store knows: it is probably a typing error.
 async fn refuse_unknown_sink(
     store: &dyn Store,
     configured: &[String],
@@ -299,7 +298,7 @@ async fn act_on_one(
     let done = action::run(action, store, &which, &by).await;
     let touched = print::changed(done, &format!("events show {id}"))?;
     let rows = match detail::event_rows(store, id).await {
-        // It is done, whether or not the rest can be read.
+        // The change is done, even if the rest cannot be read.
         Err(_) if touched.count > 0 => Vec::new(),
         rows => rows?,
     };
@@ -347,7 +346,7 @@ async fn act_on_dead(
     out.line(&said(action, count, "dead event", args))
 }
 
-/// Counted by rows: an event towards two sinks is two deliveries.
+/// Counts rows: an event for two sinks is two deliveries.
 fn said(action: EventAction, count: u64, what: &str, args: &SelectArgs) -> String {
     let plural = if count == 1 { "" } else { "s" };
     let done = match action {

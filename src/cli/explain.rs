@@ -1,7 +1,7 @@
-//! `oncegate explain`: what the gateway would make of a request, and what differs between two.
+//! `oncegate explain`: shows how the gateway reads a request, and how two requests differ.
 //!
-//! It reads the configuration, and the database only where a record is named; it works without a running `serve`. Nothing is
-//! changed. The canonical form is printed, and with it what the body holds.
+//! It reads the configuration, and the database only if a record is named. It changes nothing and needs no running `serve`. It
+//! prints the canonical form, so its output holds the content of the body.
 
 use std::io::Write;
 
@@ -36,16 +36,16 @@ pub struct ExplainArgs {
     /// Its body: text, or @FILE
     #[arg(long)]
     pub body: Option<String>,
-    /// Another request to compare with: what differs from the first one
+    /// The method of another request to compare with; its other parts default to the first request's
     #[arg(long, value_name = "METHOD")]
     pub other_method: Option<String>,
-    /// The other one's path and query
+    /// The other request's path and query
     #[arg(long, value_name = "PATH")]
     pub other_path: Option<String>,
-    /// A header of the other one, in the place of that name's; may be repeated
+    /// A header of the other request, in place of the first one's of that name; may be repeated
     #[arg(long = "other-header", value_name = "HEADER")]
     pub other_headers: Vec<String>,
-    /// The other one's body: text, or @FILE
+    /// The other request's body: text, or @FILE
     #[arg(long, value_name = "BODY")]
     pub other_body: Option<String>,
     /// A record to compare with
@@ -89,10 +89,10 @@ fn body(flag: &str, text: Option<&str>) -> Result<Option<Bytes>, Failure> {
     text.map(|text| body_of(flag, text)).transpose()
 }
 
-/// Explains what was typed. The store is needed where a record is named.
+/// Explains the request. Needs the store only if a record is named.
 ///
 /// # Errors
-/// [`Failure::Usage`] where it is no request; the store's; or where the output cannot be written.
+/// [`Failure::Usage`] if the arguments are no request; an error of the store or of the output.
 pub async fn run(
     args: &ExplainArgs,
     by: &dyn Explain,

@@ -1,9 +1,9 @@
-//! From the settings to an open store, however long the database is away.
+//! Opens the store at the start, also if the database is away for a while.
 //!
-//! A start on Postgres is tried until it succeeds, or fails in a way that no time mends; `store.wait_at_start` bounds it. Each
-//! try begins at the beginning, and everything in it may be done again. What must stay true: the order within a try is
-//! migrate, drain the spill, count, lease; and the gate (`store::awaited`) is opened after all of it. A SQLite file is there or
-//! it is not: its start is tried once.
+//! A start on Postgres is tried until it succeeds, until it fails for a reason that does not pass, or until
+//! `store.wait_at_start` is over. Each try begins anew, and every step of it can be repeated. A start on SQLite is tried once.
+//!
+//! Invariant: the order within a try is migrate, drain the spill, count, lease. The gate (`store::awaited`) opens after it.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -29,32 +29,32 @@ use crate::telemetry::{Metrics, causes};
 /// How long a start may take before the process listens without its store.
 const HEAD_START: Duration = Duration::from_secs(1);
 
-/// Longest pause between two tries: the start goes on soon after the database has come.
+/// Longest pause between two tries. It is short, so that the start succeeds soon after the database is back.
 const PAUSE_MAX: Duration = Duration::from_secs(3);
 
-/// How often the log says that the store is still not open; and that there is another reason.
+/// How often the log says that the store is still not open, for the same reason and for a new one.
 const TELL_EVERY: Duration = Duration::from_secs(60);
 const TELL_OTHER_EVERY: Duration = Duration::from_secs(10);
 
-/// How long the store may be away while the spill is drained: of a SQLite file, before the start fails; of a Postgres,
-/// before the start is tried anew.
+/// How long the store may be away while the spill is drained. After this a start on SQLite fails, and a start on Postgres is
+/// tried again.
 const DRAIN_ON_SQLITE: Duration = Duration::from_secs(30);
 const DRAIN_ON_POSTGRES: Duration = Duration::from_secs(1);
 
 /// How many records of dead owners are marked in one statement at the start.
 const MARK_BATCH: u32 = 500;
 
-/// A start on a store that is under way. Dropped, it is given up, and nothing that it did does harm.
+/// A start on a store that runs. It can be dropped at any time without harm.
 pub(super) struct Opening {
     trying: Pin<Box<dyn Future<Output = Result<(), StartError>>>>,
-    /// Is told of the first try that failed and may succeed another time.
+    /// Notified when a try failed for a reason that may pass.
     failed: Arc<Notify>,
-    /// None: nothing is served without the store while it is at hand.
+    /// After this time the process listens without its store. `None`: only after a try has failed.
     head_start: Option<Duration>,
 }
 
 impl Opening {
-    /// Whether the store is open, or takes longer than is to be waited for without listening.
+    /// `true`: the store is open. `false`: it takes longer, and the process listens without it.
     pub(super) async fn soon(&mut self) -> Result<bool, StartError> {
         let late = async {
             match self.head_start {
@@ -70,28 +70,28 @@ impl Opening {
         }
     }
 
-    /// Waits until the store is open. Not to be asked again after it has told.
+    /// Waits until the store is open. Must not be called again after it has returned.
     pub(super) async fn end(&mut self) -> Result<(), StartError> {
         self.trying.as_mut().await
     }
 }
 
-/// Whether requests are served before the store is open, although it is at hand.
+/// Whether a process serves requests before the store is open, if only the start takes long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ListenEarly {
-    /// Where it takes a while: what no route names needs no store.
+    /// Yes, after [`HEAD_START`]: a request without a route needs no store.
     Yes,
-    /// Not, lest they go past it.
+    /// No: with `on_unavailable = "bypass"` these requests would go unprotected.
     No,
 }
 
 /// What a start needs, and what it sets.
 pub(super) struct StoreStart {
     pub(super) settings: config::Store,
-    /// For what applications announce in the database itself.
+    /// For events that applications write in the database.
     pub(super) sinks: Vec<Subscriber>,
     pub(super) metrics: Arc<Metrics>,
-    /// Counted before the first request, lest a restart lets one beyond it.
+    /// Counted before the first request, so that a restart lets no event exceed it.
     pub(super) backlog: Backlog,
     pub(super) spill: Unopened,
     pub(super) lease: LeaseView,
@@ -99,7 +99,7 @@ pub(super) struct StoreStart {
     pub(super) gate: Gate,
 }
 
-/// Opens the store of `serve`: locked where one process owns it, and cleared of what the last process left.
+/// Opens the store of `serve`. Locks a SQLite file, and marks the records that the last process left.
 pub(super) fn to_serve(start: StoreStart, early: ListenEarly) -> Opening {
     let failed = Arc::new(Notify::new());
     match start.settings.kind.clone() {
@@ -116,7 +116,7 @@ pub(super) fn to_serve(start: StoreStart, early: ListenEarly) -> Opening {
     }
 }
 
-/// Opens the store of a relay: it keeps no outcomes, and marks nothing.
+/// Opens the store of a relay. A relay has no spill and marks no records.
 pub(super) fn to_relay(
     settings: config::Store,
     postgres: postgres::Settings,
@@ -152,7 +152,7 @@ async fn on_sqlite(location: &Location, start: StoreStart) -> Result<(), StartEr
     sqlite.migrate(settings.migrate).await?;
     let store = sealed(Arc::<Sqlite>::clone(&sqlite), settings);
     let database = start.drain(&store, DRAIN_ON_SQLITE).await?;
-    // The lock says that no other process lives: every lease in the file is a dead one's.
+    // This process holds the lock, so no other process lives. Every lease in the file belongs to a dead process.
     sqlite.end_all_leases().await?;
     while store.mark_dead(None, MARK_BATCH).await? > 0 {}
     start.begin(&store).await?;
@@ -178,7 +178,8 @@ async fn on_postgres(
 }
 
 impl StoreStart {
-    /// What dead processes left in the spill is in the database then: before it is marked as lost. The database's id.
+    /// Writes the outcomes that dead processes left in the spill, before their records are marked. Returns the id of the
+    /// database.
     async fn drain(&self, store: &Arc<dyn Store>, patience: Duration) -> Result<Uuid, StartError> {
         let database = store.database_id().await?;
         let config::Store { spill, keys, .. } = &self.settings;
@@ -194,9 +195,9 @@ impl StoreStart {
         Ok(())
     }
 
-    /// From now on the store is open.
+    /// Opens the spill and the gate.
     fn finish(self, store: Arc<dyn Store>, database: Uuid) -> Result<(), StartError> {
-        // Not before the drain: on a full disk, what was drained is its room.
+        // After the drain, because on a full disk the drain makes the room that the spill needs.
         self.spill.open(&self.settings.spill.dir, database)?;
         self.contact.reached(Instant::now().into_std());
         self.gate.open(store);
@@ -204,7 +205,7 @@ impl StoreStart {
     }
 }
 
-/// A Postgres, from the first try that reached it on.
+/// A Postgres. The first try that reaches it keeps the connection pool for the next tries.
 struct Server {
     settings: postgres::Settings,
     reached: Option<Arc<Postgres>>,
@@ -215,7 +216,7 @@ impl Server {
         Self { settings, reached: None }
     }
 
-    /// Its store with this program's schema.
+    /// The store, migrated to this program's schema.
     async fn store(&mut self, settings: &config::Store) -> Result<Arc<dyn Store>, StartError> {
         let postgres = match &self.reached {
             Some(postgres) => Arc::clone(postgres),
@@ -236,7 +237,7 @@ impl Server {
     }
 }
 
-/// Tries until it succeeds, or fails for good, or the time is over.
+/// Tries until an attempt succeeds, fails for good, or the time is over.
 async fn until<T>(
     limit: Option<Duration>,
     gate: &Gate,
@@ -268,7 +269,7 @@ async fn until<T>(
     }
 }
 
-/// What the log was told of tries that failed: the first, and then one now and then.
+/// When a failed try was logged last. The first failure is logged, and later ones from time to time.
 #[derive(Default)]
 struct RetryLog(Option<(Instant, String)>);
 
@@ -279,7 +280,7 @@ impl RetryLog {
             at.elapsed() >= every
         });
         if due {
-            tracing::warn!(error = why, "the store cannot be opened yet: it is tried until it can");
+            tracing::warn!(error = why, "the store cannot be opened yet: the start is tried again");
             self.0 = Some((Instant::now(), why.to_owned()));
         }
     }
@@ -296,7 +297,7 @@ mod tests {
     use super::*;
     use crate::store::{OpenError, awaited};
 
-    /// A start whose tries come to this, by the time that has gone by: how it ends, and when.
+    /// Runs a start whose tries end as `comes_to` says for the time that has passed. Returns how it ended, and after how long.
     async fn tried(
         limit: Option<Duration>,
         comes_to: impl Fn(Duration) -> Result<(), OpenError>,

@@ -1,8 +1,8 @@
-//! How commands speak: exit status, tables, escaped text, JSON, and who is at the keyboard.
+//! The output of commands: exit status, tables, escaped text, JSON, and the name of the operator.
 //!
-//! Whatever callers put into a key, a tenant or a body, it reaches the terminal as text: control characters, line
-//! breaks and direction marks are written as escapes, so that no stored value can forge a line or move the cursor.
-//! A command prints one JSON document with `--json`, also when it refuses.
+//! Keys, tenants and bodies come from callers. Their control characters, line breaks and direction marks are printed as
+//! escapes, so that no stored value can forge a line or move the cursor. With `--json` a command prints one JSON document,
+//! also when it refuses.
 
 use std::io::{self, Write};
 
@@ -21,9 +21,9 @@ const WHO_MAX: usize = 255;
 /// How a command ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// It is done.
+    /// The command did its work.
     Done,
-    /// It was refused, or what it names is not there. What and why has been printed.
+    /// The command refused, or found nothing by that name. The reason has been printed.
     Refused,
 }
 
@@ -38,21 +38,21 @@ impl Exit {
     }
 }
 
-/// Why a command could not do its work. Not printed yet.
+/// Why a command could not do its work. The caller prints it.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
     /// An argument is wrong.
     #[error("{0}")]
     Usage(String),
-    /// The store did not do it.
+    /// The store failed, and changed nothing.
     #[error(transparent)]
     Store(#[from] store::Error),
-    /// The store may have done it, now or a moment later, or not.
+    /// The store failed, and may have made the change all the same, now or a moment later.
     #[error(
-        "nobody knows whether that was done: look with `oncegate {look}` before you give the command again"
+        "it is not known whether the change was made: see `oncegate {look}` before you repeat the command"
     )]
     InDoubt {
-        /// The command that shows it.
+        /// The command that shows whether the change was made.
         look: String,
         /// Why.
         #[source]
@@ -77,7 +77,7 @@ impl Failure {
     }
 }
 
-/// What the store made of a change by hand. Where its end is not known, the failure names the command that shows it.
+/// The result of a change by hand. If it is not known, the failure names the command that shows it.
 pub(super) fn changed<T>(result: Result<T, store::Error>, look: &str) -> Result<T, Failure> {
     result.map_err(|cause| match cause {
         store::Error::InDoubt(_) => Failure::InDoubt { look: look.to_owned(), cause },
@@ -93,11 +93,11 @@ pub(super) fn id<T: std::str::FromStr>(text: &str) -> Result<T, String> {
     text.parse().map_err(|_| "an id is a UUID, as the lists show it".to_owned())
 }
 
-/// Where a command prints, and whether for programs: one JSON document then.
+/// Where a command prints, and whether it prints JSON.
 pub struct Out<'a> {
-    /// Where.
+    /// The stream.
     pub to: &'a mut dyn Write,
-    /// Whether for programs.
+    /// Whether to print one JSON document instead of text.
     pub json: bool,
 }
 
@@ -112,20 +112,20 @@ impl Write for Out<'_> {
 }
 
 impl Out<'_> {
-    /// Prints the JSON document of what is done.
+    /// Prints the JSON document of a command that did its work.
     pub(super) fn document<T: Serialize>(&mut self, value: &T) -> Result<Exit, Failure> {
         writeln!(self.to, "{}", to_json(value)?)?;
         Ok(Exit::Done)
     }
 
-    /// A line for people that says what is done.
+    /// Prints one line of text of a command that did its work.
     pub(super) fn line(&mut self, line: &str) -> Result<Exit, Failure> {
         writeln!(self.to, "{line}")?;
         Ok(Exit::Done)
     }
 }
 
-/// What is printed where nothing was done.
+/// The JSON document of a command that changed nothing.
 #[derive(Serialize)]
 struct Refusal<'a> {
     refused: &'static str,
@@ -143,7 +143,7 @@ pub(super) fn refuse(out: &mut Out<'_>, name: &'static str, detail: &str) -> Res
     left_alone(out, name, detail, Value::Null)
 }
 
-/// The same of an event, of which `sinks` says how it stands towards each.
+/// The same for an event; `sinks` has its status for each sink.
 pub(super) fn left_alone(
     out: &mut Out<'_>,
     name: &'static str,
@@ -212,7 +212,7 @@ impl<const N: usize> Table<N> {
         self.rows.push(cells.map(|cell| cut(&escape(cell), CELL_MAX)));
     }
 
-    /// Prints it as a list, of which there may be more.
+    /// Prints it as a list, with a last line if there are more rows.
     pub(super) fn print_list(&self, out: &mut Out<'_>, more: bool) -> Result<Exit, Failure> {
         self.print(out, "")?;
         if more {
@@ -241,19 +241,19 @@ impl<const N: usize> Table<N> {
     }
 }
 
-/// A cell, or a value, that there may be.
+/// The text, or `-`.
 pub(super) fn or_dash(text: Option<&str>) -> &str {
     text.unwrap_or("-")
 }
 
-/// Lines of names and values, for what has many.
+/// Prints one line for each name and value.
 pub(super) fn fields(out: &mut dyn Write, fields: &[(&str, Option<&str>)]) -> io::Result<()> {
     fields
         .iter()
         .try_for_each(|(name, value)| writeln!(out, "  {name:<13} {}", escape(or_dash(*value))))
 }
 
-/// Text in which nothing can act on a terminal.
+/// Escapes whatever could act on a terminal.
 pub(super) fn escape(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     for c in text.chars() {

@@ -31,11 +31,11 @@ const BODY_SHOWN: usize = 4096;
 pub enum Records {
     /// List records, newest first
     List(ListArgs),
-    /// Show one record: its answer, its events, and what was done to it by hand
+    /// Show one record: its answer, its events, and the audit rows
     Show(ShowArgs),
-    /// Say that a record did not execute: its key is free again
+    /// Release a record that did not execute: its key is free again
     Release(ReleaseArgs),
-    /// Say that a record executed, and with which answer
+    /// Complete a record that executed, with the answer that callers get
     Complete(CompleteArgs),
 }
 
@@ -76,7 +76,7 @@ pub struct ReleaseArgs {
     /// The record's id
     #[arg(value_parser = print::id::<RecordId>)]
     pub id: RecordId,
-    /// Also a completed one: its answer is forgotten, and the next request executes again
+    /// Also release a completed record: its answer is deleted, and the next request executes again
     #[arg(long)]
     pub completed: bool,
     /// Why, for the audit table
@@ -84,7 +84,7 @@ pub struct ReleaseArgs {
     pub reason: Option<String>,
 }
 
-/// Which record is completed, and with what.
+/// Which record is completed, and with which answer.
 #[derive(Args, Debug)]
 pub struct CompleteArgs {
     /// The record's id
@@ -107,7 +107,7 @@ pub struct CompleteArgs {
 /// Runs the command that was typed.
 ///
 /// # Errors
-/// [`Failure::Usage`] of an answer that is none; the store's; or where the output cannot be written.
+/// [`Failure::Usage`] if the arguments are no valid answer; an error of the store or of the output.
 pub async fn run(
     command: &Records,
     store: &dyn Store,
@@ -130,7 +130,7 @@ async fn list(store: &dyn Store, args: &ListArgs, out: &mut Out<'_>) -> Result<E
         status: args.status,
         since: args.since,
         after: None,
-        // One more than is shown tells whether there are more.
+        // One more than is shown, to know whether there are more.
         limit: args.limit.saturating_add(1),
     };
     let mut rows = store.list_records(&filter).await?;
@@ -192,7 +192,7 @@ async fn release(
     }
     writeln!(out, "Released record {id}, which was {}.", displayed_status(&row))?;
     print_scope(out, &row)?;
-    // Replicas learn of it by looking, see the gateway's `operators`.
+    // Replicas find the change by polling, see the gateway's `operators`.
     out.line(match row.status {
         Status::Completed => {
             "In a moment no replica has its answer in memory: then the next request under this key executes."
@@ -305,7 +305,7 @@ pub(super) fn body_of(flag: &str, text: &str) -> Result<Bytes, Failure> {
     let unreadable = |error| usage(format!("{flag} @{}: {error}", escape(path)));
     let file = std::fs::File::open(path).map_err(unreadable)?;
     let mut bytes = Vec::new();
-    // One byte more than allowed shows that there is too much, also of a pipe.
+    // One byte more than allowed, to notice a body that is too large, also from a pipe.
     file.take(BODY_MAX.saturating_add(1)).read_to_end(&mut bytes).map_err(unreadable)?;
     if bytes.len() as u64 > BODY_MAX {
         return Err(usage(format!("{flag} @{}: more than {BODY_MAX} bytes", escape(path))));
@@ -427,7 +427,7 @@ pub(super) fn events_table(events: &[EventView]) -> Table<9> {
     table
 }
 
-/// As a person says it: the largest unit, and the next one.
+/// The largest unit and the next one, such as "3h 5m".
 fn age(seconds: u64) -> String {
     let unit = match seconds {
         0..3600 => 1,

@@ -1,12 +1,12 @@
-//! `relay`: delivers the outbox and nothing else, as a process of its own; any number of them on one Postgres.
+//! `relay`: a process that only delivers events. Any number of them can share one Postgres.
 //!
-//! It is the relay of `serve` under a lease of its own, so that what it had claimed is free as soon as it is known to be dead.
-//! Where `serve` leaves the delivery to it (`outbox.relay = false`), it also removes what was delivered long ago; records and
-//! the leases of the dead stay the business of `serve`.
+//! It runs the relay of `serve` under its own lease, so that its claims are free as soon as its lease has run out. With
+//! `outbox.relay = false` it also deletes old delivered events. `serve` deletes records and dead leases.
 //!
-//! Order of the start: store, lease, listen, ready; on a database that is away it listens before, and is not ready. Order of
-//! the end: not ready, finish what is in flight and give back the rest, then end the lease, since from then on others take
-//! what this process still had.
+//! Order of the start: open the store, take the lease, listen, be ready. If the database is away, it listens first and is not
+//! ready. Order of the end: be not ready, finish the deliveries in flight, give back the other claims, end the lease. The
+//! lease
+//! is last, because after its end other processes take the remaining claims.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -39,17 +39,17 @@ pub struct Running {
     tasks: TaskTracker,
     lease: TaskTracker,
     grace: Duration,
-    /// The start on a store that is not open.
+    /// The start on a store that is not open yet.
     waiting: Option<Box<PendingStart>>,
 }
 
-/// A start on the store that is under way, and what begins after it.
+/// A start on the store that runs, and the parts that begin after it.
 struct PendingStart {
     opening: Opening,
     after: AfterOpening,
 }
 
-/// What needs the store.
+/// The parts that need the store.
 struct AfterOpening {
     store: Arc<dyn Store>,
     metrics: Arc<Metrics>,
@@ -60,11 +60,11 @@ struct AfterOpening {
     sweep: sweep::Settings,
 }
 
-/// Builds everything, listens, and spawns what can work by now. Where the store is not open yet, the rest begins when it is:
-/// see [`Running::opened`].
+/// Builds all parts, listens, and spawns the tasks that need no store. The others begin when the store is open: see
+/// [`Running::opened`].
 ///
 /// # Errors
-/// See [`StartError`]; nothing runs then. [`StartError::Config`] where there is nothing to deliver to, or only `serve` can.
+/// See [`StartError`]; then nothing runs. [`StartError::Config`] without a sink, or on SQLite, where only `serve` can deliver.
 pub async fn start(config: Config) -> Result<Running, StartError> {
     let StoreKind::Postgres(postgres) = &config.store.kind else {
         let wrong = "store.url is a SQLite file, which belongs to one process: there the relay runs only inside \
@@ -121,10 +121,10 @@ fn names(routes: &Routes) -> Arc<[String]> {
 }
 
 impl Running {
-    /// Waits until the store is open: then it is ready. Where this is dropped the start goes on when it is asked again.
+    /// Waits until the store is open and the process is ready. If the future is dropped, the next call goes on with the start.
     ///
     /// # Errors
-    /// See [`StartError`]: the store will not open. What listens goes on until it is stopped.
+    /// See [`StartError`]: the store will not open. The listeners run on until they are stopped.
     pub async fn opened(&mut self) -> Result<(), StartError> {
         let Some(waiting) = &mut self.waiting else { return Ok(()) };
         let ended = waiting.opening.end().await;
@@ -135,23 +135,23 @@ impl Running {
         Ok(())
     }
 
-    /// Begins what needs the store.
+    /// Begins the tasks that need the store.
     fn deliver(&mut self, after: AfterOpening) {
         let Self { tasks, lease, stop, .. } = self;
         let AfterOpening { store, metrics, view, ttl, contact, relay, sweep } = after;
         let claimant = serve::claimant(&view, &serve::may_judge(&contact), false);
         serve::keep_lease(lease, &store, &view, ttl, &self.end_lease);
-        // Nobody in this process writes events: it looks by itself.
+        // No part of this process writes events, so nothing wakes the relay: it polls.
         let parts = RelayParts { settings: relay, claimant, wake: Arc::new(Notify::new()) };
         serve::keep_relay(tasks, &store, parts, &metrics, stop);
-        // It begins nothing that a backlog could keep it from.
+        // A relay reserves nothing, so a full backlog cannot stop it.
         let (duty, backlog) = (sweep::Duty::Outbox, Backlog::default());
         let settings = sweep::Settings { duty, backlog, ..sweep };
         serve::keep_sweeper(tasks, &store, settings, &contact, &metrics, stop);
         self.ready.serving();
     }
 
-    /// Stops: what is in flight is finished within the grace and its verdict is written, the rest is given back.
+    /// Stops. Deliveries in flight finish within the grace and their verdicts are written; the other claims are given back.
     pub async fn stop(mut self) {
         drop(self.waiting.take());
         self.ready.draining();
@@ -160,7 +160,7 @@ impl Running {
         if tokio::time::timeout(self.grace, self.tasks.wait()).await.is_err() {
             tracing::warn!("some deliveries did not end within the grace: they are made again");
         }
-        // Last: others judge this process by it. It bounds itself.
+        // Last, because other processes judge this one by its lease. It has its own time limit.
         self.end_lease.cancel();
         self.lease.close();
         self.lease.wait().await;

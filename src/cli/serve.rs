@@ -1,11 +1,11 @@
-//! `serve`: everything is built before anything is spawned; then it runs until it is told to stop.
+//! `serve`: builds all parts, spawns them, and runs until a signal stops it.
 //!
-//! Order of the start, on both stores: lock, migrate, drain the spill, mark what the last process left, listen, ready. A
-//! Postgres that is away is not waited for with listening: see `opening`. Until it comes the store is closed to everybody, and
-//! what needs it has not begun.
-//! Order of the end: not ready, stop accepting and claiming events, let what is reserved and what is being delivered finish
-//! within the grace, spill what the database has not taken, give the lease back. It takes the grace and three seconds at
-//! most, whatever the database does.
+//! Order of the start, on both stores: lock, migrate, drain the spill, mark the records that the last process left, listen,
+//! be ready. If a Postgres is away, the process listens before its store is open: see `opening`. Until then every use of the
+//! store fails, and the tasks that need it have not begun.
+//! Order of the end: be not ready, stop accepting requests and claiming events, let requests and deliveries finish within the
+//! grace, spill the outcomes that the database has not taken, end the lease. It takes at most the grace and three seconds,
+//! whatever the database does.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -41,7 +41,8 @@ use crate::{relay, sweep};
 /// How long after the grace the end of the process waits for outcomes on their way into the spill, and for its tasks.
 const LEAVE_MAX: Duration = Duration::from_secs(1);
 
-/// How long it waits for the spill's file to be closed; one that was taken away at the last moment is copied before.
+/// How long the end of the process waits for the spill's file to be closed. If the file was removed at the last moment, it is
+/// copied first.
 const CLOSE_MAX: Duration = Duration::from_millis(800);
 
 /// A gateway that serves.
@@ -65,11 +66,11 @@ struct Stop {
     ready: Readiness,
     /// No new connections and requests.
     accept: CancellationToken,
-    /// No new deliveries: what is in flight has the whole grace.
+    /// No new deliveries. Deliveries in flight have the whole grace.
     relay: CancellationToken,
-    /// Everything else: sweeper, admin.
+    /// The other tasks: sweeper, admin listener.
     rest: CancellationToken,
-    /// The lease: once it has ended, others take over whatever this process still had.
+    /// The lease. When it has ended, other processes take over the records of this one.
     lease: CancellationToken,
 }
 
@@ -85,7 +86,7 @@ impl Stop {
     }
 }
 
-/// Whether other owners may be judged by their leases now.
+/// Whether the leases of other owners may be judged now.
 pub(super) type MayJudge = Arc<dyn Fn() -> bool + Send + Sync>;
 
 pub(super) fn may_judge(contact: &Contact) -> MayJudge {
@@ -93,8 +94,8 @@ pub(super) fn may_judge(contact: &Contact) -> MayJudge {
     Arc::new(move || contact.may_judge(Instant::now()))
 }
 
-/// Whose the relay's claims are. Alone, what a dead process had claimed was freed at the start, and a lapse of the own
-/// lease frees nothing.
+/// The owner of the relay's claims. A process alone on its store freed the claims of dead processes at its start; a lapse of
+/// its own lease frees nothing.
 pub(super) fn claimant(lease: &LeaseView, may_judge: &MayJudge, alone: bool) -> Claimant {
     let may_judge = if alone { Arc::new(|| false) } else { Arc::clone(may_judge) };
     Claimant { lease: lease.clone(), may_judge }
@@ -102,7 +103,7 @@ pub(super) fn claimant(lease: &LeaseView, may_judge: &MayJudge, alone: bool) -> 
 
 /// What all parts of the process share.
 struct Shared {
-    /// Awaited: see `opening`.
+    /// Closed until the start has opened it: see `opening`.
     store: Arc<dyn Store>,
     metrics: Arc<Metrics>,
     /// Wakes the relay.
@@ -110,12 +111,12 @@ struct Shared {
     lease: LeaseView,
     contact: Contact,
     spill: Spill,
-    /// Whether this process is the only one that can own records: other owners are dead.
+    /// Whether only this process can own records. Every other owner is then dead.
     alone: bool,
 }
 
 impl Shared {
-    /// The parts, and the start on the store, which is not under way yet.
+    /// The parts, and the start on the store, which does not run yet.
     fn new(config: &Config) -> (Self, Opening) {
         let settings = &config.store;
         let metrics = Arc::new(Metrics::default());
@@ -164,11 +165,11 @@ impl Shared {
     }
 }
 
-/// Builds everything, listens, and spawns what can work by now. Where the store is not open yet, the rest begins when it is:
-/// see [`Running::opened`].
+/// Builds all parts, listens, and spawns the tasks that need no store. The others begin when the store is open: see
+/// [`Running::opened`].
 ///
 /// # Errors
-/// See [`StartError`]; nothing runs then.
+/// See [`StartError`]; then nothing runs.
 pub async fn start(mut config: Config) -> Result<Running, StartError> {
     let (shared, mut opening) = Shared::new(&config);
     let opened = opening.soon().await?;
@@ -242,7 +243,7 @@ pub(super) fn keep_lease(
     tracker.spawn(tasks::kept(Loop::Lease, "", stop.clone(), begin));
 }
 
-/// What the relay works with.
+/// The parts that the relay needs.
 pub(super) struct RelayParts {
     pub(super) settings: relay::Settings,
     pub(super) claimant: Claimant,
@@ -297,11 +298,11 @@ pub(super) fn keep_admin(
     tracker.spawn(tasks::kept(Loop::AdminListener, "", stop.clone(), begin));
 }
 
-/// What is said where the process listens before its store is open.
+/// Logged if the process listens before its store is open.
 const WITHOUT: &str = "listening without the store: what no route names passes through, keyed requests get \
      what store.on_unavailable says, and the process is not ready";
 
-/// A spill could be kept, as far as is known by now. What has no room only may have some once it is drained.
+/// Checks early that the spill can be written. A full disk is no error here, because draining the spill makes room.
 fn can_spill(settings: &spill::Settings) -> Result<(), StartError> {
     match spill::probe(&settings.dir) {
         Err(unwritable) if !unwritable.is_for_want_of_room() => Err(unwritable.into()),
@@ -309,13 +310,13 @@ fn can_spill(settings: &spill::Settings) -> Result<(), StartError> {
     }
 }
 
-/// A start on the store that is under way, and what begins after it.
+/// A start on the store that runs, and the parts that begin after it.
 struct PendingStart {
     opening: Opening,
     after: AfterOpening,
 }
 
-/// What needs the store.
+/// The parts that need the store.
 struct AfterOpening {
     shared: Shared,
     ttl: Duration,
@@ -334,7 +335,7 @@ pub(super) async fn admin_listener(
     Ok((listener, addr))
 }
 
-/// What is left to clear away for a process that relays, or not: delivered events belong to whoever delivers.
+/// What the sweeper of this process deletes. The process that delivers events also deletes them.
 fn duty(relay_mode: RelayMode) -> sweep::Duty {
     match relay_mode {
         RelayMode::InProcess => sweep::Duty::All,
@@ -357,7 +358,7 @@ fn upstreams(config: &Config) -> Result<HashMap<String, Arc<Upstream>>, StartErr
     config.upstreams.iter().map(build).collect()
 }
 
-/// Those who are asked whether a stored answer may be read, each with connections of its own.
+/// The servers of `replay_auth`, each with its own connections.
 fn servers(config: &Config) -> Result<HashMap<Server, Arc<Upstream>>, StartError> {
     let mut servers = HashMap::new();
     for route in config.routes.iter() {
@@ -377,10 +378,10 @@ fn servers(config: &Config) -> Result<HashMap<Server, Arc<Upstream>>, StartError
 }
 
 impl Running {
-    /// Waits until the store is open: then it is ready. Where this is dropped the start goes on when it is asked again.
+    /// Waits until the store is open and the process is ready. If the future is dropped, the next call goes on with the start.
     ///
     /// # Errors
-    /// See [`StartError`]: the store will not open. What listens goes on until it is stopped.
+    /// See [`StartError`]: the store will not open. The listeners run on until they are stopped.
     pub async fn opened(&mut self) -> Result<(), StartError> {
         let Some(waiting) = &mut self.waiting else { return Ok(()) };
         let ended = waiting.opening.end().await;
@@ -391,7 +392,7 @@ impl Running {
         Ok(())
     }
 
-    /// Begins what needs the store.
+    /// Begins the tasks that need the store.
     fn serve(&mut self, after: AfterOpening) {
         let Self { stop, tasks, gateway, .. } = self;
         let AfterOpening { shared, ttl, relay, relay_mode, sweep } = after;
@@ -408,10 +409,10 @@ impl Running {
         stop.ready.serving();
     }
 
-    /// Stops: what is reserved finishes within the grace, and what is known is durable, in the database or in the spill.
-    /// What is left becomes `unknown` once the lease has ended.
+    /// Stops. Requests finish within the grace, and each outcome that is known is durable in the database or in the spill.
+    /// The other records become `unknown` when the lease has ended.
     pub async fn stop(mut self) {
-        // A start that is under way is given up: nothing was reserved.
+        // A start that still runs is dropped: nothing was reserved.
         drop(self.waiting.take());
         self.stop.ready.draining();
         self.stop.accept.cancel();
@@ -446,7 +447,7 @@ impl Running {
             ),
             Err(_) => tracing::warn!("the spill was not closed in time"),
         }
-        // Last: others judge this process by it. It bounds itself.
+        // Last, because other processes judge this one by its lease. It has its own time limit.
         self.stop.lease.cancel();
         self.lease.close();
         self.lease.wait().await;

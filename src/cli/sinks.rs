@@ -1,7 +1,7 @@
-//! `oncegate sinks list|pause|resume`: how the sinks stand, and to whom nothing is delivered for now.
+//! `oncegate sinks list|pause|resume`: show the state of sinks, pause and resume them.
 //!
-//! What is paused here stays paused until it is resumed here: no probe and no restart resumes it. Every replica sees it
-//! within a second; deliveries that are under way then are finished.
+//! A sink that an operator paused stays paused until an operator resumes it: no probe and no restart does. Every replica sees
+//! the change within a second. Deliveries that are under way are finished.
 
 use std::io::Write;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::store::{SinkOrder, Store};
 /// `oncegate sinks …`
 #[derive(Debug, Subcommand)]
 pub enum Sinks {
-    /// List sinks: whether and why they are paused, and how many events are pending for them
+    /// List sinks: whether and why each is paused, and how many events are pending for it
     List,
     /// Deliver nothing to a sink until it is resumed; its events wait
     Pause(OrderArgs),
@@ -37,7 +37,7 @@ pub struct OrderArgs {
 /// Runs the command that was typed; `configured` names the sinks of the configuration.
 ///
 /// # Errors
-/// [`Failure::Usage`] of a sink that is not known; the store's; or where the output cannot be written.
+/// [`Failure::Usage`] for a sink that is not known; an error of the store or of the output.
 pub async fn run(
     command: &Sinks,
     store: &dyn Store,
@@ -109,7 +109,7 @@ fn state(sink: &SinkView) -> String {
     match (sink.reason, sink.configured) {
         (Some(reason), true) => format!("paused: {reason}"),
         (None, true) => "open".to_owned(),
-        // Nobody delivers to it or probes it, whatever the store says of it.
+        // No relay delivers to a sink that is not configured or probes it, whatever its row says.
         (Some(reason), false) => format!("not configured (paused: {reason})"),
         (None, false) => "not configured".to_owned(),
     }

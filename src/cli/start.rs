@@ -1,4 +1,4 @@
-//! What every start has in common: opening the store, and why it may fail.
+//! What all starts share: opening the store, and the reasons why a start fails.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,9 +39,9 @@ pub enum StartError {
         humantime::format_duration(*limit)
     )]
     Waited {
-        /// How long was waited.
+        /// How long the start waited.
         limit: Duration,
-        /// What kept it from being opened at last.
+        /// Why the last try failed.
         #[source]
         cause: Box<Self>,
     },
@@ -54,7 +54,7 @@ pub enum StartError {
 }
 
 impl StartError {
-    /// Whether the same start may succeed another time, with nobody doing anything about it.
+    /// Whether the same start may succeed later although nobody changes anything.
     #[must_use]
     pub fn may_pass(&self) -> bool {
         match self {
@@ -70,10 +70,10 @@ impl StartError {
     }
 }
 
-/// Opens the store for a command, beside whatever runs.
+/// Opens the store for a command, beside a running `serve`.
 ///
 /// # Errors
-/// See [`OpenError`]: also where the schema is not this program's.
+/// See [`OpenError`]; one of them is a schema of another version.
 pub async fn open(settings: &config::Store, migrate: bool) -> Result<Arc<dyn Store>, OpenError> {
     let store: Arc<dyn Store> = match &settings.kind {
         StoreKind::Sqlite(location) => {
@@ -90,7 +90,7 @@ pub async fn open(settings: &config::Store, migrate: bool) -> Result<Arc<dyn Sto
     Ok(sealed(store, settings))
 }
 
-/// The store as the program uses it: what it keeps is sealed, where there are keys.
+/// The store as the program uses it: it seals what it keeps if there are keys.
 pub(super) fn sealed(store: Arc<dyn Store>, settings: &config::Store) -> Arc<dyn Store> {
     store::sealed::sealed(store::with_fault_points(store), Arc::clone(&settings.keys))
 }

@@ -394,7 +394,7 @@ async fn events_are_acted_on_as_by_the_commands() {
     let before = admin.shelf.audit.lock().unwrap().len();
     for (body, wrong) in [
         ("", "`status`: must be \"dead\""),
-        (r#"{"status":"sent"}"#, "`status`: only dead events are chosen all at once"),
+        (r#"{"status":"sent"}"#, "`status`: only `dead` is allowed"),
         (r#"{"status":"dead","since":"soon"}"#, "`since`: a duration such as 90s, 15m, 1h or 7d"),
         (r#"{"status":"dead","kind":"a"}"#, "unknown field `kind`"),
         (r#"{"status":"dead","sink":"mian"}"#, "`sink`: no such sink; did you mean `main`?"),

@@ -53,7 +53,7 @@ impl Desk {
 /// What a command says that does not know whether it did something.
 fn doubt(look: &str) -> String {
     format!(
-        "oncegate: nobody knows whether that was done: look with `oncegate {look}` before you give the command again: \
+        "oncegate: it is not known whether the change was made: see `oncegate {look}` before you repeat the command: \
          the database did not say whether it committed: "
     )
 }
