@@ -1,15 +1,15 @@
-//! The configuration that the program runs with: complete, checked, and cut into the settings of each part.
+//! The checked configuration, split into the settings of each part of the program.
 //!
 //! ```text
 //! file + ONCEGATE_* variables -> tree (locations) -> file::File (as written) -> Config (valid) | Mistakes (all of them)
 //! ```
 //!
-//! Loading reads the file, the secret files that it names and the variables it is given, and changes nothing outside.
-//! All mistakes are reported at once, each with its location, what is wrong and what to do. A [`Config`] with a mistake in
-//! it does not exist, so nobody behind this module checks again.
+//! Loading reads the file, the secret files that it names, and the variables. It writes nothing. It reports all mistakes at
+//! once, each with its location, what is wrong and what to do. A [`Config`] never holds a mistake, so no other module checks
+//! again.
 //!
-//! What must stay true: every field has its default in `config/build.rs` and its line in `config/oncegate.toml`; no
-//! message repeats a value that may be secret.
+//! Invariants: every field has its default in `config/build.rs` and its line in `config/oncegate.toml`. No message repeats a
+//! value that may be secret.
 
 mod build;
 pub mod check;
@@ -50,7 +50,7 @@ pub const DEFAULT_UPSTREAM: &str = "default";
 pub struct Config {
     /// The callers' side.
     pub server: Server,
-    /// Limits and times of the way of a request.
+    /// Limits and time-outs of a request.
     pub gateway: gateway::Settings,
     /// The operators' side.
     pub admin: Admin,
@@ -60,15 +60,15 @@ pub struct Config {
     pub store: Store,
     /// What is protected.
     pub routes: Routes,
-    /// What the routes were made of, to show and to check.
+    /// Facts of each route, for output and checks.
     pub facts: Vec<RouteFacts>,
     /// Where events go.
     pub relay: relay::Settings,
-    /// Who takes them there.
+    /// Which process delivers them.
     pub relay_mode: RelayMode,
-    /// What is deleted.
+    /// What the sweeper deletes.
     pub sweep: sweep::Settings,
-    /// How tokens are checked; none: no tenant is read from one.
+    /// How tokens are checked. `None`: no tenant is read from a token.
     pub jwt: Option<tokens::Settings>,
     /// The log.
     pub log: Log,
@@ -85,7 +85,7 @@ pub enum RelayMode {
     Separate,
 }
 
-/// Where to listen, and who says so.
+/// An address to listen on, and the setting that gives it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Listen {
     /// The address.
@@ -94,7 +94,7 @@ pub struct Listen {
     pub setting: String,
 }
 
-/// The address: it is the same, whoever says so.
+/// Two values are equal if their addresses are.
 impl fmt::Debug for Listen {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Debug::fmt(&self.address, f)
@@ -108,7 +108,7 @@ pub struct Server {
     pub listen: Listen,
     /// The limits of the listener.
     pub accept: accept::Settings,
-    /// How long a shutdown waits for what runs.
+    /// How long a shutdown waits for open requests and deliveries.
     pub shutdown_grace: Duration,
 }
 
@@ -116,7 +116,7 @@ pub struct Server {
 pub struct Admin {
     /// `host:port`.
     pub listen: Listen,
-    /// What an operator must present; none on a loopback address only.
+    /// The token that an operator must send. `None` only on a loopback address.
     pub token: Option<String>,
 }
 
@@ -132,15 +132,15 @@ impl fmt::Debug for Admin {
 pub struct Store {
     /// Which database.
     pub kind: StoreKind,
-    /// How long a silent replica keeps its records.
+    /// How long a replica that does not renew its lease keeps its records.
     pub lease: Duration,
     /// Whether `serve` migrates.
     pub migrate: bool,
     /// How long a start waits for a Postgres that is away; `None`: until it comes.
     pub wait_at_start: Option<Duration>,
-    /// Where outcomes are kept that the database does not take.
+    /// Where outcomes are kept while the database does not take them.
     pub spill: spill::Settings,
-    /// With which keys stored content is sealed.
+    /// The keys that seal stored content.
     pub keys: Arc<Keys>,
 }
 
@@ -167,7 +167,7 @@ impl fmt::Debug for StoreKind {
     }
 }
 
-/// What a route was made of.
+/// The operation, methods and path of a route.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RouteFacts {
     /// Its operation.
@@ -187,17 +187,17 @@ pub struct Log {
     pub level: String,
 }
 
-/// Where the key of the digests (callers, tenants by credential) is.
+/// Where the digest key is. It makes the digests of callers, and of tenants by credential.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DigestKeyFile {
     /// Named by `server.digest_key_file`, and readable when the configuration was loaded.
     Given(PathBuf),
-    /// Nothing is named: made at the first start, beside the database or the configuration.
+    /// No file is named: the key is made at the first start, beside the database or the configuration.
     Made(PathBuf),
 }
 
 impl DigestKeyFile {
-    /// Reads the key. The second kind is made of random bytes, readable by its owner only, where there is none.
+    /// Reads the key. A [`Self::Made`] key that is missing is made of random bytes, readable by its owner only.
     ///
     /// # Errors
     /// The file cannot be read or made, or is too short to be a key.
@@ -208,7 +208,7 @@ impl DigestKeyFile {
         }
     }
 
-    /// Reads the key; `None`: it is of the second kind, and not made yet.
+    /// Reads the key. `None`: a [`Self::Made`] key that is not made yet.
     ///
     /// # Errors
     /// The file cannot be read, or is too short to be a key.
@@ -252,12 +252,12 @@ fn make_key(path: &Path) -> io::Result<Vec<u8>> {
     }
 }
 
-/// Something that may stand and should be known.
+/// A warning: the configuration is valid, and something in it may be unsafe.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Warning {
     /// The field, or the variable.
     pub location: String,
-    /// What, and what to do.
+    /// What is unsafe, and what to do.
     pub text: String,
 }
 
@@ -267,7 +267,7 @@ impl fmt::Display for Warning {
     }
 }
 
-/// All mistakes of a configuration, in the order of their locations: one a line.
+/// All mistakes of a configuration in the order of their locations, one on each line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mistakes {
     file: Option<PathBuf>,
@@ -329,7 +329,7 @@ impl Config {
         let folder = path.and_then(Path::parent).unwrap_or(Path::new("")).to_owned();
         let variables: BTreeMap<String, String> = variables.into_iter().collect();
         let mut tree = tree::parse(&text, &diagnostics);
-        // Half a file is no file: what it lacks says nothing.
+        // A file with a syntax error is read in part only. Missing fields would be reported that are in the file.
         if diagnostics.has_mistake_under(&Location::default()) {
             return Err(Mistakes {
                 file: path.map(Path::to_owned),
@@ -365,7 +365,7 @@ impl From<Diagnostic> for Warning {
     }
 }
 
-/// Variables that mean something to the command line, not to a section.
+/// Variables of the command line. They belong to no section.
 const OTHER_VARIABLES: [&str; 2] = ["ONCEGATE_CONFIG", "ONCEGATE_UPSTREAM"];
 
 /// `ONCEGATE_STORE_URL` is `store.url`: the section is the first word, the rest is the field.

@@ -1,11 +1,10 @@
-//! From the file as written to what the program runs with: defaults, rules, and the parts' own settings.
+//! Applies defaults and rules to the file as written, and makes the settings of each part.
 //!
-//! Each function takes a section of [`mod@file`] and fills the settings of one part. Where a rule is
-//! broken the mistake is reported with its location, and a harmless value stands in for the rest of the run: nobody sees it,
-//! because a configuration with mistakes is never handed out.
+//! Each function takes a section of [`mod@file`] and makes the settings of one part. It reports a broken rule with its
+//! location
+//! and goes on with a harmless value. No part ever gets that value, because a configuration with mistakes is never returned.
 //!
-//! What must stay true: the defaults stand here and nowhere else, and `config/oncegate.toml` shows every one of them
-//! (a test compares the two).
+//! Invariant: all defaults are here, and `config/oncegate.toml` shows every one of them. A test compares the two.
 
 mod brokers;
 mod jwt;
@@ -57,10 +56,10 @@ const STATEMENT_TIMEOUT: Duration = Duration::from_secs(5);
 const KIB: usize = 1024;
 const MIB: usize = 1024 * KIB;
 
-/// What building needs to know besides the file.
+/// What the build needs besides the file.
 pub(super) struct Builder<'a> {
     pub(super) diagnostics: &'a Diagnostics,
-    /// Files named in the configuration are relative to this folder.
+    /// File names in the configuration are relative to this folder.
     pub(super) folder: PathBuf,
     /// The default of `require_key`.
     pub(super) require_key: bool,
@@ -118,7 +117,7 @@ impl Builder<'_> {
         config
     }
 
-    /// A route whose requests never fit would answer 503 to all of them.
+    /// A route whose requests never fit into the memory would answer 503 to all of them.
     fn room(&self, file: &File, config: &Config) {
         let (request, response) =
             config.routes.iter().fold((0, 0), |(request, response), route| {
@@ -197,8 +196,8 @@ impl Builder<'_> {
         let raw = &file.server;
         let host = self.host(&file.upstream.host);
         let statement = value_or(&store.timeout, STATEMENT_TIMEOUT);
-        // A statement that was sent ends with its own time-out; the rest is for a commit on its way. SQLite has no
-        // backend that could commit later: one look tells.
+        // A statement ends with its own time-out. The rest is for a commit that is on its way. SQLite has no
+        // server that could commit later, so one look is enough.
         let doubt_window = match kind {
             StoreKind::Postgres(_) => (2 * statement).max(30 * SECOND),
             StoreKind::Sqlite(_) => Duration::ZERO,
@@ -245,7 +244,7 @@ impl Builder<'_> {
         self.each(field, |text| text.parse::<Network>())
     }
 
-    /// Reads each entry of a list; what is wrong with an entry is reported at the entry.
+    /// Reads each entry of a list. A mistake in an entry is reported at that entry.
     fn each<T>(
         &self,
         field: &Setting<Vec<Spanned<String>>>,
@@ -356,7 +355,7 @@ impl Builder<'_> {
         })
     }
 
-    /// A file that some part will read: better missed here, with its location, than at the first request.
+    /// Checks a file that a part will read, so that a missing file is a mistake with a location and no failed request.
     fn readable(&self, file: &Spanned<String>) -> PathBuf {
         let path = self.folder.join(&file.value);
         if let Err(error) = std::fs::File::open(&path) {
@@ -411,9 +410,9 @@ impl Builder<'_> {
         })
     }
 
-    /// Warns of a file with a key that others than its owner can get at.
+    /// Warns if a key file can be read by others than its owner.
     fn private(&self, location: &Location, path: &Path) {
-        // What cannot be looked at cannot be read either, which is told where it is read.
+        // If this fails, reading the file fails too, and that is reported.
         let Ok(found) = std::fs::metadata(path) else { return };
         let mode = found.permissions().mode() & 0o7777;
         if mode & 0o077 != 0 {
@@ -490,7 +489,7 @@ impl Builder<'_> {
         name: &str,
     ) -> Option<&'f Spanned<T>> {
         if field.is_none() {
-            // Where the field is there and wrong, that mistake is reported there already.
+            // If the field is there and wrong, its mistake is already reported.
             self.diagnostics.missing(&section.field(name));
         }
         field
@@ -533,7 +532,7 @@ impl Builder<'_> {
     }
 }
 
-/// Whether what other replicas do depends on digests under the key.
+/// Whether replicas must share the digest key.
 fn keeps_digests(route: &Arc<Route>) -> bool {
     route.scope.tenant == Source::Credential
         || route.policy.replay_auth == ReplayAuth::SameCredential

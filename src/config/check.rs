@@ -1,4 +1,4 @@
-//! What may stand in a valid configuration and is still unsafe, or easily misunderstood. Pure: `check` and `serve` print it.
+//! Warnings about a valid configuration: settings that are unsafe or easy to misunderstand. `check` and `serve` print them.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -15,10 +15,10 @@ use crate::route::{Mode, OnUnknown, ReplayAuth, Route};
 use crate::scope::Source;
 use crate::store::Order;
 
-/// A ceiling of the outbox below this is reached by a sink that is away for a moment.
+/// A sink that is away for a moment reaches an `outbox.backlog_max` below this.
 const BACKLOG_MIN: u32 = 1000;
 
-/// So many of the largest answers a spill should have room for.
+/// The spill should have room for this many of the largest answers.
 const SPILLED_MIN: u64 = 8;
 
 /// The warnings about a configuration, in the order of its sections.
@@ -221,7 +221,7 @@ fn is_this_machine(host: &str) -> bool {
     host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
 }
 
-/// A pattern that no event has is most likely a slip of the pen.
+/// A pattern that matches no event is probably a typing error.
 fn about_filter(config: &Config, sink: &sink::Settings, warn: &mut impl FnMut(&str, String)) {
     let TypeFilter::Matching(patterns) = &sink.events else { return };
     let doubts: &[&str] = match config.sweep.unknown_events {
@@ -246,7 +246,7 @@ fn about_filter(config: &Config, sink: &sink::Settings, warn: &mut impl FnMut(&s
     }
 }
 
-/// Nobody verifies the tenant, and whoever is in it reads what is stored.
+/// Whether the caller names the tenant, no one verifies it, and `replay_auth` does not protect the stored answers.
 fn tenant_is_a_claim(route: &Route) -> bool {
     let unverified = match route.scope.tenant {
         Source::Header(_) | Source::Path(_) | Source::BasicUser | Source::Host => true,
@@ -267,7 +267,7 @@ fn asks_about_nothing(route: &Route) -> bool {
     !["key", "request"].iter().any(|name| lookup.template.names(name))
 }
 
-/// A tenant may also be named by the part of the request that it is taken from.
+/// Whether the look-up names neither `tenant` nor the part of the request that the tenant is read from.
 fn asks_for_any_tenant(route: &Route) -> bool {
     let OnUnknown::Lookup(lookup) = &route.policy.on_unknown else { return false };
     let origin = match &route.scope.tenant {
@@ -286,13 +286,13 @@ fn resent_by_nginx(method: &Method) -> bool {
     *method == Method::PUT || *method == Method::DELETE
 }
 
-/// Listening on every address: most likely a container, and containers are replicated.
+/// A process that listens on every address probably runs in a container, and containers are often replicated.
 fn is_public(config: &Config) -> bool {
     let listen = &config.server.listen.address;
     listen.starts_with("0.0.0.0:") || listen.starts_with("[::]:")
 }
 
-/// The operations that a test holds for: "orders.create, orders.cancel and 3 more".
+/// The operations for which the test is true: "orders.create, orders.cancel and 3 more".
 fn operations(config: &Config, test: impl Fn(&Route) -> bool) -> Option<String> {
     let names: Vec<&str> = config
         .routes

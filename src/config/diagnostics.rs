@@ -1,12 +1,12 @@
-//! Where a value of the configuration stands, and what is wrong with it.
+//! Locations of values in the configuration, and mistakes and warnings about them.
 //!
-//! Everything that reads reports its mistakes to one [`Diagnostics`] and goes on, so that one run shows all of them.
+//! All readers report to one [`Diagnostics`] and go on after a mistake, so that one run shows all mistakes.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::fmt;
 
-/// Where a value stands.
+/// The location of a value.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Location {
     /// `route[2].fingerprint.ignore[0]`; empty for the file as a whole.
@@ -18,13 +18,13 @@ pub(super) struct Location {
 }
 
 impl Location {
-    /// The location of a field that stands nowhere.
+    /// The location of a field that is not in the configuration.
     #[must_use]
     pub(super) fn absent(path: &str) -> Self {
         Self { path: path.to_owned(), ..Self::default() }
     }
 
-    /// The location of a field of the thing at this location.
+    /// The location of a field of this section.
     #[must_use]
     pub(super) fn field(&self, name: &str) -> Self {
         let path = if self.path.is_empty() { name.to_owned() } else { format!("{self}.{name}") };
@@ -44,11 +44,11 @@ impl fmt::Display for Location {
 pub(super) struct Spanned<T> {
     /// The value.
     pub(super) value: T,
-    /// Where it stands.
+    /// Its location.
     pub(super) location: Location,
 }
 
-/// A sentence about a location: what is wrong with it or unsafe about it, and what to do.
+/// A mistake or a warning: what is wrong or unsafe at a location, and what to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Diagnostic {
     /// Where.
@@ -57,7 +57,7 @@ pub(super) struct Diagnostic {
     pub(super) text: String,
 }
 
-/// Mistakes and warnings, collected by everything that reads.
+/// The mistakes and warnings that all readers report.
 #[derive(Debug, Default)]
 pub(super) struct Diagnostics {
     mistakes: RefCell<Vec<Diagnostic>>,
@@ -73,7 +73,7 @@ impl Diagnostics {
             .push(Diagnostic { location: location.clone(), text: text.into() });
     }
 
-    /// Reports that a field is missing, unless it is there and its mistake is reported already.
+    /// Reports that a field is missing, unless a mistake in that field is already reported.
     pub(super) fn missing(&self, location: &Location) {
         if !self.has_mistake_under(location) {
             self.mistake(location, "is missing");
@@ -89,7 +89,7 @@ impl Diagnostics {
             .any(|diagnostic| diagnostic.location.path.starts_with(&location.path))
     }
 
-    /// Reports something that may stand but should be known.
+    /// Reports a valid value that may be unsafe.
     pub(super) fn warning(&self, location: &Location, text: impl Into<String>) {
         self.warnings
             .borrow_mut()
@@ -101,7 +101,7 @@ impl Diagnostics {
     pub(super) fn into_parts(self) -> (Vec<Diagnostic>, Vec<Diagnostic>) {
         let mut mistakes: Vec<Diagnostic> = Vec::new();
         for diagnostic in self.mistakes.into_inner() {
-            // A mistake in [policy] is found again for each route.
+            // Each route finds the mistakes in [policy] again.
             if !mistakes.contains(&diagnostic) {
                 mistakes.push(diagnostic);
             }
@@ -110,12 +110,12 @@ impl Diagnostics {
         (mistakes, self.warnings.into_inner())
     }
 
-    /// Takes down that a field was asked for.
+    /// Notes that a field was read.
     pub(super) fn asked(&self, path: &str) {
         self.asked.borrow_mut().insert(path.to_owned());
     }
 
-    /// The paths of all fields that were asked for, without indices.
+    /// The paths of all fields that were read, without indices.
     #[cfg(test)]
     pub(super) fn all_asked(&self) -> BTreeSet<String> {
         self.asked.borrow().clone()

@@ -1,11 +1,11 @@
-//! The configuration as written: one struct for each section, each field typed and with its location, nothing decided.
+//! The configuration as written: one struct for each section, each field with its type and location.
 //!
-//! No defaults and no rules live here. `config/build.rs` turns a [`File`] into what the program runs with. A field that is
-//! absent, or that cannot be read, is `None`; in the second case the mistake is in the diagnostics. What a field means stands
-//! in `config/oncegate.toml`, which a test holds against the names that are asked for here.
+//! This file has no defaults and no rules: `config/build.rs` applies them to a [`File`]. A field that is absent or cannot be
+//! read is `None`; the second is a mistake in the diagnostics. `config/oncegate.toml` explains each field, and a test compares
+//! its names with the names here.
 //!
-//! What must stay true: every field that the program knows is asked for here, and nowhere else. The list of known
-//! names is what the structs of this file ask for, so the report of unknown fields cannot fall behind.
+//! Invariant: every field that the program knows is read here and nowhere else. The known names are the names that these
+//! structs read, so the report of unknown fields is always up to date.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ pub(super) type Setting<T> = Option<Spanned<T>>;
 /// A list of texts.
 type Texts = Setting<Vec<Spanned<String>>>;
 
-/// Why a field is refused that is planned: without effect, it would be so in silence.
+/// Why a planned field is refused: it would have no effect, and the operator would not know.
 const NOT_YET: &str = "is not supported yet; leave it out";
 
 /// Sections whose fields a variable may set: `ONCEGATE_<SECTION>_<FIELD>`.
@@ -30,10 +30,10 @@ pub(super) const SECTIONS: [&str; 8] =
 
 /// A struct that is read from a section.
 trait FromSection: Default {
-    /// Asks for all of its fields.
+    /// Reads all of its fields.
     fn fields(section: &mut Section<'_>) -> Self;
 
-    /// Reads a section that holds nothing else.
+    /// Reads a section, and reports all other fields in it as unknown.
     fn read(mut section: Section<'_>) -> Self {
         let read = Self::fields(&mut section);
         section.finish();
@@ -41,17 +41,17 @@ trait FromSection: Default {
     }
 }
 
-/// A text, or a section with more to say.
+/// A text, or a section in its place.
 #[derive(Debug)]
 pub(super) enum TextOr<T> {
     /// The text.
     Text(Spanned<String>),
-    /// What the section says.
+    /// The section.
     Section(T),
 }
 
 impl TextOr<HeaderSource> {
-    /// Where it stands.
+    /// Its location.
     pub(super) fn location(&self) -> &Location {
         match self {
             Self::Text(text) => &text.location,
@@ -69,7 +69,7 @@ impl<T: FromSection> From<TextOrSection<'_>> for TextOr<T> {
     }
 }
 
-/// The type of a field, by how it is read: a method of [`Section`], or what another struct reads.
+/// The type of a field, by its kind: a method of [`Section`], or another struct.
 macro_rules! field_type {
     (location) => { Location };
     (text) => { Setting<String> };
@@ -114,7 +114,7 @@ macro_rules! read_field {
     ($s:ident, $name:expr, $kind:ident ($($argument:expr),*)) => { $s.$kind($name, $($argument),*) };
 }
 
-/// The name of a field in the file: its own, or the one that stands beside it.
+/// The name of a field in the file: the name of the struct field, unless the declaration gives another one.
 macro_rules! field_name {
     ($field:ident) => {
         stringify!($field)
@@ -124,8 +124,8 @@ macro_rules! field_name {
     };
 }
 
-/// Sections: each field with how it is read, and with what is refused. Once written, it is a field of the struct, is asked
-/// for by its name, and so is known.
+/// Declares sections: each field with its kind, and the planned fields that are refused. One line makes the field of the
+/// struct, reads it by its name, and makes the name known.
 macro_rules! sections {
     ($(
         $(#[$doc:meta])*

@@ -1,11 +1,10 @@
 //! The reader of the configuration's sections: typed values by the names of fields.
 //!
-//! A [`Section`] never stops at a mistake: it reports it in the shared [`Diagnostics`] and answers as if the field were absent,
-//! so that one run shows all mistakes.
+//! A [`Section`] reports a mistake in the shared [`Diagnostics`] and treats the field as absent, so that one run shows all
+//! mistakes.
 //!
-//! What must stay true: every field that the program knows is asked for by name on every path through
-//! `config/file.rs`, because [`Section::finish`] reports whatever was not asked for as unknown, and finds its
-//! nearest match among the names that were.
+//! Invariant: `config/file.rs` reads every known field by name, whatever the file holds. [`Section::finish`] reports the
+//! other fields as unknown, and finds the nearest match among the names that were read.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -62,7 +61,7 @@ impl<'a> Section<'a> {
         Self { fields, known: BTreeSet::new(), location, diagnostics }
     }
 
-    /// Where this section stands.
+    /// The location of this section.
     #[must_use]
     pub(super) fn location(&self) -> &Location {
         &self.location
@@ -109,7 +108,7 @@ impl<'a> Section<'a> {
         }
     }
 
-    /// Beyond that, times that a duration is added to could not be written any more.
+    /// A longer duration, added to a time, would give a time that cannot be written.
     fn no_longer_than_a_century(&mut self, read: Spanned<Duration>) -> Option<Spanned<Duration>> {
         if read.value <= CENTURY {
             return Some(read);
@@ -230,7 +229,7 @@ impl<'a> Section<'a> {
         self.texts(name)
     }
 
-    /// A word, or a table with more to say.
+    /// A word, or a table in its place.
     pub(super) fn text_or_section(&mut self, name: &'static str) -> Option<TextOrSection<'a>> {
         let node = self.ask(name)?;
         Some(Self::text_or_table(node.value, node.location, self.diagnostics))
@@ -266,7 +265,7 @@ impl<'a> Section<'a> {
         outer.fields.iter().map(read).collect()
     }
 
-    /// A field that means nothing so far: using it is a mistake, and this is why.
+    /// A planned field: using it is a mistake, for the reason given.
     pub(super) fn refused(&mut self, name: &'static str, why: &str) {
         if let Some(node) = self.fields.get(name) {
             self.known.insert(name);
@@ -358,7 +357,7 @@ impl<'a> Section<'a> {
         outer.fields.iter().filter_map(read).collect()
     }
 
-    /// Reports every field that nobody asked for.
+    /// Reports every field that was not read as unknown.
     pub(super) fn finish(self) {
         for (name, node) in &self.fields {
             if self.known.contains(name) {
@@ -376,7 +375,7 @@ impl<'a> Section<'a> {
     }
 }
 
-/// What to say of an unknown name: `what` ("unknown field"), and its nearest match.
+/// The message about an unknown name: `what` ("unknown field"), and its nearest match.
 pub(super) fn unknown<'n>(what: &str, name: &str, known: impl Iterator<Item = &'n str>) -> String {
     let known: Vec<&str> = known.collect();
     let nearest = known

@@ -1,7 +1,7 @@
-//! The configuration as a tree in which each value knows where it stands.
+//! The configuration as a tree of values with their locations.
 //!
-//! A file becomes a tree of [`Node`]s with line numbers; `ONCEGATE_*` variables are laid over it and keep their
-//! own name as their location.
+//! A file becomes a tree of [`Node`]s with line numbers. `ONCEGATE_*` variables replace values of the file; the location of
+//! such a value is the name of its variable.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ pub(super) struct Node {
     variable: Option<String>,
 }
 
-/// What a node holds.
+/// The content of a node.
 #[derive(Clone, Debug)]
 pub(super) enum Value {
     Text(String),
@@ -30,7 +30,7 @@ pub(super) enum Value {
 }
 
 impl Value {
-    /// As a message names it.
+    /// The name of the type, for messages.
     pub(super) fn kind(&self) -> &'static str {
         match self {
             Self::Text(_) => "a text",
@@ -44,11 +44,11 @@ impl Value {
     }
 }
 
-/// The tree of a TOML text; the first error of its syntax is reported.
+/// The tree of a TOML text. Reports the first syntax error.
 #[must_use]
 pub(super) fn parse(text: &str, diagnostics: &Diagnostics) -> Node {
     let (document, errors) = DeTable::parse_recoverable(text);
-    // The first only: what the parser meets after it is mostly the same mistake again.
+    // Only the first, because later errors are mostly the same mistake again.
     let start = |error: &&toml::de::Error| error.span().map_or(0, |span| span.start);
     if let Some(error) = errors.iter().min_by_key(start) {
         let line = error.span().map(|span| line_of(text, span.start));
@@ -69,7 +69,7 @@ fn from_table(table: &DeTable<'_>, text: &str, line: Option<usize>) -> Node {
         .iter()
         .map(|(key, value)| {
             let mut node = from_value(value.get_ref(), text, value.span().start);
-            // A section stands where its own name stands.
+            // The location of a section is the location of its name.
             node.line = Some(line_of(text, key.span().start));
             (key.get_ref().to_string(), node)
         })
@@ -96,13 +96,13 @@ fn from_value(value: &DeValue<'_>, text: &str, start: usize) -> Node {
 }
 
 impl Node {
-    /// A tree without anything in it.
+    /// An empty tree.
     #[must_use]
     pub(super) fn empty() -> Self {
         Self { value: Value::Table(BTreeMap::new()), line: None, variable: None }
     }
 
-    /// Lays the value of a variable over `section.field`. A value that begins with `{` or `[` is TOML.
+    /// Replaces `section.field` by the value of a variable. A value that begins with `{` or `[` is TOML.
     pub(super) fn overlay(
         &mut self,
         section: &str,

@@ -1,7 +1,6 @@
-//! From a `[[sink]]` whose URL names a message broker to its target.
+//! Makes the target of a `[[sink]]` whose URL names a message broker.
 //!
-//! What must stay true: a field that means nothing for this kind of target is a mistake, because it would be silently
-//! without effect.
+//! Invariant: a field that this kind of target does not use is a mistake, because it would have no effect.
 
 use super::{Builder, Location, Setting, Spanned, file};
 use crate::relay::sink::Target;
@@ -61,7 +60,7 @@ impl Builder<'_> {
         None
     }
 
-    /// What only brokers have.
+    /// The fields that only brokers have.
     pub(super) fn refuse_broker_fields(&self, raw: &file::Sink) {
         let fields = [
             location(&raw.user),
@@ -94,7 +93,7 @@ impl Builder<'_> {
         }
     }
 
-    /// `None`: a mistake is reported.
+    /// `None` after a mistake, which is reported.
     fn login(&self, raw: &file::Sink) -> Option<Login> {
         let named: Vec<_> =
             [&raw.secret, &raw.secret_file, &raw.secret_env].into_iter().flatten().collect();

@@ -1,8 +1,7 @@
-//! `[jwt]`: with which keys callers' tokens are checked, and what is expected of them.
+//! `[jwt]`: the keys that check callers' tokens, and the claims that tokens must have.
 //!
-//! What must stay true: keys come from one place, and each configured algorithm fits a key from it, so that no secret is a
-//! public key and no public key is a secret; issuer and audience are always named; keys do not travel over plain http unless
-//! somebody says so.
+//! Invariants: keys come from one source, and each configured algorithm fits them, so that a public key is never used as a
+//! secret. Issuer and audience are always named. Keys are not fetched over plain http unless the configuration allows it.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -18,7 +17,7 @@ use crate::gateway::upstream;
 use crate::scope::Source;
 use crate::scope::jwt::{Algorithm, Key, Keys, Rules};
 
-/// Two clocks that differ by more than this are to be set right.
+/// The largest leeway. Clocks that differ by more must be corrected.
 const LEEWAY_MAX: Duration = Duration::from_secs(300);
 
 const SOURCES: &str = "jwks_url, jwks_file, key_file and secret_file";
@@ -171,7 +170,7 @@ fn read_public(bytes: &[u8]) -> Result<Keys, String> {
     Key::public(&der).map(Keys::one).ok_or_else(wrong)
 }
 
-/// The bytes of the file, but for one end of line. What looks like a key of another kind is none: its public half is known.
+/// The bytes of the file without one end of line. A key in PEM is refused: its public half is known.
 fn read_secret(bytes: &[u8], algorithms: &[Algorithm]) -> Result<Keys, String> {
     let secret = bytes.strip_suffix(b"\n").unwrap_or(bytes);
     let secret = secret.strip_suffix(b"\r").unwrap_or(secret);

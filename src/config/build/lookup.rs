@@ -1,7 +1,8 @@
-//! `on_unknown`, and how the upstream is asked where it is "lookup".
+//! `on_unknown`, and the request to the upstream for "lookup".
 //!
-//! What must stay true: a question is compiled here with all its templates, so that none fails at 3 a.m. for a reason that
-//! could be read from the file; each mistake stands at its own field.
+//! Invariant: all templates of a look-up are compiled here, so that a mistake in one is found at the start and not at the
+//! first
+//! look-up. Each mistake is reported at its own field.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,7 +20,7 @@ use crate::record::LookupDelay;
 use crate::record::lookup::{Spec, Template};
 use crate::route::{Lookup, OnUnknown};
 
-/// What a question's headers cannot say: they belong to the connection.
+/// Headers that a look-up cannot set, because they belong to the connection.
 const OURS: [HeaderName; 8] =
     [CONNECTION, CONTENT_LENGTH, EXPECT, HOST, TE, TRAILER, TRANSFER_ENCODING, UPGRADE];
 
@@ -39,7 +40,7 @@ fn read_choice(text: &str) -> Result<Choice, String> {
     }
 }
 
-/// Of the route for which a choice is made.
+/// The settings of a route that this module needs.
 pub(super) struct Route<'a> {
     /// Its own fields.
     pub(super) own: &'a file::Policy,
@@ -50,7 +51,7 @@ pub(super) struct Route<'a> {
 }
 
 impl Builder<'_> {
-    /// The mistakes of `[policy]` alone, so that they are seen without a route.
+    /// Reports the mistakes of `[policy]` alone, so that they are seen without a route.
     pub(super) fn check_on_unknown(&self, common: &Common<'_>) {
         let policy = &common.file.policy;
         if let Some(spanned) = &policy.on_unknown {

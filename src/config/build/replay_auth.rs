@@ -1,6 +1,6 @@
-//! `replay_auth`: a word, or who is asked.
+//! `replay_auth`: a word, or the server that is asked.
 //!
-//! What must stay true: what cannot be read as one of its forms is a mistake, and never means that everybody may read.
+//! Invariant: a value in no known form is a mistake. It never means that every caller may read.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use super::{Builder, SECOND, Spanned, file, value_or};
 use crate::route::{ReplayAuth, Server, Subrequest};
 
 impl Builder<'_> {
-    /// `upstream`: the route's, which is asked where only a path is named.
+    /// `upstream` is the upstream of the route. It is asked if only a path is given.
     pub(super) fn replay_auth(
         &self,
         raw: Option<&TextOr<file::Subrequest>>,
@@ -23,7 +23,7 @@ impl Builder<'_> {
             Some(TextOr::Text(word)) => self.checked(word, read_word),
             Some(TextOr::Section(asked)) => self.subrequest(asked, upstream),
         };
-        // In place of a mistake, which is reported.
+        // A harmless value after a mistake, which is reported.
         chosen.unwrap_or(ReplayAuth::SameCredential)
     }
 
@@ -44,7 +44,7 @@ impl Builder<'_> {
         Some(ReplayAuth::Subrequest(Arc::new(Subrequest { server, target, timeout })))
     }
 
-    /// The text of a file that holds a key, and no byte more than a key may have.
+    /// Reads a key file, up to the largest size of a key.
     pub(super) fn key_bytes(&self, file: &Spanned<String>) -> Option<Vec<u8>> {
         let path = self.folder.join(&file.value);
         std::fs::read(&path)
@@ -72,7 +72,7 @@ fn read_target(text: &str) -> Result<PathAndQuery, String> {
     target.ok_or_else(|| format!("{text:?} is not a path, such as \"/auth\""))
 }
 
-/// A URL as its server, `scheme://authority`, and what is asked for there.
+/// Splits a URL into its server, `scheme://authority`, and the path and query.
 pub(super) fn read_server(text: &str, example: &str) -> Result<(String, PathAndQuery), String> {
     let how = format!("write \"https://host{example}\"");
     let wrong = || format!("{text:?} is not a URL; {how}");

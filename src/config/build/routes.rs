@@ -1,9 +1,9 @@
-//! From `[policy]` and `[[route]]` to the table of routes: each route is made of the recipes of the steps.
+//! Makes the table of routes from `[policy]` and `[[route]]`.
 //!
-//! A field of a route stands in for the same field of `[policy]`, and that for the default. A route without a name for
-//! its operation is one operation for each method, named after method and path.
+//! A field of a route replaces the field of `[policy]`, which replaces the default. A route without `operation` has one
+//! operation for each method, named by method and path.
 //!
-//! What must stay true: a mistake in `[policy]` is reported even where no route uses it, and once, not per route.
+//! Invariant: a mistake in `[policy]` is reported once, even if no route uses it.
 
 use std::time::Duration;
 
@@ -18,10 +18,10 @@ use super::{
     lookup, payload_max, scope, unknown, upstream,
 };
 
-/// How long the upstream may take, unless something else is said.
+/// The default time-out of an upstream.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A field of the route, else of the policy.
+/// The field of the route, or else of the policy.
 fn pick<'f, T>(route: &'f Setting<T>, policy: &'f Setting<T>) -> &'f Setting<T> {
     if route.is_some() { route } else { policy }
 }
@@ -30,7 +30,7 @@ fn pick_or<T: Clone>(route: &Setting<T>, policy: &Setting<T>, default: T) -> T {
     super::value_or(pick(route, policy), default)
 }
 
-/// What all routes share.
+/// What all routes need.
 pub(super) struct Common<'f> {
     pub(super) file: &'f File,
     sinks: &'f [Subscriber],
@@ -46,7 +46,7 @@ impl Builder<'_> {
         upstreams: &BTreeMap<String, upstream::Settings>,
     ) -> (Routes, Vec<RouteFacts>) {
         let common = Common { file, sinks, upstreams };
-        // [policy] alone, so that its mistakes are seen without a route.
+        // [policy] alone, so that its mistakes are reported without a route.
         let none = file::Policy::default();
         let hold = OnUnknown::Hold;
         let _ = self.scope(&none, &file.policy, "");
@@ -80,7 +80,7 @@ impl Builder<'_> {
         (routes, facts)
     }
 
-    /// The table of routes names a route by its operation; whoever reads it wants to know where that stands.
+    /// The table of routes names a route by its operation. This replaces the name by the location in the file.
     fn wrong_route(&self, locations: &[(Operation, &Location)], text: &str) {
         let found = locations.iter().find_map(|(operation, location)| {
             let rest = text.strip_prefix(&format!("route {operation}: "))?;
@@ -92,7 +92,7 @@ impl Builder<'_> {
         }
     }
 
-    /// Two routes of one operation would share keys, which is right only for one route with several methods.
+    /// Refuses two routes of one operation, because they would share keys. One route with several methods may.
     fn refuse_repeated_operations(&self, raws: &[file::Route]) {
         let mut seen = BTreeSet::new();
         for operation in raws.iter().filter_map(|raw| raw.operation.as_ref()) {
@@ -213,7 +213,7 @@ impl Builder<'_> {
             raw.events.iter().filter_map(|event| self.event(event, common)).collect();
         let max = payload_max(&common.file.outbox);
         let mut whole = specs.len() == raw.events.len();
-        // One by one first, so that a mistake is reported at its own event.
+        // Each by itself first, so that a mistake is reported at its event.
         for (event, spec) in raw.events.iter().zip(&specs).filter(|_| whole) {
             let alone =
                 Templates::compile(operation, std::slice::from_ref(spec), common.sinks, max);
@@ -297,7 +297,7 @@ impl Builder<'_> {
         field.as_ref().and_then(|spanned| self.checked(spanned, read)).unwrap_or_default()
     }
 
-    /// A list that is written wins over a default of the other list that names the same answer.
+    /// A list in the file overrides the default of the other list for the same answer.
     fn outcome(&self, route: &file::Policy, policy: &file::Policy) -> Lists {
         let release = pick(&route.release_on, &policy.release_on);
         let unknown = pick(&route.unknown_on, &policy.unknown_on);
@@ -333,7 +333,7 @@ impl Builder<'_> {
             return fingerprint::Recipe::compile(&fingerprint::Settings::default()).ok();
         };
         let xml_namespaces = self.xml_namespaces(&raw.xml_namespaces);
-        // One by one first, so that a mistake is reported at its own entry.
+        // Each by itself first, so that a mistake is reported at its entry.
         let each = |list: &Setting<Vec<Spanned<String>>>,
                     put: fn(&mut fingerprint::Settings, String)| {
             self.each(list, |entry| {
@@ -371,7 +371,7 @@ impl Builder<'_> {
         compiled(&settings).ok()
     }
 
-    /// All of them, also those with a mistake: paths that use them have none of their own.
+    /// All namespaces, also those with a mistake, so that a path that uses one is not reported as well.
     fn xml_namespaces(&self, raw: &[(String, Spanned<String>)]) -> fingerprint::xml::Given {
         let read = |(prefix, uri): &(String, Spanned<String>)| {
             self.checked(uri, |text| fingerprint::xml::check(prefix, text));
@@ -394,7 +394,7 @@ impl Builder<'_> {
         }
     }
 
-    /// `path` is empty for `[policy]` alone, which has no path to look at.
+    /// `path` is empty for `[policy]`, which has no path.
     fn derive(&self, parts: &Spanned<Vec<Spanned<String>>>, path: &str) -> Option<Derive> {
         let texts: Vec<String> = parts.value.iter().map(|part| part.value.clone()).collect();
         if texts.is_empty() {
@@ -458,7 +458,7 @@ impl Builder<'_> {
         found.into_iter().flatten().next().unwrap_or_else(default_tenant)
     }
 
-    /// `path` is empty for `[policy]` alone, which has no path to look at.
+    /// `path` is empty for `[policy]`, which has no path.
     fn tenant_parameter(&self, spanned: &Spanned<String>, path: &str) -> Option<Source> {
         self.parameter(&spanned.value, &spanned.location, path);
         Some(Source::Path(spanned.value.clone()))

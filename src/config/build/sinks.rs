@@ -1,6 +1,6 @@
-//! From `[[sink]]` to what the relay delivers to: what every sink has, and what its kind of target has.
+//! Makes the relay's sinks from `[[sink]]`: the fields of every sink, and the fields of its kind of target.
 //!
-//! What must stay true: the relay's own check has the last word, so that nothing is found out at the first delivery.
+//! Invariant: the relay checks its own settings last, so that no mistake is first found at a delivery.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -56,7 +56,7 @@ impl Builder<'_> {
             order: self.order(raw),
             target: target?,
         };
-        // The part's own check has the last word.
+        // The relay checks its own settings last.
         if let Err(wrong) = settings.check()
             && !self.diagnostics.has_mistake_under(&raw.location)
         {
@@ -65,7 +65,7 @@ impl Builder<'_> {
         Some(settings)
     }
 
-    /// Which events it wants: none named means all.
+    /// The events that the sink gets. Without a list it gets all.
     fn type_filter(&self, raw: &file::Sink) -> TypeFilter {
         if let Some(none) = raw.events.as_ref().filter(|list| list.value.is_empty()) {
             self.diagnostics
@@ -120,7 +120,7 @@ impl Builder<'_> {
         source.unwrap_or_else(|| "/oncegate".to_owned())
     }
 
-    /// The scheme of its URL says what kind of target it is.
+    /// The scheme of the URL decides the kind of target.
     fn target(&self, raw: &file::Sink, source: &str) -> Option<Target> {
         let url = raw.url.as_ref().map(|url| (url, url.value.split("://").next()));
         match url {
@@ -189,7 +189,7 @@ impl Builder<'_> {
                 continue;
             }
             let Some(text) = self.header_text(source) else { continue };
-            // What may be a secret is not repeated.
+            // The value may be a secret, so the message does not repeat it.
             match HeaderValue::from_str(text.trim()) {
                 Ok(mut value) => {
                     value.set_sensitive(true);
@@ -232,7 +232,7 @@ impl Builder<'_> {
         value
     }
 
-    /// The sink's secrets, from where they are named: one a line, blank lines and `#` comments left out.
+    /// The sink's secrets: one on each line, without blank lines and `#` comments.
     fn secrets(&self, raw: &file::Sink) -> Vec<String> {
         let named: Vec<_> =
             [&raw.secret, &raw.secret_file, &raw.secret_env].into_iter().flatten().collect();

@@ -1,7 +1,7 @@
-//! `store.url` or `store.url_file`, and what belongs to it: a SQLite file or a Postgres server.
+//! `store.url` and `store.url_file`: a SQLite file or a Postgres server, with its parameters.
 //!
-//! A URL of a file is read once, here, and nowhere handed on as text: what means nothing is refused, since a parameter that
-//! became part of a name would be another, empty database, which executes every key again.
+//! A URL of a file is parsed here only. A parameter that has no meaning is refused: if it became part of the file name, the
+//! gateway would open another, empty database, and execute every key again.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt as _;
@@ -22,7 +22,7 @@ use super::{Builder, SECOND, STATEMENT_TIMEOUT, value_or};
 const HOW: &str = "write \"sqlite:PATH\", \"sqlite://PATH\" or \"sqlite:///absolute/path\"";
 
 impl Builder<'_> {
-    /// Which store there is; none: the default, or a mistake that is reported.
+    /// The store. `None`: the default, or a mistake that is reported.
     pub(super) fn store_kind(&self, raw: &file::Store) -> Option<StoreKind> {
         let url = self.store_url(raw)?;
         let additions = Additions {
@@ -61,7 +61,7 @@ impl Builder<'_> {
         }
     }
 
-    /// A password that ends in white space does so before the end of its line.
+    /// The password on its line. White space at the end of the line belongs to it.
     fn store_password(&self, file: &Spanned<String>) -> Option<String> {
         let text = self.secret_text(file)?;
         let password = text.trim_end_matches(['\r', '\n']);
@@ -108,14 +108,14 @@ fn read_store_url(
         };
         return Ok((StoreKind::Postgres(settings), warning));
     }
-    // The text may hold a password: it is not repeated.
+    // The text may hold a password, so the message does not repeat it.
     Err("must begin with \"sqlite:\" and a path, or with \"postgres://\"".to_owned())
 }
 
-/// Each of them names one of several hosts.
+/// A URL may repeat these: each value belongs to one of several hosts.
 const MANY: [&str; 3] = ["host", "hostaddr", "port"];
 
-/// A parameter that a server's URL gives two values, of which the driver would take the last.
+/// Finds a parameter that a server's URL gives two values. The driver would silently take the last one.
 fn contradiction(url: &str) -> Option<String> {
     let (_, query) = url.split_once('?')?;
     let pairs: Vec<_> = query.split('&').filter_map(|pair| pair.split_once('=')).collect();
@@ -124,11 +124,11 @@ fn contradiction(url: &str) -> Option<String> {
         (before && !MANY.contains(name)).then(|| (*name).to_owned())
     };
     let name = pairs.iter().enumerate().find_map(twice)?;
-    // The value may be a password: it is not repeated.
+    // The value may be a password, so the message does not repeat it.
     Some(format!("has the parameter {name} twice, with different values: write one of them"))
 }
 
-/// What stands behind `sqlite:`.
+/// Parses the text after `sqlite:`.
 fn read_location(text: &str) -> Result<Location, String> {
     if text.contains('#') {
         return Err(format!(
@@ -137,7 +137,7 @@ fn read_location(text: &str) -> Result<Location, String> {
     }
     let (path, query) =
         text.split_once('?').map_or((text, None), |(path, query)| (path, Some(query)));
-    // An authority there is none: with two slashes or without, what follows is the path.
+    // A file has no authority. With or without two slashes, the rest is the path.
     let path = path.strip_prefix("//").unwrap_or(path);
     match path {
         "" => return Err(format!("names no file; {HOW}")),
@@ -172,7 +172,7 @@ fn decoded(path: &str) -> Result<Vec<u8>, String> {
     Ok(bytes)
 }
 
-/// Whether the file may be made, as the parameters say.
+/// Whether the parameters allow to make the file.
 fn read_mode(query: &str) -> Result<bool, String> {
     let mut modes = query.split('&');
     let first = modes.next().unwrap_or_default();

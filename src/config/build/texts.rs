@@ -1,4 +1,4 @@
-//! Texts of the configuration and what they mean: URLs, headers, methods, statuses.
+//! Parsers for texts of the configuration: URLs, headers, methods, statuses.
 
 use http::{HeaderName, Method, StatusCode, Uri};
 
@@ -14,11 +14,11 @@ pub(super) fn read_upstream_url(text: &str) -> Result<Uri, String> {
     Ok(url)
 }
 
-/// A URL with a server that can be asked. `how`: what to write instead.
+/// A URL of an http or https server. `how` says what to write instead.
 pub(super) fn read_base(text: &str, how: &str) -> Result<Uri, String> {
     let rest = text.split_once("://").map_or(text, |(_, rest)| rest);
     if rest.split(['/', '?', '#']).next().is_some_and(|authority| authority.contains('@')) {
-        // The text may hold a password: it is not repeated.
+        // The text may hold a password, so the message does not repeat it.
         return Err(format!("a user before the host (`...@`) has no meaning here; {how}"));
     }
     if let Some(wrong) = port_problem(text) {
@@ -75,7 +75,7 @@ pub(super) fn read_code(text: &str) -> Result<Code, String> {
     }
 }
 
-/// Whether a written entry takes an entry's answers away from a default list.
+/// Whether an entry of the file removes an entry from a default list.
 pub(super) fn covers(written: Code, default: Code) -> bool {
     let (Code::Hundred(digit), Some(status)) = (written, status_of(default)) else {
         return same_answer(written, default);
@@ -83,7 +83,7 @@ pub(super) fn covers(written: Code, default: Code) -> bool {
     status.as_u16() / 100 == digit
 }
 
-/// Whether two entries name an answer in the same way. One by its first digit gives way to one by itself.
+/// Whether two entries name the same answer in the same way. An entry like "503" wins over one like "5xx".
 pub(super) fn same_answer(one: Code, other: Code) -> bool {
     if let (Code::Hundred(digit), Code::Hundred(other)) = (one, other) {
         return digit == other;
