@@ -46,9 +46,9 @@ pub use self::state::{Readiness, State, Token};
 use crate::store::EventAction::{Discard, Redeliver};
 use crate::store::SinkOrder;
 
-/// How long a caller may take for its headers.
+/// How long a client may take to send its headers.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long open answers may still take once the listener stops.
+/// How long open answers may take after the listener has stopped.
 const STOP_GRACE: Duration = Duration::from_secs(5);
 /// How many connections are served at once; one more waits.
 const CONNECTIONS_MAX: usize = 512;
@@ -103,7 +103,7 @@ pub async fn serve(listener: Arc<TcpListener>, router: Router, stop: Cancellatio
                     connections.spawn(connection(stream, router.clone(), stop.clone()));
                 }
                 Err(error) => {
-                    // Out of descriptors, most likely: it passes when other connections end.
+                    // Probably no descriptor is free. That passes when other connections end.
                     tracing::warn!(%error, "the admin listener cannot accept");
                     tokio::time::sleep(Duration::from_millis(100)).await;
                 }
@@ -112,7 +112,7 @@ pub async fn serve(listener: Arc<TcpListener>, router: Router, stop: Cancellatio
     }
     drop(listener);
     let finish = async { while connections.join_next().await.is_some() {} };
-    // What is still open after that is cut when the set is dropped.
+    // Dropping the set cuts the connections that are still open.
     if tokio::time::timeout(STOP_GRACE, finish).await.is_err() {
         tracing::info!("admin connections were cut at shutdown");
     }

@@ -1,8 +1,8 @@
-//! `demo`: an orders API that knows nothing of idempotency, a webhook consumer that verifies and deduplicates, and the
-//! gateway on SQLite in a temporary folder. It plays acceptance cases and shows what was counted; then it stays up.
+//! `demo`: an orders API without idempotency, a webhook consumer that verifies and deduplicates events, and the gateway on
+//! SQLite in a temporary folder. It plays the acceptance cases, prints the counts, and runs on.
 //!
-//! Nothing here is special: the gateway is started from a configuration file like any other, and everything is
-//! counted from outside, by the API, by the consumer, and by looking into the store.
+//! The gateway starts from a configuration file as always. All counts come from outside the gateway: from the API, the
+//! consumer and the store.
 
 mod api;
 mod cases;
@@ -34,11 +34,11 @@ enum Problem {
     Case(String),
 }
 
-/// Plays the cases; then stays up, or ends. The exit status says whether all held.
+/// Plays the cases, then runs on or ends. The exit status says whether all cases passed.
 pub async fn run(exit: bool) -> ExitCode {
     let folder = std::env::temp_dir().join(format!("oncegate-demo-{}", std::process::id()));
     let result = play(&folder, exit).await;
-    // What is left is a temporary folder; the system clears it.
+    // The temporary folder may be left; the system clears it.
     drop(std::fs::remove_dir_all(&folder));
     match result {
         Ok(true) => ExitCode::SUCCESS,
@@ -132,7 +132,7 @@ allow_private = true
     Ok((config, store))
 }
 
-/// The cases as a table, each with what was counted.
+/// The table of cases with their counts.
 fn table(played: &[Played]) -> String {
     let mut rows = vec![
         ["case", "what was done", "executed", "records", "events", "answers", "held"]
@@ -173,7 +173,7 @@ async fn stay(running: &Running, gateway: std::net::SocketAddr) {
         "\nTry it (the second time it is a replay: look for Idempotent-Replayed):\n\n  curl -i http://{gateway}/orders {order} -H 'Idempotency-Key: my-1' -d '{{\"amount\":\"129.90\"}}'\n\nThe same key for another request is refused:\n\n  curl -i http://{gateway}/orders {order} -H 'Idempotency-Key: my-1' -d '{{\"amount\":\"1.00\"}}'\n\nWas it executed?\n\n  curl 'http://{admin}/api/v1/records?key=my-1'\n\nCtrl-C ends the demo and removes its folder.",
         admin = running.admin
     ));
-    // Err: signals cannot be listened for; then the demo ends at once.
+    // Err: the process cannot listen for signals; then the demo ends at once.
     drop(tokio::signal::ctrl_c().await);
 }
 

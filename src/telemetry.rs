@@ -1,4 +1,4 @@
-//! Metrics and the log, and how an error is written down. Nobody else names a metric.
+//! Metrics, the log, and the text of errors. All names of metrics are in this module.
 
 mod labels;
 pub mod log;
@@ -13,14 +13,14 @@ pub use self::labels::{
 pub use self::metrics::{GaugeGuard, Metrics};
 pub use self::process::task_ended;
 
-/// An error with its causes, outermost first and each once, for one line of a log or of a message.
+/// An error and its causes in one line, outermost first, without repetitions.
 #[must_use]
 pub fn causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
         let next = error.to_string();
-        // A transparent error says the same as its cause.
+        // A transparent error has the same text as its cause.
         if !text.ends_with(&next) {
             text = format!("{text}: {next}");
         }

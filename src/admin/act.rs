@@ -28,10 +28,10 @@ use super::sinks::{self, NoChange};
 use super::state::State;
 use crate::store::{self, Chosen, DeadFilter, EventAction, EventStatus, Operator, SinkOrder};
 
-/// Who acts here, in the audit table: whoever has the token.
+/// The name in the audit table of an operator who gives none.
 pub const OPERATOR: &str = "admin listener";
 
-/// How long an action may take: a great many dead events go in pieces.
+/// How long an action may take. It is long, because many dead events are changed in batches.
 const ACT_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long a body may be, in bytes.
 const BODY_MAX: usize = 16 << 10;
@@ -40,7 +40,7 @@ const WHO_MAX: usize = 200;
 /// Longest reason, in characters.
 const REASON_MAX: usize = 4000;
 
-/// Who asks, and why.
+/// Who acts, and why.
 #[derive(Debug, Default, Deserialize)]
 struct RequestedBy {
     who: Option<String>,
@@ -70,7 +70,7 @@ impl RequestedBy {
     }
 }
 
-/// What may be said about one event.
+/// The fields of an action on one event.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct EventBody {
@@ -96,7 +96,7 @@ impl EventBody {
     }
 }
 
-/// What may be said about dead ones.
+/// The fields of an action on dead events.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct DeadEventsBody {
@@ -174,7 +174,7 @@ pub(super) async fn one(
             Problem::Refused { name, detail, more: json!({ "sinks": report.json() }) }
         });
     }
-    // It is done, whether or not the rest can be read.
+    // The change is done, even if the rest cannot be read.
     let rows = answer::in_time(event_rows(store, id)).await.unwrap_or_default();
     let report = ActionReport::of(action, sink.as_deref(), &touched, &rows).json();
     let answer = json!({
@@ -183,7 +183,7 @@ pub(super) async fn one(
     Ok(Json(counted(answer, done(action), touched.count)))
 }
 
-/// Refuses a sink of which neither the configuration nor the store knows.
+/// Refuses a sink that neither the configuration nor the store knows.
 async fn known(state: &State, event: Option<Uuid>, sink: Option<&str>) -> Result<(), Problem> {
     let wrong = wrong_sink(state.store.as_ref(), &state.sinks, event, sink);
     match answer::in_time(wrong).await? {
@@ -192,7 +192,7 @@ async fn known(state: &State, event: Option<Uuid>, sink: Option<&str>) -> Result
     }
 }
 
-/// What may be said about a sink.
+/// The fields of an action on a sink.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct SinkBody {
@@ -248,7 +248,7 @@ fn counted(mut answer: Value, name: &str, count: u64) -> Value {
     answer
 }
 
-/// The body, read. `None`: it is empty.
+/// Reads the body. `None`: it is empty.
 async fn read<T: for<'a> Deserialize<'a>>(
     request: Request,
     max: usize,
@@ -277,14 +277,14 @@ fn is_json(headers: &HeaderMap) -> bool {
     kind.trim().eq_ignore_ascii_case("application/json")
 }
 
-/// Waits for the store, but not for ever. An end that is not known is said as that.
+/// Waits for the store for a bounded time. If the end of the action is not known, the answer says so.
 async fn acted_in_time<T>(
     acting: impl Future<Output = Result<T, store::Error>>,
 ) -> Result<T, Problem> {
     match tokio::time::timeout(ACT_TIMEOUT, acting).await {
         Ok(Ok(done)) => Ok(done),
         Ok(Err(store::Error::InDoubt(cause))) => {
-            tracing::warn!(%cause, "nobody knows whether an operator's action was done");
+            tracing::warn!(%cause, "it is not known whether an operator's action was done");
             Err(Problem::InDoubt)
         }
         Ok(Err(error)) => answer::in_time(std::future::ready(Err(error))).await,

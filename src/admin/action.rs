@@ -1,7 +1,6 @@
-//! An operator's action upon events, as the command and the admin listener do it, and in which words it is told what became
-//! of each sink's delivery.
+//! An operator's action on events, for the command and the admin listener, and the report on each sink's delivery.
 //!
-//! The store decides whether an event may be touched, and audits it.
+//! The store decides whether an event may be changed, and writes the audit row.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +11,7 @@ use super::detail::event_rows;
 use super::sinks;
 use crate::store::{self, Chosen, EventAction, EventRow, EventStatus, Operator, Store, Touched};
 
-/// In the past, as answers name their count.
+/// The name of the count in answers.
 #[must_use]
 pub fn done(action: EventAction) -> &'static str {
     match action {
@@ -21,10 +20,10 @@ pub fn done(action: EventAction) -> &'static str {
     }
 }
 
-/// Does it.
+/// Does the action.
 ///
 /// # Errors
-/// The store's.
+/// An error of the store.
 pub async fn run(
     action: EventAction,
     store: &dyn Store,
@@ -37,24 +36,24 @@ pub async fn run(
     }
 }
 
-/// What became of an event towards a sink.
+/// What the action did to the delivery of an event to one sink.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SinkOutcome {
-    /// It had ended, and is pending again.
+    /// It had ended. It is pending again.
     Queued,
-    /// It was pending, and is due at once.
+    /// It was pending. It is due at once.
     Pending,
-    /// It is given up.
+    /// It is discarded.
     Discarded,
-    /// It is being delivered: left alone.
+    /// A worker delivers it now: not changed.
     Delivering,
-    /// It was delivered: left alone.
+    /// It was delivered: not changed.
     Sent,
-    /// It was given up before: left alone.
+    /// It was discarded before: not changed.
     AlreadyDiscarded,
-    /// No sink wanted it: left alone.
+    /// No sink wanted it: not changed.
     Unwanted,
-    /// It died meanwhile: left alone.
+    /// It became dead meanwhile: not changed.
     Dead,
 }
 
@@ -81,7 +80,7 @@ impl SinkOutcome {
         matches!(self, Self::Queued | Self::Pending | Self::Discarded)
     }
 
-    /// For programs. These names are promised.
+    /// The name in JSON. These names are stable.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -111,12 +110,12 @@ impl SinkOutcome {
             Self::AlreadyDiscarded => "discarded before",
             Self::Unwanted if redeliver => "no sink wanted it (name the sink to send it to)",
             Self::Unwanted => "no sink wanted it",
-            Self::Dead => "dead since a moment ago",
+            Self::Dead => "it became dead a moment ago",
         }
     }
 }
 
-/// What an action upon one event came to, sink by sink.
+/// The result of an action on one event for each sink.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ActionReport {
     action: EventAction,
@@ -124,7 +123,8 @@ pub struct ActionReport {
 }
 
 impl ActionReport {
-    /// From what was changed, and from the rows of the event as they stand since. `sink`: only this one was meant.
+    /// Makes the report from the changed rows, and from all rows of the event after the change. With `sink`, only that sink
+    /// counts.
     #[must_use]
     pub fn of(
         action: EventAction,
@@ -139,14 +139,14 @@ impl ActionReport {
         Self { action, sinks: left.chain(done).collect() }
     }
 
-    /// For programs.
+    /// The report as JSON.
     #[must_use]
     pub fn json(&self) -> Value {
         let sinks = self.sinks.iter();
         sinks.map(|(sink, outcome)| json!({ "sink": sink, "result": outcome.name() })).collect()
     }
 
-    /// For people, a line for each sink.
+    /// The report as text, one line for each sink.
     #[must_use]
     pub fn lines(&self) -> Vec<String> {
         let line = |(sink, outcome): (&String, &SinkOutcome)| {
@@ -156,7 +156,7 @@ impl ActionReport {
         self.sinks.iter().map(line).collect()
     }
 
-    /// Why all of it was left alone.
+    /// Why nothing was changed.
     fn reason(&self) -> &'static str {
         let all =
             |wanted: &[SinkOutcome]| self.sinks.values().all(|outcome| wanted.contains(outcome));
@@ -176,16 +176,16 @@ fn named(sink: &str) -> &str {
     if sink.is_empty() { "-" } else { sink }
 }
 
-/// Why nothing was done to an event: a name for programs, and a sentence.
+/// Why an event was not changed: a name for programs, and a sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ActionRefusal {
-    /// `not_found`; `delivering` (towards one sink at least), `sent` or `discarded` (towards all of them); or `left_alone`.
+    /// `not_found`, `delivering` (at least one sink), `sent` or `discarded` (all sinks), or `left_alone`.
     pub name: &'static str,
-    /// In words.
+    /// The sentence.
     pub detail: String,
 }
 
-/// Why nothing was done to an event, whose rows are these.
+/// Why the event with these rows was not changed.
 #[must_use]
 pub fn refusal(
     id: Uuid,
@@ -207,11 +207,10 @@ pub fn refusal(
     refuse(report.reason(), format!("Event {id} was left alone. {}.", all.join("; ")))
 }
 
-/// What is wrong with the sink that is named for an action; `None`: nothing. An event may still have rows of a sink that is
-/// known nowhere else.
+/// What is wrong with the sink that an action names; `None`: nothing. A sink is also known if only the event has a row of it.
 ///
 /// # Errors
-/// The store's.
+/// An error of the store.
 pub async fn wrong_sink(
     store: &dyn Store,
     configured: &[String],

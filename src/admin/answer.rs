@@ -1,4 +1,4 @@
-//! How the admin listener answers: JSON with everything escaped, and its short table of problems.
+//! The answers of the admin listener: escaped JSON, and its table of problems.
 
 use std::future::Future;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use super::view;
 use crate::record::RecordId;
 use crate::store::{self, Objection};
 
-/// How long a list or a record may take the store.
+/// How long the store may take for a list or a record.
 pub(super) const READ_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(super) fn id_of(path: Result<Path<String>, PathRejection>) -> Result<Uuid, Problem> {
@@ -24,7 +24,7 @@ pub(super) fn id_of(path: Result<Path<String>, PathRejection>) -> Result<Uuid, P
     text.parse().map_err(|_| Problem::Id)
 }
 
-/// Waits for the store, but not for ever.
+/// Waits for the store for a bounded time.
 pub(super) async fn in_time<T>(
     answer: impl Future<Output = Result<T, store::Error>>,
 ) -> Result<T, Problem> {
@@ -44,7 +44,7 @@ pub(super) async fn in_time<T>(
     }
 }
 
-/// An answer in JSON with everything escaped; see [`view::to_json`].
+/// An answer in escaped JSON; see [`view::to_json`].
 pub(super) struct Json<T = Value>(pub(super) T);
 
 impl<T: Serialize> IntoResponse for Json<T> {
@@ -66,7 +66,7 @@ pub(super) fn as_json<T: Serialize>(status: StatusCode, kind: &'static str, valu
     }
 }
 
-/// What operators are told when it is no: the short table of this listener.
+/// The problems that this listener answers with.
 #[derive(Debug)]
 pub(super) enum Problem {
     Unauthorized,
@@ -131,7 +131,7 @@ impl Problem {
             Self::ForeignHost => (
                 StatusCode::FORBIDDEN,
                 "foreign-host",
-                "Without an admin token, ask for localhost, 127.0.0.1 or [::1] by that name, and from no other page.",
+                "Without an admin token, the listener answers only to the names localhost, 127.0.0.1 and [::1], and to no page of another origin.",
             ),
             Self::Query(_) => (
                 StatusCode::BAD_REQUEST,
@@ -141,18 +141,18 @@ impl Problem {
             Self::Question(_) => (
                 StatusCode::BAD_REQUEST,
                 "question-invalid",
-                "Send a JSON object of the fields that are asked for; `errors` says what is wrong.",
+                "Send a JSON object with the documented fields; `errors` says what is wrong.",
             ),
             Self::Action(_) => (
                 StatusCode::BAD_REQUEST,
                 "action-invalid",
-                "Send a JSON object that says what is to be done; `errors` says what is wrong.",
+                "Send a JSON object that describes the action; `errors` says what is wrong.",
             ),
             Self::Refused { name, .. } => (StatusCode::CONFLICT, name, ""),
             Self::InDoubt => (
                 StatusCode::SERVICE_UNAVAILABLE,
                 "in-doubt",
-                "Nobody knows whether that was done, or all of it: look before you ask for it again.",
+                "It is not known whether the action was done, or only a part of it: check before you repeat it.",
             ),
             Self::Id => (StatusCode::BAD_REQUEST, "id-invalid", "An id is a UUID."),
             Self::NotFound => (
@@ -163,12 +163,12 @@ impl Problem {
             Self::NoSink => (
                 StatusCode::NOT_FOUND,
                 "no-such-sink",
-                "No sink has this name: not in the configuration, and none has pending events.",
+                "Neither the configuration nor a pending event names this sink.",
             ),
             Self::Already => (
                 StatusCode::CONFLICT,
                 "already-so",
-                "The sink stands so already: nothing was changed.",
+                "The sink is already paused, or already open: nothing was changed.",
             ),
             Self::NoSuchPage => {
                 (StatusCode::NOT_FOUND, "no-such-page", "The admin listener has no such page.")
@@ -176,7 +176,7 @@ impl Problem {
             Self::MethodNotAllowed => (
                 StatusCode::METHOD_NOT_ALLOWED,
                 "method-not-allowed",
-                "This page is read, or acted on, in another way: see docs/operations.md.",
+                "This page has another method: see docs/operations.md.",
             ),
             Self::StoreUnavailable => (
                 StatusCode::SERVICE_UNAVAILABLE,
@@ -186,7 +186,7 @@ impl Problem {
             Self::StoreRefused => (
                 StatusCode::INTERNAL_SERVER_ERROR,
                 "store-refused",
-                "The database refused the question: see the log.",
+                "The database refused the query: see the log.",
             ),
         }
     }

@@ -1,4 +1,4 @@
-//! All there is to know of one record, and of one event: read from the store, and shown by the listener and the commands.
+//! Everything that the store knows of one record or one event, for the admin listener and the commands.
 
 use serde::Serialize;
 use uuid::Uuid;
@@ -9,31 +9,31 @@ use crate::store::{self, EventFilter, EventRow, Store, Unresolved};
 
 /// How many events one record is shown with at most.
 pub const DETAIL_EVENTS_MAX: u32 = 500;
-/// How many rows of one event (one a sink) are looked at.
+/// How many rows of one event are read, one for each sink.
 const ROWS_MAX: u32 = 500;
 
-/// The rows of an event, one a sink.
+/// The rows of an event, one for each sink.
 ///
 /// # Errors
-/// The store's.
+/// An error of the store.
 pub async fn event_rows(store: &dyn Store, id: Uuid) -> Result<Vec<EventRow>, store::Error> {
     let filter = EventFilter { id: Some(id), limit: ROWS_MAX, ..EventFilter::default() };
     store.list_events(&filter).await
 }
 
-/// All there is to know of one event.
+/// Everything that the store knows of one event.
 #[derive(Clone, Debug, Serialize)]
 pub struct EventDetail {
-    /// How it stands towards each sink, with its message.
+    /// Its row for each sink, with the message.
     pub events: Vec<EventView>,
-    /// The attempts that have ended, by sink, oldest first: failures as far as they are kept, and successes.
+    /// The attempts that have ended, by sink, oldest first: successes, and the failures that are kept.
     pub attempts: Vec<AttemptView>,
 }
 
-/// Reads all that is known of an event. `None`: there is none with this id.
+/// Reads an event. `None`: no event has this id.
 ///
 /// # Errors
-/// The store's.
+/// An error of the store.
 pub async fn event_detail(
     store: &dyn Store,
     id: Uuid,
@@ -49,30 +49,30 @@ pub async fn event_detail(
     }))
 }
 
-/// All there is to know of one record.
+/// Everything that the store knows of one record.
 #[derive(Clone, Debug, Serialize)]
 pub struct RecordDetail {
-    /// The record with its answer; `None`: it is gone (expired, or released by an operator), but something tells of it.
+    /// The record with its answer. `None`: it expired or was released, and events or audit rows of it are left.
     pub record: Option<RecordView>,
-    /// What is known of it while it is unknown.
+    /// More about it while it is unknown.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub doubt: Option<UnknownView>,
     /// Its events, oldest first, without their messages.
     pub events: Vec<EventView>,
     /// Whether there are more events than are shown.
     pub events_cut: bool,
-    /// What was done to it by hand, and its late outcomes, oldest first.
+    /// Its audit rows, oldest first: actions of operators, and late outcomes.
     pub audit: Vec<AuditView>,
 }
 
-/// What is known of an unknown record.
+/// The state of an unknown record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct UnknownView {
-    /// When its attempt became unknown; of a dead owner: its lease's end.
+    /// When its attempt became unknown. If the owner died, the end of the owner's lease.
     pub since: String,
-    /// How often in a row the upstream was asked without result.
+    /// How many look-ups in a row had no result.
     pub asked: u32,
-    /// Where it was asked: before then it is not asked again.
+    /// The time of the next look-up, after one had no result.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub next_ask_at: Option<String>,
 }
@@ -84,10 +84,10 @@ impl From<Unresolved> for UnknownView {
     }
 }
 
-/// Reads all that is known of a record. `None`: neither a record nor an event nor an audit row has this id.
+/// Reads a record. `None`: no record, event or audit row has this id.
 ///
 /// # Errors
-/// The store's.
+/// An error of the store.
 pub async fn record_detail(
     store: &dyn Store,
     id: RecordId,
@@ -96,7 +96,7 @@ pub async fn record_detail(
     let doubt = match &row {
         Some(row) if row.status == Status::Unknown => {
             match store.unresolved(id).await {
-                // What was kept of the request does not open: that hides nothing else.
+                // The stored request cannot be opened. The other fields are still shown.
                 Err(store::Error::Unreadable(_)) => None,
                 found => found?.map(UnknownView::from),
             }

@@ -1,7 +1,7 @@
-//! What is made of a request: `POST /api/v1/explain`, and what `oncegate explain` asks and answers with.
+//! `POST /api/v1/explain`, and the question and answer of `oncegate explain`.
 //!
-//! A question names a request, and perhaps another one (of which only what differs is said) or a record. It reads only: nothing
-//! is reserved, forwarded or kept. The answer shows the canonical form, which holds what the body holds.
+//! A question has a request, and optionally another request (only the parts that differ) or a record to compare with. Nothing
+//! is reserved, forwarded or stored. The answer shows the canonical form, so it holds the content of the body.
 
 use std::collections::BTreeMap;
 use std::panic::resume_unwind;
@@ -17,7 +17,7 @@ use crate::explain::{self, Compared, Explain, Explained, Sample};
 use crate::record::RecordId;
 use crate::store::{self, Store};
 
-/// What is asked.
+/// The question.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ExplainRequest {
@@ -43,7 +43,7 @@ pub struct ExplainRequest {
     pub record: Option<String>,
 }
 
-/// Another request: what is left out is as in the first.
+/// Another request. Parts that are left out are as in the first.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OtherRequest {
@@ -53,7 +53,7 @@ pub struct OtherRequest {
     /// Path and query.
     #[serde(default)]
     pub path: Option<String>,
-    /// Headers: each in the place of those of its name.
+    /// Headers. Each replaces the headers of its name.
     #[serde(default)]
     pub headers: Headers,
     /// The body, as text.
@@ -64,7 +64,7 @@ pub struct OtherRequest {
     pub body_base64: Option<String>,
 }
 
-/// Headers, as an object or, where a name stands twice, as a list of pairs.
+/// Headers as an object, or as a list of pairs if a name is repeated.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(untagged)]
 pub enum Headers {
@@ -89,7 +89,7 @@ impl Headers {
     }
 }
 
-/// A request in texts; of another one than the first, what is left out is as in the first.
+/// A request as text. In another request, parts that are left out are as in the first.
 #[derive(Clone, Debug, Default)]
 pub struct RequestText {
     /// The method; left out: POST.
@@ -103,7 +103,7 @@ pub struct RequestText {
 }
 
 impl RequestText {
-    /// Another request: this one, but for what that says.
+    /// Makes another request from this one by replacing the parts that `other` has.
     fn but(&self, other: Self) -> Self {
         let named = |name: &str| {
             other.headers.iter().any(|(known, _)| known.trim().eq_ignore_ascii_case(name.trim()))
@@ -126,7 +126,7 @@ impl RequestText {
     }
 }
 
-/// A question that makes sense.
+/// A valid question.
 #[derive(Clone, Debug)]
 pub struct ExplainQuery {
     request: Sample,
@@ -135,10 +135,10 @@ pub struct ExplainQuery {
 }
 
 impl ExplainQuery {
-    /// About a request, and perhaps another one or a record.
+    /// A question about a request, and optionally about another one or a record.
     ///
     /// # Errors
-    /// What is wrong with the first part that cannot stand in a request.
+    /// What is wrong with the first part that no request can have.
     pub fn new(
         request: RequestText,
         other: Option<RequestText>,
@@ -192,12 +192,12 @@ fn body(text: Option<String>, base64: Option<String>) -> Result<Option<Bytes>, S
 /// The answer.
 #[derive(Clone, Debug, Serialize)]
 pub struct ExplainResponse {
-    /// What is made of the request.
+    /// How the gateway reads the request.
     pub request: Explained,
-    /// What is made of the other one.
+    /// How the gateway reads the other request.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub other: Option<Explained>,
-    /// How they compare, where both were read whole.
+    /// How the two compare, if both could be read completely.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub compared: Option<Compared>,
     /// How the request compares with a record.
@@ -210,19 +210,19 @@ pub struct ExplainResponse {
 pub struct RecordComparison {
     /// Its id.
     pub id: String,
-    /// Whose key.
+    /// Its tenant.
     pub tenant_id: String,
-    /// For which operation.
+    /// Its operation.
     pub operation: String,
-    /// The key.
+    /// Its key.
     pub key: String,
     /// Its status, as stored.
     pub status: &'static str,
     /// The canonical hash of its request.
     pub request_hash: String,
-    /// When it was made.
+    /// When it was reserved.
     pub created_at: String,
-    /// How they compare, where the request was read whole.
+    /// How they compare, if the request could be read completely.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub compared: Option<Compared>,
 }
@@ -233,12 +233,12 @@ pub enum ExplainError {
     /// There is no such record.
     #[error("there is no record {0}")]
     NoRecord(RecordId),
-    /// The store does not say.
+    /// The store failed.
     #[error(transparent)]
     Store(#[from] store::Error),
 }
 
-/// Answers a question. The store is asked only where a record is named.
+/// Answers a question. Asks the store only if a record is named.
 ///
 /// # Errors
 /// See [`ExplainError`].
@@ -280,7 +280,7 @@ pub async fn answer(
     Ok(ExplainResponse { request, other, compared, record })
 }
 
-/// Looks for a difference, on a thread of its own: in large bodies it takes a while.
+/// Looks for a difference on a blocking thread, because it takes a while in large bodies.
 async fn compare(request: Explained, other: Explained) -> (Explained, Explained, Option<Compared>) {
     let compare = move || {
         let compared = explain::compare(&request, &other);
@@ -289,7 +289,7 @@ async fn compare(request: Explained, other: Explained) -> (Explained, Explained,
     match tokio::task::spawn_blocking(compare).await.map_err(JoinError::try_into_panic) {
         Ok(compared) => compared,
         Err(Ok(panic)) => resume_unwind(panic),
-        // The runtime is going down.
+        // The runtime shuts down.
         Err(Err(_)) => std::future::pending().await,
     }
 }

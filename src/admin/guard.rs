@@ -1,5 +1,5 @@
-//! Who is an operator: whoever sends the token; where there is none, whoever calls this machine by its own name, from no page
-//! of another origin.
+//! Decides who is an operator: a client that sends the token. Without a configured token, a client that calls this machine by
+//! a local name and from no page of another origin.
 
 use axum::extract::{Request, State as Extract};
 use axum::middleware::Next;
@@ -10,7 +10,7 @@ use http::{HeaderMap, HeaderValue, Uri};
 use super::answer::Problem;
 use super::state::{State, Token};
 
-/// Lets only operators through: by token, or where there is none, by the name under which this machine was called.
+/// Refuses every request that is not an operator's.
 pub(super) async fn guard(
     Extract(state): Extract<State>,
     request: Request,
@@ -22,7 +22,7 @@ pub(super) async fn guard(
     }
 }
 
-/// Why a request is not an operator's.
+/// Why a request is not an operator's; `None`: it is.
 pub(super) fn no_operator(state: &State, uri: &Uri, headers: &HeaderMap) -> Option<Problem> {
     match &state.token {
         Some(token) if !bears(token, headers) => Some(Problem::Unauthorized),
@@ -43,11 +43,11 @@ fn names_this_machine(uri: &Uri, headers: &HeaderMap) -> bool {
     let mut lines = headers.get_all(HOST).iter();
     let (Some(line), None) = (lines.next(), lines.next()) else { return false };
     let Ok(named) = line.to_str() else { return false };
-    // A target in absolute form names a host too, and a reader may believe either.
+    // A target in absolute form also has a host, and programs differ in which of the two they use. Both must fit.
     is_loopback(named) && uri.authority().is_none_or(|authority| is_loopback(authority.as_str()))
 }
 
-/// Whether a browser sends it for a page that is not this machine's.
+/// Whether a browser sends this request for a page of another machine.
 fn is_foreign(headers: &HeaderMap) -> bool {
     let ours = |origin: &HeaderValue| {
         let (_, authority) = origin.to_str().ok()?.split_once("://")?;
@@ -65,7 +65,7 @@ fn is_loopback(authority: &str) -> bool {
     })
 }
 
-/// On every answer: it is what its type says, and it is not kept on the way.
+/// Headers of every answer: browsers must not guess its type, and caches must not keep it.
 pub(super) async fn harden(mut response: Response) -> Response {
     let headers = response.headers_mut();
     headers.insert("x-content-type-options", HeaderValue::from_static("nosniff"));

@@ -1,10 +1,10 @@
-//! What operators ask for, from a query string to a filter, and the cursors that continue a list.
+//! Parses query strings into filters, and the cursors of lists.
 //!
-//! Every mistake is found and named at once: a parameter that is not known, one that comes twice, a value that does
-//! not fit. A filter is never guessed, because a list that is silently wider than asked shows the wrong records.
+//! All mistakes are reported at once: unknown parameters, repeated parameters, and wrong values. No parameter is ignored,
+//! because the list would then show the wrong records.
 //!
-//! A cursor is opaque to callers: which list it continues, and the last row of the page before. It holds nothing
-//! secret and needs no signature: a forged one only starts the list elsewhere.
+//! A cursor names its list and the last row of the page before. It is opaque to clients. It holds no secret and needs no
+//! signature: a forged cursor only starts the list at another row.
 
 use std::borrow::Cow;
 use std::time::{Duration, SystemTime};
@@ -16,19 +16,19 @@ use uuid::Uuid;
 use crate::record::Status;
 use crate::store::{EventFilter, EventRow, EventStatus, RecordFilter, RecordRow};
 
-/// How many rows a page has where the query does not say.
+/// The default number of rows of a page.
 pub(super) const LIMIT_DEFAULT: u32 = 50;
-/// How many rows a page has at most.
+/// The largest number of rows of a page.
 pub(super) const LIMIT_MAX: u32 = 500;
 
-/// What a list of records may be asked.
+/// The parameters of a list of records.
 pub(super) const RECORD_NAMES: [&str; 7] =
     ["tenant", "operation", "key", "status", "since", "limit", "cursor"];
-/// What a list of events may be asked.
+/// The parameters of a list of events.
 pub(super) const EVENT_NAMES: [&str; 10] =
     ["tenant", "operation", "key", "record", "type", "sink", "status", "since", "limit", "cursor"];
 
-/// A query whose names are known and come once.
+/// A query in which each name is known and comes once.
 #[derive(Debug)]
 pub(super) struct Query<'a>(Vec<(Cow<'a, str>, Cow<'a, str>)>);
 
@@ -51,7 +51,7 @@ impl<'a> Query<'a> {
         if errors.is_empty() { Ok(Self(pairs)) } else { Err(errors) }
     }
 
-    /// As a filter of records.
+    /// The filter of a list of records.
     pub(super) fn records(&self) -> Result<RecordFilter, Vec<String>> {
         let mut errors = Vec::new();
         let filter = RecordFilter {
@@ -67,7 +67,7 @@ impl<'a> Query<'a> {
         if errors.is_empty() { Ok(filter) } else { Err(errors) }
     }
 
-    /// As a filter of events.
+    /// The filter of a list of events.
     pub(super) fn events(&self) -> Result<EventFilter, Vec<String>> {
         let mut errors = Vec::new();
         let record = |text: &str| text.parse().map_err(|_| "an id is a UUID".to_owned());
@@ -133,7 +133,7 @@ fn foreign_cursor() -> String {
 /// A record's status by its column value.
 ///
 /// # Errors
-/// What the values are.
+/// Names the allowed values.
 pub(crate) fn record_status(text: &str) -> Result<Status, String> {
     Status::parse(text)
         .ok_or_else(|| format!("one of {}", Status::ALL.map(Status::as_str).join(", ")))
@@ -142,16 +142,16 @@ pub(crate) fn record_status(text: &str) -> Result<Status, String> {
 /// An event's status by its column value.
 ///
 /// # Errors
-/// What the values are.
+/// Names the allowed values.
 pub(crate) fn event_status(text: &str) -> Result<EventStatus, String> {
     EventStatus::parse(text)
         .ok_or_else(|| format!("one of {}", EventStatus::ALL.map(EventStatus::as_str).join(", ")))
 }
 
-/// How far back a list goes. Bounded to what every database can subtract from its clock.
+/// How far back a list goes. It is bounded, so that every database can subtract it from its clock.
 ///
 /// # Errors
-/// How a duration is written.
+/// Says how a duration is written.
 pub(crate) fn since(text: &str) -> Result<Duration, String> {
     const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
     humantime::parse_duration(text)
@@ -192,13 +192,13 @@ fn event_cursor(text: &str) -> Option<(SystemTime, Uuid, String)> {
     Some((at_micros(at)?, id.parse().ok()?, sink.to_owned()))
 }
 
-/// Both databases keep times to the microsecond.
+/// Microseconds, because both databases store times to the microsecond.
 fn micros(at: SystemTime) -> u128 {
     at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_micros()
 }
 
 fn at_micros(text: &str) -> Option<SystemTime> {
-    // Up to the year 9999: a forged cursor names no time that a database cannot hold.
+    // At most the year 9999, so that a forged cursor names no time that a database cannot hold.
     let micros: u64 = text.parse().ok().filter(|micros| *micros < 253_402_300_800_000_000)?;
     SystemTime::UNIX_EPOCH.checked_add(Duration::from_micros(micros))
 }

@@ -1,4 +1,4 @@
-//! What is read over the admin listener: probes, metrics, records, events, sinks, tasks, and what is made of a request.
+//! The read pages of the admin listener: probes, metrics, records, events, sinks, tasks, and explain.
 
 use std::time::Duration;
 
@@ -24,9 +24,9 @@ use crate::telemetry::causes;
 
 /// How long `/readyz` waits for the store.
 const PING_TIMEOUT: Duration = Duration::from_secs(1);
-/// Before the reason why the last try to connect failed.
+/// The text before the reason of the last failed try to connect.
 const UNREACHED: &str = "the database cannot be reached";
-/// How long a question about a request may be, in bytes.
+/// Largest body of a question about a request, in bytes.
 const QUESTION_MAX: usize = 8 << 20;
 
 pub(super) async fn readyz(
@@ -37,7 +37,7 @@ pub(super) async fn readyz(
     let (store, cause) = match tokio::time::timeout(PING_TIMEOUT, state.store.ping()).await {
         Ok(Ok(())) => ("ok", None),
         Ok(Err(error)) => ("unavailable", Some(causes(&error))),
-        // It tries to connect for longer than a probe waits, and knows why the last try failed.
+        // The store tries to connect for longer than a probe waits. It knows why the last try failed.
         Err(_) => match state.store.unreached().now_or_never() {
             Some(Ok(Some(why))) => ("unavailable", Some(format!("{UNREACHED}: {why}"))),
             Some(Ok(None) | Err(_)) | None => ("no answer in time", None),
@@ -47,7 +47,7 @@ pub(super) async fn readyz(
     let ready = state.ready.is_serving() && store == "ok" && ailing.is_none();
     let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     let mut body = json!({ "ready": ready, "gateway": state.ready.as_str(), "store": store });
-    // It names hosts and roles: for operators.
+    // The reason names hosts and roles, so only operators see it.
     let cause = cause.filter(|_| no_operator(&state, &uri, &headers).is_none());
     let more = [("cause", cause), ("not_running", ailing.map(str::to_owned))];
     if let Some(fields) = body.as_object_mut() {
@@ -79,7 +79,7 @@ pub(super) async fn list_records(
         .and_then(|query| query.records())
         .map_err(Problem::Query)?;
     let asked = filter.limit as usize;
-    // One row more than the page shows whether there is another page.
+    // One row more than the page, to know whether there is another page.
     filter.limit = filter.limit.saturating_add(1);
     let mut rows = in_time(state.store.list_records(&filter)).await?;
     let more = rows.len() > asked;

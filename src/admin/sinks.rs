@@ -1,4 +1,4 @@
-//! How the sinks stand, as operators see it: one table for the command and for the admin listener.
+//! The state of the sinks: one table for the command and the admin listener.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -11,49 +11,49 @@ use crate::store::{
     self, Changed, NextProbe, Operator, PauseReason, Reclaim, SinkOrder, SinkState, Store,
 };
 
-/// A sink as it is shown. Field names are promised.
+/// The state of a sink. The field names are stable.
 #[derive(Debug, Default, Serialize)]
 pub struct SinkView {
     /// Its name.
     pub name: String,
-    /// Whether the configuration has it: the events for one that it has not stay pending.
+    /// Whether the configuration names it. Events for a sink that is not configured stay pending.
     pub configured: bool,
-    /// Whether nothing but probes is sent to it.
+    /// Whether it is paused: only probes are sent to it.
     pub paused: bool,
     /// Why it is paused: failing, busy, gone or operator.
     pub reason: Option<&'static str>,
-    /// The words of the operator who paused it.
+    /// The note of the operator who paused it.
     pub note: Option<String>,
-    /// Since when it is paused, or open again. None: it was never paused.
+    /// Since when it is paused, or open again. `None`: it was never paused.
     pub since: Option<String>,
-    /// In how many seconds it may be probed next; 0 while it is being probed. None: it is not probed, as one is not that
-    /// is not configured.
+    /// In how many seconds it may be probed next; 0 during a probe. `None`: it is not probed. A sink that is not configured
+    /// never is.
     pub next_probe_seconds: Option<u64>,
-    /// Whether it is being probed.
+    /// Whether a probe is under way.
     pub probing: bool,
-    /// Probes in a row that failed.
+    /// Failed probes in a row.
     pub failed_probes: u32,
     /// Pending events for it.
     pub pending: u64,
     /// How old the oldest of them is, in seconds.
     pub oldest_age_seconds: u64,
-    /// Events given up for it.
+    /// Dead events for it.
     pub dead: u64,
-    /// What went wrong last, also where an operator has paused it since.
+    /// The last error, also if an operator has paused the sink since.
     pub last_error: Option<String>,
 }
 
 /// All sinks.
 #[derive(Debug, Serialize)]
 pub struct SinkPage {
-    /// By their names.
+    /// Ordered by name.
     pub sinks: Vec<SinkView>,
 }
 
-/// Which sinks that are not `configured` have pending events, and how many.
+/// The sinks with pending events that are not `configured`, and the number of these events.
 ///
 /// # Errors
-/// The store's.
+/// An error of the store.
 pub async fn pending_for_unconfigured(
     store: &dyn Store,
     configured: &[String],
@@ -65,19 +65,19 @@ pub async fn pending_for_unconfigured(
     Ok(pending)
 }
 
-/// Why nothing was done to a sink.
+/// Why a sink was not changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NoChange {
-    /// No sink has this name: not in the configuration, and none has pending events.
+    /// Neither the configuration nor a pending event names this sink.
     NotFound,
-    /// It stands so already.
+    /// It is already paused, or already open.
     Already,
 }
 
-/// How all sinks stand: those of the configuration, and those of which the store knows.
+/// The state of all sinks that the configuration or the store knows.
 ///
 /// # Errors
-/// The store's.
+/// An error of the store.
 pub async fn list(store: &dyn Store, configured: &[String]) -> Result<SinkPage, store::Error> {
     let states = store.sinks(Reclaim::Expired).await?;
     let gauges = store.gauges().await?;
@@ -97,13 +97,13 @@ pub async fn list(store: &dyn Store, configured: &[String]) -> Result<SinkPage, 
     }
     let mut sinks = Vec::with_capacity(views.len());
     for (name, mut view) in views {
-        // What paused it by itself is the last that went wrong until it is resumed. Else its deliveries know better.
+        // An automatic pause has the last error until the sink is resumed. Otherwise the last delivery has it.
         let operator = view.reason == Some(PauseReason::Operator.as_str());
         if view.pending + view.dead > 0 && (operator || !view.paused) {
             view.last_error = store.last_failure(&name).await?.or(view.last_error);
         }
         if !view.configured {
-            // Nobody probes it: what the store notes of that is from when somebody did.
+            // No relay probes it. The probe in its row is from the time when it was configured.
             (view.next_probe_seconds, view.probing) = (None, false);
         }
         view.name = name;
@@ -132,10 +132,10 @@ fn round_up(wait: Duration) -> u64 {
     wait.as_secs() + u64::from(wait.subsec_nanos() > 0)
 }
 
-/// What to say of a sink of which neither the configuration nor the store knows; `None`: one of them does.
+/// The message about a sink that neither the configuration nor the store knows; `None`: one of them knows it.
 ///
 /// # Errors
-/// The store's.
+/// An error of the store.
 pub async fn unknown_sink(
     store: &dyn Store,
     configured: &[String],
@@ -160,10 +160,10 @@ pub async fn unknown_sink(
     }))
 }
 
-/// Pauses or resumes a sink. `Ok(None)`: done.
+/// Pauses or resumes a sink. `Ok(None)`: it is done.
 ///
 /// # Errors
-/// The store's.
+/// An error of the store.
 pub async fn operate(
     store: &dyn Store,
     configured: &[String],

@@ -11,16 +11,16 @@ use crate::explain::Explain;
 use crate::store::Store;
 use crate::telemetry::Metrics;
 
-/// What the admin listener shows, and to whom.
+/// The state of the admin listener.
 #[derive(Clone)]
 pub struct State {
     /// Where records and events are read.
     pub store: Arc<dyn Store>,
     /// What `/metrics` shows.
     pub metrics: Arc<Metrics>,
-    /// Whether this process may be sent requests.
+    /// Whether this process accepts requests.
     pub ready: Readiness,
-    /// What a caller must send; `None` only on a loopback listener.
+    /// The token that a client must send; `None` only on a loopback address.
     pub token: Option<Token>,
     /// The program's version.
     pub version: &'static str,
@@ -28,13 +28,13 @@ pub struct State {
     pub operations: Arc<[String]>,
     /// The sinks that the configuration names.
     pub sinks: Arc<[String]>,
-    /// Who says what is made of a request; `None` in a process that takes none.
+    /// Explains requests; `None` in a process without a gateway.
     pub explain: Option<Arc<dyn Explain>>,
     /// Who says what a completion by hand announces.
     pub announce: Arc<dyn Announce>,
 }
 
-/// Where the process stands between its start and its end. All clones see one value.
+/// The phase of the process between its start and its end. All clones share one value.
 #[derive(Clone, Debug, Default)]
 pub struct Readiness(Arc<AtomicU8>);
 
@@ -43,15 +43,15 @@ impl Readiness {
     const SERVING: u8 = 1;
     const DRAINING: u8 = 2;
 
-    /// Requests are accepted from now on. Changes nothing once draining.
+    /// From now on requests are accepted. Has no effect while the process drains.
     pub fn serving(&self) {
-        // Err: it serves or drains already, and draining is final.
+        // Err: the process already serves, or drains. Draining is final.
         self.0
             .compare_exchange(Self::STARTING, Self::SERVING, Ordering::Relaxed, Ordering::Relaxed)
             .ok();
     }
 
-    /// No new requests are accepted from now on. Final.
+    /// From now on no new request is accepted. This is final.
     pub fn draining(&self) {
         self.0.store(Self::DRAINING, Ordering::Relaxed);
     }
@@ -69,12 +69,12 @@ impl Readiness {
     }
 }
 
-/// The bearer token, kept as its keyed hash so that it is neither shown nor compared byte by byte.
+/// The bearer token. It is stored as a keyed hash, so that it is never shown and never compared byte by byte.
 #[derive(Clone)]
 pub struct Token(hmac::Key, hmac::Tag);
 
 impl Token {
-    /// The token that callers must send. `None` where it is empty or could not stand in a header.
+    /// Makes a token. `None` if it is empty or no header can hold it.
     #[must_use]
     pub fn new(secret: &str) -> Option<Self> {
         let fits = !secret.is_empty() && secret.bytes().all(|b| b.is_ascii_graphic());
@@ -83,7 +83,7 @@ impl Token {
         fits.then_some(Self(key, tag))
     }
 
-    /// Whether this is the token, in a time that does not tell how much of it was right.
+    /// Whether this is the token. The time it takes does not depend on how much of it is right.
     pub(super) fn is(&self, sent: &[u8]) -> bool {
         hmac::verify(&self.0, sent, self.1.as_ref()).is_ok()
     }

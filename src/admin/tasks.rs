@@ -4,37 +4,37 @@ use serde::Serialize;
 
 use crate::tasks::{self, Shown};
 
-/// A background task. Field names are promised.
+/// A background task. The field names are stable.
 #[derive(Debug, Serialize)]
 pub struct TaskView {
     /// Its name.
     pub name: &'static str,
-    /// Which of several: the sink's name, say.
+    /// Its instance, such as the name of a sink.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub of: String,
-    /// `running`; `pausing` before it is begun anew; `ended`, and the process ends.
+    /// `running`; `pausing` before it is started again; `ended`, which ends the process.
     pub state: &'static str,
-    /// Rounds that it has gone through.
+    /// Completed rounds.
     pub runs: u64,
-    /// How long ago the last round ended, in seconds. None: there was none, or it has no rounds.
+    /// How long ago the last round ended, in seconds. `None`: no round has ended, or the task has no rounds.
     pub last_run_seconds_ago: Option<f64>,
-    /// What went wrong last.
+    /// The last error.
     pub last_error: Option<String>,
-    /// How long ago, in seconds.
+    /// How long ago it happened, in seconds.
     pub last_error_seconds_ago: Option<f64>,
-    /// How often it ended though it was not told to.
+    /// How often it ended although nothing stopped it.
     pub ends: u64,
 }
 
 /// All tasks.
 #[derive(Debug, Serialize)]
 pub struct TaskPage {
-    /// By their names.
+    /// Ordered by name.
     pub tasks: Vec<TaskView>,
 }
 
 impl TaskPage {
-    /// As they stand now.
+    /// The present state of all tasks.
     #[must_use]
     pub fn now() -> Self {
         Self { tasks: tasks::all().into_iter().map(TaskView::of).collect() }

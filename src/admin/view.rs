@@ -1,13 +1,10 @@
 //! Records, events and audit rows as operators see them: one shape for the admin API and for `--json`.
 //!
-//! - A field is named like the column it shows (`tenant_id`, `event_type`, `response_status`), so that what is read
-//!   here can be typed into SQL. Times are RFC 3339 in UTC, to the microsecond.
-//! - Bytes are shown as text where they are UTF-8, else under the same name with `_base64`. Nothing is lost.
-//! - A list shows no bodies and no payloads: their size is bounded one by one, not by the hundred.
-//! - [`to_json`] also escapes what JSON may leave as it is but a browser or a terminal may act on. Whatever callers
-//!   put into a key or a body, it stays text.
-//!
-//! Nothing is written here, and nothing is kept: a view lives as long as one answer.
+//! - A field has the name of its column (`tenant_id`, `event_type`, `response_status`), so that it can be used in SQL. Times
+//!   are RFC 3339 in UTC, to the microsecond.
+//! - Bytes are shown as text if they are UTF-8, and otherwise in a field with the suffix `_base64`.
+//! - A list shows no bodies and no payloads, because a page of large ones would be too large.
+//! - [`to_json`] also escapes characters that JSON allows and that a browser or a terminal may act on.
 
 use std::fmt::Write as _;
 use std::time::{Duration, SystemTime};
@@ -20,7 +17,7 @@ use serde::Serialize;
 use crate::record::{Answer, KeptBody, Status, hex};
 use crate::store::{AttemptRow, AuditRow, EventRow, RecordRow};
 
-/// A view of a row: each field with what it shows. As lists show it: what only one row shows is added to that.
+/// Declares the view of a row: each field with its value. Lists show these fields; the page of one row has more.
 macro_rules! view {
     (
         $(#[$about:meta])*
@@ -35,7 +32,7 @@ macro_rules! view {
         }
 
         impl $view {
-            /// As a list shows it.
+            /// The view in a list.
             #[must_use]
             pub fn brief($row: &$kind) -> Self {
                 Self { $($field: $value,)* }
@@ -49,11 +46,11 @@ view! {
     RecordView of row: RecordRow {
         /// Its id.
         id: String = row.id.to_string();
-        /// Whose key.
+        /// Its tenant.
         tenant_id: String = row.scope.tenant.to_string();
-        /// For which operation.
+        /// Its operation.
         operation: String = row.scope.operation.to_string();
-        /// The idempotency key.
+        /// Its idempotency key.
         key: String = row.scope.key.to_string();
         /// The canonical hash of the request, in hex.
         request_hash: String = hex(&row.fingerprint.canonical);
@@ -61,11 +58,11 @@ view! {
         status: &'static str = row.status.as_str();
         /// The current attempt, from 1.
         attempt: u32 = row.attempt.number();
-        /// Who works, or worked, on it.
+        /// The process that works, or worked, on it.
         owner: String = row.owner.to_string();
-        /// Whether that owner's lease is live now.
+        /// Whether the lease of that process is live.
         owner_lives: bool = row.owner_lives;
-        /// Who asked: a verified subject, or a keyed digest.
+        /// The caller: a verified subject, or a keyed digest.
         caller: Option<String> = row.caller.clone();
         /// When it was reserved.
         created_at: String = time(row.created_at);
@@ -73,7 +70,7 @@ view! {
         completed_at: Option<String> = row.completed_at.map(time);
         /// When its retention ends.
         expires_at: Option<String> = row.expires_at.map(time);
-        /// The kept answer's status.
+        /// The status of the stored answer.
         response_status: Option<u16> = row.answer.as_ref().map(|answer| answer.status.as_u16());
         /// Its headers and body.
         #[serde(flatten)]
@@ -81,25 +78,25 @@ view! {
     }
 }
 
-/// What only the view of one record shows.
+/// The fields that only the page of one record shows.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct RecordContent {
-    /// What events will need of the request, while it is not completed.
+    /// The parts of the request that its events will need, while it is not completed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub request_context: Option<String>,
-    /// The same, where it is not UTF-8.
+    /// The same, if it is not UTF-8.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub request_context_base64: Option<String>,
-    /// The kept headers as pairs of name and value.
+    /// The stored headers as pairs of name and value.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub response_headers: Option<Vec<(String, String)>>,
-    /// Whether the answer's body was small enough to be kept.
+    /// Whether the body was small enough to be stored.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub response_body_retained: Option<bool>,
-    /// The body, where it is UTF-8.
+    /// The body, if it is UTF-8.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub response_body: Option<String>,
-    /// The body, where it is not.
+    /// The body, if it is not UTF-8.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub response_body_base64: Option<String>,
 }
@@ -132,9 +129,9 @@ impl RecordContent {
 }
 
 view! {
-    /// An event towards one sink. The payload is left out of lists.
+    /// An event for one sink. Lists do not show the payload.
     EventView of row: EventRow {
-        /// Its id: the same in every attempt and towards every sink.
+        /// Its id, the same in every attempt and for every sink.
         id: String = row.id.to_string();
         /// Its unique, stable key.
         event_key: String = row.event_key.clone();
@@ -148,9 +145,9 @@ view! {
         idempotency_key: String = row.scope.key.to_string();
         /// Its record.
         record_id: String = row.record.to_string();
-        /// Towards which sink; empty: none wanted it.
+        /// The sink; empty if no sink wanted the event.
         sink: String = row.sink.clone();
-        /// Within what it is delivered in order, where its sink does that.
+        /// Its ordering key, if its sink delivers in order.
         ordering_key: Option<String> = row.ordering_key.clone();
         /// `pending`, `sent`, `dead` or `discarded`.
         status: &'static str = row.status.as_str();
@@ -158,7 +155,7 @@ view! {
         attempts: u32 = row.attempts;
         /// When it is due.
         next_attempt_at: Option<String> = row.next_attempt_at.map(time);
-        /// What went wrong last.
+        /// The last error.
         last_error: Option<String> = row.last_error.clone();
         /// When it was written.
         created_at: String = time(row.created_at);
@@ -166,13 +163,13 @@ view! {
         age_seconds: u64 = row.age.as_secs();
         /// When it was delivered.
         sent_at: Option<String> = row.sent_at.map(time);
-        /// Whether it is dead and the events behind it in its ordering key wait for it.
+        /// Whether it is dead and blocks the later events of its ordering key.
         #[serde(skip_serializing_if = "std::ops::Not::not")]
         blocks: bool = row.blocks;
-        /// The message, where it is UTF-8.
+        /// The message, if it is UTF-8.
         #[serde(skip_serializing_if = "Option::is_none")]
         payload: Option<String> = None;
-        /// The message, where it is not.
+        /// The message, if it is not UTF-8.
         #[serde(skip_serializing_if = "Option::is_none")]
         payload_base64: Option<String> = None;
     }
@@ -188,7 +185,7 @@ impl EventView {
 }
 
 view! {
-    /// Something that was done by hand, or that came too late.
+    /// An audit row: an action of an operator, or a late outcome.
     AuditView of row: AuditRow {
         /// Its id.
         id: String = row.id.to_string();
@@ -198,9 +195,9 @@ view! {
         who: String = row.who.clone();
         /// What was done.
         action: String = row.action.clone();
-        /// To which record.
+        /// The record.
         record_id: Option<String> = row.record.map(|id| id.to_string());
-        /// To which event.
+        /// The event.
         event_id: Option<String> = row.event.map(|id| id.to_string());
         /// Why.
         why: Option<String> = row.why.clone();
@@ -214,7 +211,7 @@ view! {
 pub struct RecordPage {
     /// Newest first.
     pub records: Vec<RecordView>,
-    /// What to send as `cursor` for the page after this one; `None`: this is the last.
+    /// The `cursor` of the next page; `None`: this is the last page.
     pub next: Option<String>,
 }
 
@@ -223,22 +220,22 @@ pub struct RecordPage {
 pub struct EventPage {
     /// Newest first.
     pub events: Vec<EventView>,
-    /// What to send as `cursor` for the page after this one; `None`: this is the last.
+    /// The `cursor` of the next page; `None`: this is the last page.
     pub next: Option<String>,
 }
 
 view! {
-    /// An attempt to deliver an event, that has ended.
+    /// An ended attempt to deliver an event.
     AttemptView of row: AttemptRow {
-        /// Towards which sink.
+        /// The sink.
         sink: String = row.sink.clone();
-        /// Which attempt; counted anew after a redelivery.
+        /// The number of the attempt; a redelivery starts again at 1.
         attempt: u32 = row.attempt;
         /// When it ended.
         at: String = time(row.at);
-        /// The sink's status, where there was one.
+        /// The status of the answer, if there was one.
         status: Option<u16> = row.status;
-        /// What went wrong; `None`: the sink took it.
+        /// The error; `None`: the sink took the event.
         error: Option<String> = row.error.clone();
     }
 }
@@ -246,13 +243,13 @@ view! {
 /// RFC 3339 in UTC, to the microsecond. A time outside the years 1970 to 9999 is shown as the nearest one inside.
 #[must_use]
 pub fn time(at: SystemTime) -> String {
-    // The last microsecond of 9999: the formatter knows no later time, and panics on those before 1970.
+    // The last microsecond of 9999. The formatter knows no later time, and panics on times before 1970.
     let last = Duration::new(253_402_300_799, 999_999_000);
     let since = at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().min(last);
     humantime::format_rfc3339_micros(SystemTime::UNIX_EPOCH + since).to_string()
 }
 
-/// Headers as pairs in their order. A value that is not UTF-8 is read as Latin-1, as HTTP once did.
+/// Headers as pairs in their order. A value that is not UTF-8 is read as Latin-1, as in old HTTP.
 #[must_use]
 pub fn header_pairs(headers: &HeaderMap) -> Vec<(String, String)> {
     let text = |bytes: &[u8]| match std::str::from_utf8(bytes) {
@@ -262,7 +259,7 @@ pub fn header_pairs(headers: &HeaderMap) -> Vec<(String, String)> {
     headers.iter().map(|(name, value)| (name.to_string(), text(value.as_bytes()))).collect()
 }
 
-/// The status as a person may read it: a record in progress whose owner is dead counts as unknown.
+/// The status for operators: a record in progress whose owner is dead counts as unknown.
 #[must_use]
 pub fn displayed_status(row: &RecordRow) -> &'static str {
     match (row.status, row.owner_lives) {
@@ -278,15 +275,15 @@ fn text_or_base64(bytes: &[u8]) -> (Option<String>, Option<String>) {
     }
 }
 
-/// JSON in which everything that HTML or a terminal could act on is escaped inside the strings.
+/// JSON in which strings are escaped so that neither HTML nor a terminal can act on them.
 ///
 /// # Errors
-/// Where the value cannot be JSON; the views here always can.
+/// The value cannot be written as JSON. The views here always can.
 pub fn to_json<T: Serialize>(value: &T) -> Result<String, serde_json::Error> {
     let plain = serde_json::to_string(value)?;
     let mut text = String::with_capacity(plain.len());
     for c in plain.chars() {
-        // None of these characters stands outside a string in JSON, and all are within 16 bits.
+        // In JSON these characters occur only in strings, and all of them fit into 16 bits.
         if matches!(c, '<' | '>' | '&') || is_unsafe_to_print(c) {
             write!(text, "\\u{:04x}", u32::from(c)).unwrap_or_default();
         } else {
@@ -296,7 +293,7 @@ pub fn to_json<T: Serialize>(value: &T) -> Result<String, serde_json::Error> {
     Ok(text)
 }
 
-/// Control characters, line separators and what turns the direction of text around: none may reach a terminal.
+/// Control characters, line separators, and characters that change the direction of text. None may reach a terminal.
 #[must_use]
 pub fn is_unsafe_to_print(c: char) -> bool {
     let turns =

@@ -20,7 +20,7 @@ use ring::hmac;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
-/// How long the API takes for an order: long enough that concurrent retries meet it at work.
+/// How long the API takes for an order: long enough for concurrent retries to arrive meanwhile.
 const WORK: Duration = Duration::from_millis(100);
 
 /// An API that makes a new order each time it is asked.
@@ -44,9 +44,9 @@ impl Orders {
         *self.orders.borrow()
     }
 
-    /// Waits until so many orders are made, or being made.
+    /// Waits until this many orders are made or under way.
     pub(super) async fn reached(&self, count: u64) {
-        // Err: the API is gone, which the counts will show.
+        // Err: the API has ended. The counts will show it.
         drop(self.orders.subscribe().wait_for(|made| *made >= count).await);
     }
 }
@@ -62,7 +62,7 @@ async fn create(State(orders): State<watch::Sender<u64>>) -> Response {
     (StatusCode::CREATED, axum::Json(order)).into_response()
 }
 
-/// A webhook consumer that checks signatures and drops what it has seen.
+/// A webhook consumer that checks signatures and drops repeated events.
 pub(super) struct Consumer {
     pub(super) addr: SocketAddr,
     pub(super) secret: String,

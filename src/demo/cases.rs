@@ -20,7 +20,7 @@ use crate::tasks;
 /// How long the demo waits for its events.
 const PATIENCE: Duration = Duration::from_secs(15);
 
-/// What the cases are played on.
+/// The parts that the cases use.
 pub(super) struct Stage {
     pub(super) gateway: SocketAddr,
     pub(super) orders: Arc<Orders>,
@@ -28,7 +28,7 @@ pub(super) struct Stage {
     pub(super) store: Arc<dyn Store>,
 }
 
-/// A case, with what was counted.
+/// A case with its counts.
 pub(super) struct Played {
     pub(super) id: &'static str,
     pub(super) what: &'static str,
@@ -39,7 +39,7 @@ pub(super) struct Played {
     pub(super) held: bool,
 }
 
-/// What a caller got.
+/// The answer that a caller got.
 struct Answer {
     status: StatusCode,
     replayed: bool,
@@ -131,7 +131,7 @@ impl Stage {
         let (gateway, orders) = (self.gateway, Arc::clone(&self.orders));
         let made = orders.count();
         let caller = tasks::short(async move { send(gateway, "acme", "demo-004", "129.90").await });
-        // The API is at work; the caller's connection dies.
+        // The caller's connection breaks while the API works.
         let reached = tokio::time::timeout(PATIENCE, orders.reached(made + 1)).await;
         caller.abort();
         reached.map_err(|_| "the request did not reach the API".to_owned())?;
@@ -191,7 +191,7 @@ fn played(
     Played { id, what, executed, records, events, answers, held }
 }
 
-/// Sends one order, on a connection of its own.
+/// Sends one order on a new connection.
 async fn send(
     gateway: SocketAddr,
     tenant: &str,
@@ -216,7 +216,7 @@ async fn exchange(
         .header("x-tenant-id", tenant)
         .header("idempotency-key", key)
         .body(Full::new(Bytes::from(order.to_string())))?;
-    // The connection lives in this future: a caller that is dropped hangs up.
+    // The connection belongs to this future: dropping it closes the connection.
     let answer = async {
         let response = sender.send_request(request).await?;
         let (head, body) = response.into_parts();

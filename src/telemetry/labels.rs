@@ -1,4 +1,4 @@
-//! The labels of metrics: enums and sets of them. None comes from a caller, so cardinality is bounded.
+//! The labels of metrics. No label comes from a caller, so the number of series is bounded.
 
 use std::fmt::Write as _;
 
@@ -40,11 +40,11 @@ label_enum!(
         Executed = "executed",
         /// Answered from the store.
         Replayed = "replayed",
-        /// Waited for another's execution and got its answer.
+        /// Waited for the first request under its key and got its answer.
         Waited = "waited",
         /// Forwarded, and known not to have executed: the key is free again.
         Released = "released",
-        /// Forwarded, and nobody knows whether it executed.
+        /// Forwarded; it is not known whether it executed.
         Unknown = "unknown",
         /// Refused: another request under a used key.
         Mismatch = "mismatch",
@@ -52,7 +52,7 @@ label_enum!(
         InProgress = "in_progress",
         /// Refused: the stored answer is not for this caller.
         Forbidden = "forbidden",
-        /// Refused: nobody could say who asks, or whether the stored answer is for this caller.
+        /// Refused: the caller, or its right to the stored answer, could not be checked.
         Unchecked = "unchecked",
         /// Refused: a record whose outcome is unknown.
         Held = "held",
@@ -86,11 +86,11 @@ label_enum!(
 );
 
 label_enum!(
-    /// What would have become of a request that was only observed.
+    /// What would have happened to a request that was only observed.
     Would {
         /// The first under its key: executed.
         Execute = "execute",
-        /// Passed through: it has no key, and need not.
+        /// Passed through: it has no key and needs none.
         Pass = "pass",
         /// Answered with the stored answer.
         Replay = "replay",
@@ -98,7 +98,7 @@ label_enum!(
         Wait = "wait",
         /// Refused: another request under a used key.
         Mismatch = "mismatch",
-        /// Refused: what the first one came to is not for this caller.
+        /// Refused: the stored answer is not for this caller.
         Forbidden = "forbidden",
         /// Refused: the first one's outcome is unknown.
         Hold = "hold",
@@ -108,15 +108,15 @@ label_enum!(
         KeyMissing = "key_missing",
         /// Refused: its key is not valid.
         KeyInvalid = "key_invalid",
-        /// Refused: nobody knows whose it is.
+        /// Refused: its tenant or caller is not known.
         TenantMissing = "tenant_missing",
         /// Refused: its body is too large.
         BodyTooLarge = "body_too_large",
         /// Refused: a limit is reached.
         Overloaded = "overloaded",
-        /// Refused for another reason, which the log tells.
+        /// Refused for another reason, which is in the log.
         Refuse = "refuse",
-        /// Not known: its body did not come to its end.
+        /// Not known: its body was not complete.
         Unjudged = "unjudged",
     }
 );
@@ -136,19 +136,19 @@ label_enum!(
 );
 
 label_enum!(
-    /// What came of an exchange after its time-out.
+    /// The result of an attempt after its time-out.
     LateAnswer {
         /// An answer, kept: the record is completed.
         Completed = "completed",
-        /// An answer that says that it did not execute.
+        /// An answer that says that the request did not execute.
         Released = "released",
         /// An answer that leaves the outcome unknown.
         Unknown = "unknown",
-        /// An answer that the store has not taken yet, or whose record had gone on.
+        /// An answer that the store has not taken yet, or whose record has changed since.
         NotStored = "not_stored",
-        /// No answer: the time was over, the connection broke, or the process ended.
+        /// No answer in time, a broken connection, or the end of the process.
         Missed = "missed",
-        /// Not awaited: too many others were.
+        /// Not awaited, because too many others were.
         NoRoom = "no_room",
     }
 );
@@ -162,7 +162,7 @@ label_enum!(
         Failed = "failed",
         /// Refused by the sink (400, 413, 415, 422), tried again later.
         Refused = "refused",
-        /// Not the event's fault, no attempt used: the sink is gone, busy or down, or the payload does not open here.
+        /// Given back without using an attempt: the sink is gone, busy or down, or this process cannot open the payload.
         Returned = "returned",
         /// Failed for good.
         Dead = "dead",
@@ -172,13 +172,13 @@ label_enum!(
 );
 
 label_enum!(
-    /// What came of a probe of a paused sink.
+    /// The result of a probe of a paused sink.
     Probe {
         /// The sink answers: it is resumed.
         Well = "well",
-        /// It does not, or not yet.
+        /// The sink does not answer yet.
         Failed = "failed",
-        /// It says that it is gone.
+        /// The sink says that it is gone.
         Gone = "gone",
         /// There was nothing to send.
         Idle = "idle",
@@ -186,11 +186,11 @@ label_enum!(
 );
 
 label_enum!(
-    /// What came of a question about an unknown outcome.
+    /// The result of a look-up of an unknown outcome.
     LookupEnd {
-        /// It had been executed.
+        /// The request had executed.
         Found = "found",
-        /// It had not.
+        /// The request had not executed.
         NotFound = "not_found",
         /// The upstream did not say.
         Failed = "failed",
@@ -212,7 +212,7 @@ label_enum!(
 );
 
 label_enum!(
-    /// Which way bytes pass through a tunnel.
+    /// The direction of bytes in a tunnel.
     Way {
         /// From the caller to the API.
         ToApi = "to_api",
@@ -232,15 +232,15 @@ label_enum!(
 );
 
 label_enum!(
-    /// What became of an outcome that was in the spill.
+    /// What happened to an outcome from the spill.
     Drained {
         /// The database took it.
         Completed = "completed",
-        /// The database took it: the attempt had not executed, and its key is free, or its record unknown as before it.
+        /// The database took it: the attempt had not executed. Its key is free, or its record is unknown as before.
         Released = "released",
         /// The database had it already.
         Already = "already",
-        /// Somebody else has the record.
+        /// Another attempt has the record.
         FencedOff = "fenced_off",
         /// The database refuses it, for good.
         Refused = "refused",
@@ -248,17 +248,17 @@ label_enum!(
 );
 
 label_enum!(
-    /// What became of something that the database had confirmed and did not know any more.
+    /// What happened to a commit that the database had confirmed and then lost.
     WentBack {
-        /// A reservation of an attempt that was under way: written back.
+        /// A reservation of an attempt in flight: written again.
         Reservation = "reservation",
-        /// A completion whose record was still there: completed again.
+        /// A completion whose record was there: completed again.
         CompletedAgain = "completed_again",
-        /// A completion without its record: both written back.
+        /// A completion whose record was lost too: both were written again.
         WrittenBack = "written_back",
-        /// An attempt whose answer is not at hand: its record is unknown.
+        /// An attempt whose answer is not in memory: its record is unknown.
         Unknown = "unknown",
-        /// Another record stands under its scope by now: what it came to is in the audit table.
+        /// Another record has its scope now: the outcome is in the audit table.
         Overtaken = "overtaken",
     }
 );

@@ -1,15 +1,15 @@
-//! Where log lines go: through a bounded queue to a thread of their own, so that nobody who logs waits or fails.
+//! Writes the log through a bounded queue and a writer thread, so that logging never waits and never fails.
 //!
-//! What must stay true:
+//! Invariants:
 //!
-//! - A line that cannot be queued or written is lost and counted, and nothing else: no panic, no wait, no error. A reader
-//!   that stalls holds up the writer's thread alone.
-//! - Once lines can be written again, one of them says how many were lost.
-//! - A panic anywhere in the process is such a line, and is counted.
+//! - A line that cannot be queued or written is lost and counted. It causes no panic, no wait and no error. A reader that
+//!   stalls blocks the writer thread only.
+//! - When lines can be written again, one line says how many were lost.
+//! - A panic anywhere in the process is logged in the same way, and counted.
 //!
-//! The writers that exist for this speak with `println!` at the end of the process, which panics where nobody reads any more.
+//! The existing crates for this use `println!` at the end of the process, which panics on a closed pipe.
 //!
-//! Dying here loses the queue; [`flush`] waits for it at a clean end, for a bounded time.
+//! A crash loses the queue. At a clean end [`flush`] waits for it for a bounded time.
 
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::collections::VecDeque;
@@ -25,23 +25,23 @@ use tracing_subscriber::fmt::MakeWriter;
 use super::labels::Loss;
 use super::process::{lines_lost, panicked};
 
-/// Most lines, and most bytes of lines, that wait for the writer. One more is lost.
+/// The most lines, and bytes of lines, that wait for the writer. Further lines are lost.
 const LINES_MAX: usize = 8192;
 const BYTES_MAX: usize = 8 << 20;
 
-/// How long the end of the process waits for lines that are not written yet.
+/// How long the process waits at its end for lines that are not written yet.
 const FLUSH_MAX: Duration = Duration::from_secs(1);
 
-/// How often it is looked whether a descriptor that does not block takes more.
+/// The pause between two tries to write to a non-blocking descriptor that is full.
 const FULL_FIRST: Duration = Duration::from_millis(1);
 const FULL_MAX: Duration = Duration::from_millis(100);
 
-/// How lines are written.
+/// The format of lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// For people.
+    /// Text.
     Text,
-    /// One JSON object a line.
+    /// One JSON object on each line.
     Json,
 }
 
@@ -52,7 +52,7 @@ fn lost() -> u64 {
 /// The process's log.
 static LOG: OnceLock<Log> = OnceLock::new();
 
-/// The near end of a log.
+/// The sender of a log.
 #[derive(Clone)]
 struct Log(Arc<Queue>);
 
@@ -61,7 +61,7 @@ struct Log(Arc<Queue>);
 struct Queue {
     /// Locked for a push or a take, never for a write.
     waiting: Mutex<Waiting>,
-    /// A line has come.
+    /// A line was queued.
     come: Condvar,
     /// The last line is written, or lost.
     idle: Condvar,
@@ -90,7 +90,7 @@ impl Queue {
         self.come.notify_one();
     }
 
-    /// All that waits; waits for a line itself.
+    /// Takes all waiting lines. Waits if there is none.
     fn take(&self) -> VecDeque<Vec<u8>> {
         let mut waiting = self.waiting.lock();
         waiting.writing = false;
@@ -104,7 +104,7 @@ impl Queue {
     }
 }
 
-/// What the subscriber writes an event to, as one piece.
+/// The buffer for one log event. The subscriber writes to it; it is queued as one line.
 struct Line(Arc<Queue>);
 
 impl Write for Line {
@@ -145,11 +145,10 @@ impl Log {
     }
 }
 
-/// Logs to standard error from here on, panics too; `RUST_LOG` overrides the level. Nothing changes where
-/// there is a log already.
+/// Starts the log to standard error, also for panics. `RUST_LOG` overrides the level. Does nothing if there is a log.
 ///
 /// # Errors
-/// Where the writer cannot be started.
+/// The writer thread cannot be started.
 pub fn start(format: Format, level: &str) -> io::Result<()> {
     let log = Log::to(io::stderr())?;
     let filter = EnvFilter::try_from_default_env()
@@ -158,7 +157,7 @@ pub fn start(format: Format, level: &str) -> io::Result<()> {
     let builder = tracing_subscriber::fmt()
         .with_env_filter(quiet(filter))
         .with_writer(log.clone())
-        // It would speak of its own errors by `eprintln!`.
+        // It would report its own errors by `eprintln!`.
         .log_internal_errors(false);
     let started = match format {
         Format::Json => builder.json().try_init(),
@@ -170,15 +169,15 @@ pub fn start(format: Format, level: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits until everything is written that was logged before, for a second at most.
+/// Waits at most a second until all lines that were logged before are written.
 pub fn flush() {
     if let Some(log) = LOG.get() {
         log.flush();
     }
 }
 
-/// The client of NATS speaks of each of its connections, and of the reconnecting that is not wanted of it, as of errors.
-/// The relay says what matters. Who asks for more by name gets it.
+/// The NATS client logs each connection, and each reconnect that the relay refuses, as an error. The relay logs what matters,
+/// so the client is silent unless the level names it.
 fn quiet(filter: EnvFilter) -> EnvFilter {
     if filter.to_string().contains("async_nats") {
         return filter;
@@ -189,7 +188,7 @@ fn quiet(filter: EnvFilter) -> EnvFilter {
     }
 }
 
-/// In place of the standard library's hook, which writes to standard error itself and waits for its reader.
+/// Replaces the panic hook of the standard library, which waits for the reader of standard error.
 fn tell_panic(panic: &PanicHookInfo<'_>) {
     panicked();
     let payload = panic.payload();
@@ -199,7 +198,7 @@ fn tell_panic(panic: &PanicHookInfo<'_>) {
     let place = panic.location().map_or_else(|| "?".to_owned(), ToString::to_string);
     let thread = std::thread::current();
     let thread = thread.name().unwrap_or("?");
-    // Taken where RUST_BACKTRACE asks for it.
+    // Captured only if RUST_BACKTRACE asks for it.
     let trace = Backtrace::capture();
     if trace.status() == BacktraceStatus::Captured {
         tracing::error!(%trace, "thread '{thread}' panicked at {place}: {said}");
@@ -208,12 +207,12 @@ fn tell_panic(panic: &PanicHookInfo<'_>) {
     }
 }
 
-/// The far end of the queue.
+/// The writer behind the queue.
 struct Writer<W> {
     out: W,
     /// The last line ended in the middle.
     torn: bool,
-    /// So many lost lines have been told of.
+    /// The number of lost lines that were reported.
     told: u64,
 }
 
@@ -227,7 +226,7 @@ impl<W: Write> Writer<W> {
         let lines = lost.saturating_sub(self.told);
         if lines > 0 {
             self.told = lost;
-            // Queued like any other, in the format of all; where there is no room for it, it is the next to be told.
+            // Queued as any other line, in the same format. If there is no room, the next report includes it.
             tracing::warn!(lines, "log lines were lost: standard error could not be written");
         }
     }
@@ -241,7 +240,7 @@ impl<W: Write> Writer<W> {
         self.out.flush()
     }
 
-    /// As the standard library's; a descriptor that does not block is waited for.
+    /// Like `write_all` of the standard library, but waits for a non-blocking descriptor.
     fn write_all(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         let mut pause = FULL_FIRST;
         while !bytes.is_empty() {
@@ -264,20 +263,20 @@ impl<W: Write> Writer<W> {
     }
 }
 
-/// Writes to a standard stream in a thread of its own, so that a reader that stalls keeps nobody; errors are nobody's. The
-/// receiver ends when it is written.
+/// Writes to a standard stream in its own thread, so that a reader that stalls blocks nothing. Errors are ignored. The channel
+/// closes when the text is written.
 pub fn aside(mut out: impl Write + Send + 'static, text: String) -> mpsc::Receiver<()> {
     let (done, written) = mpsc::channel();
     let writing = std::thread::Builder::new().name("output".to_owned()).spawn(move || {
         drop(out.write_all(text.as_bytes()).and_then(|()| out.flush()));
         drop(done);
     });
-    // Err: there is no thread to be had, and nobody to be told.
+    // Err: no thread can be started. There is no place to report it.
     drop(writing);
     written
 }
 
-/// Writes a line of a command to standard error, its last words say, and waits for the reader a second at most.
+/// Writes a line to standard error, and waits at most a second for the reader. For lines outside the log.
 pub fn say(text: &str) {
     let written = aside(io::stderr(), format!("{text}\n"));
     // Err: written, or the time is over.
@@ -290,7 +289,7 @@ mod tests {
 
     use super::*;
 
-    /// Takes half of what it gets and fails, until it is mended; then takes all.
+    /// Takes half of each write and fails, until it is repaired. Then takes everything.
     #[derive(Clone, Default)]
     struct Disk {
         mended: Arc<AtomicBool>,
@@ -325,13 +324,13 @@ mod tests {
         assert_eq!(String::from_utf8_lossy(&disk.kept.lock()), "first\nsecond\n");
     }
 
-    /// Holds every write until it may go on.
+    /// Blocks every write until it is released.
     struct Stalled(mpsc::Receiver<()>, mpsc::Sender<usize>);
 
     impl Write for Stalled {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
             self.1.send(bytes.len()).unwrap();
-            // Err: it may go on for good.
+            // Err: it is released for good.
             self.0.recv().ok();
             Ok(bytes.len())
         }
@@ -350,7 +349,7 @@ mod tests {
         let before = full();
         let mut line = log.make_writer();
         line.write_all(b"the first\n").unwrap();
-        // The writer hangs in it from here on.
+        // From here on the writer thread is blocked in it.
         assert_eq!(written.recv().unwrap(), 10);
         for _ in 0..LINES_MAX + 7 {
             line.write_all(b"another\n").unwrap();

@@ -1,4 +1,4 @@
-//! Every metric of the gateway, by name: declared and registered in one table, with a typed handle for each.
+//! All metrics of the gateway: one table declares and registers each, with a typed handle.
 
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use super::process;
 
 type Seconds = Gauge<f64, AtomicU64>;
 
-/// One line for each metric: its handle, what it is, its name without the prefix, and its help.
+/// One line for each metric: its handle, its type, its name without the prefix, and its help.
 macro_rules! metrics {
     ($($field:ident: $kind:ty $(= $made:expr)? => $name:literal, $help:literal;)*) => {
         /// The process's metrics. One value, shared by reference.
@@ -93,7 +93,7 @@ impl Default for Metrics {
     }
 }
 
-/// From half a millisecond to half a minute.
+/// Buckets from half a millisecond to half a minute.
 fn step_histogram() -> Histogram {
     Histogram::new([
         0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
@@ -161,17 +161,17 @@ impl Metrics {
         self.tunnels.get_or_create(&ByTunnelEnd { end }).inc();
     }
 
-    /// What came of an answer that was awaited after its time-out.
+    /// The result of an answer that was awaited after its time-out.
     pub fn late_answer(&self, result: LateAnswer) {
         self.late_answers.get_or_create(&ByLateAnswer { result }).inc();
     }
 
-    /// An outcome found its record gone on.
+    /// An outcome came after its record had changed.
     pub fn late_outcome(&self) {
         self.late_outcomes.inc();
     }
 
-    /// The database had forgotten something that it had confirmed.
+    /// The database lost a commit that it had confirmed.
     pub fn store_went_back(&self, result: WentBack) {
         self.store_went_back.get_or_create(&ByWentBack { result }).inc();
     }
@@ -186,7 +186,7 @@ impl Metrics {
         self.deliveries.get_or_create(&ByDelivery { sink: sink.to_owned(), result }).inc();
     }
 
-    /// Whether a sink is paused now, for one reason of all that there are.
+    /// Whether a sink is paused now for this reason.
     pub fn sink_paused(&self, sink: &str, reason: &'static str, paused: bool) {
         let by = ByPause { sink: sink.to_owned(), reason };
         self.sink_paused.get_or_create(&by).set(i64::from(paused));
@@ -209,7 +209,7 @@ impl Metrics {
         GaugeGuard::raise(&self.sink_in_flight.get_or_create(&BySink { sink: sink.to_owned() }))
     }
 
-    /// What is pending for a sink now.
+    /// The pending events of a sink now.
     pub fn outbox(&self, sink: &str, pending: u64, oldest: Duration, dead: u64) {
         let by = BySink { sink: sink.to_owned() };
         self.pending.get_or_create(&by).set(clamp(pending));
@@ -222,7 +222,7 @@ impl Metrics {
         self.outbox_refused.inc();
     }
 
-    /// A sink told its time.
+    /// The offset of a sink's clock, from the time in its answer.
     pub fn sink_clock(&self, sink: &str, ahead_seconds: i64) {
         let by = BySink { sink: sink.to_owned() };
         self.sink_clock.get_or_create(&by).set(ahead_seconds);
@@ -253,7 +253,7 @@ impl Metrics {
         self.cached_bytes.set(clamp(bytes));
     }
 
-    /// What the spill holds now.
+    /// The content of the spill now.
     pub fn spill(&self, entries: u64, bytes: u64) {
         self.spill_entries.set(clamp(entries));
         self.spill_bytes.set(clamp(bytes));
@@ -283,7 +283,7 @@ impl Metrics {
     #[must_use]
     pub fn render(&self) -> String {
         let mut text = String::new();
-        // Writing to a String does not fail; were it to, the page would be cut, which a scraper notices.
+        // Writing to a String does not fail. If it did, the page would be cut, and the scraper would notice.
         if encode(&mut text, &self.registry).is_err() {
             text.clear();
         }
@@ -295,7 +295,7 @@ fn clamp(count: u64) -> i64 {
     i64::try_from(count).unwrap_or(i64::MAX)
 }
 
-/// Keeps a gauge raised by one.
+/// Raises a gauge by one until it is dropped.
 #[derive(Debug)]
 pub struct GaugeGuard(Gauge);
 

@@ -1,10 +1,10 @@
-//! Lines that would say the same again and again: the first at once, then one in a while, with how many were left out.
+//! Limits log lines that repeat: the first is written at once, later ones from time to time with the number left out.
 
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// How long nothing more is said after a line.
+/// How long no further line is written after a line.
 const PAUSE: Duration = Duration::from_secs(10);
 
 /// The pace of one kind of line.
@@ -18,7 +18,7 @@ struct Told {
 }
 
 impl Pace {
-    /// Whether the line is due now. Then: how many were left out since the last one.
+    /// If a line is due now, the number of lines left out since the last one.
     #[must_use]
     pub fn due(&self) -> Option<u64> {
         self.due_at(Instant::now())

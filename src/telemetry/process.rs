@@ -1,4 +1,4 @@
-//! What a process counts once, whoever counts it: it has one log and one set of background tasks, however many registries.
+//! Metrics of the process, which has one log and one set of background tasks for all registries.
 
 use std::sync::LazyLock;
 
@@ -8,7 +8,7 @@ use prometheus_client::registry::Registry;
 
 use super::labels::{ByLoss, ByTask, Loss};
 
-/// The lines of the log that were lost.
+/// Lost log lines.
 static LINES_LOST: LazyLock<Family<ByLoss, Counter>> = LazyLock::new(|| {
     let lost = Family::default();
     // Shown from the start: an alert on a series that is absent never fires.
@@ -18,12 +18,12 @@ static LINES_LOST: LazyLock<Family<ByLoss, Counter>> = LazyLock::new(|| {
     lost
 });
 
-/// The panics since the log began.
+/// Panics since the log began.
 static PANICS: LazyLock<Counter> = LazyLock::new(Counter::default);
 
 static TASK_ENDS: LazyLock<Family<ByTask, Counter>> = LazyLock::new(Family::default);
 
-/// The log's lines that were lost for this reason.
+/// Log lines that were lost for this reason.
 pub(super) fn lines_lost(reason: Loss) -> Counter {
     LINES_LOST.get_or_create_owned(&ByLoss { reason })
 }
@@ -33,12 +33,12 @@ pub(super) fn panicked() {
     PANICS.inc();
 }
 
-/// A background task ended though it was not told to.
+/// Counts a background task that ended although nothing stopped it.
 pub fn task_ended(task: &'static str) {
     TASK_ENDS.get_or_create(&ByTask { task }).inc();
 }
 
-/// Shows them on one more page.
+/// Adds these metrics to a registry.
 pub(super) fn register(registry: &mut Registry) {
     registry.register(
         "log_lines_lost",
