@@ -1,12 +1,11 @@
-//! The way of one request.
+//! The gateway: what it is made of, which way a request takes, and what runs beside the requests.
 //!
 //! ```text
 //! accept -> route -> scope -> fingerprint -> reserve -> forward -> classify -> complete -> reply
 //! ```
 //!
-//! [`Gateway::answer`] and [`Gateway::keyed`] are the story; every step has its own module. From the moment a request
-//! asks the store as its scope's leader, the work is a tracked task of its own: a caller that hangs up changes nothing,
-//! and its retry finds the result. Those who wait for another's execution are not tasks; they hold nothing.
+//! [`Gateway::answer`] finds the route. A request without a route passes through ([`pass`]), one on a route in observe mode
+//! passes and is watched ([`observe`]), and one on a protected route takes the steps of [`keyed`].
 
 pub mod accept;
 mod budget;
@@ -18,6 +17,7 @@ mod first;
 pub mod forward;
 pub mod headers;
 mod intake;
+mod keyed;
 mod late;
 mod lookup;
 mod negotiate;
@@ -43,41 +43,35 @@ use std::collections::HashMap;
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use bytes::Bytes;
 use http::header::CONNECTION;
 use http::{HeaderValue, Request, Response};
 use hyper::body::Incoming;
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use self::budget::{Budget, Exhausted};
+use self::budget::Budget;
 use self::bypass::Alarm;
-use self::complete::{Completer, Finish, LateExchange};
-use self::forward::Bounds;
+use self::complete::Completer;
 use self::headers::Forwarding;
-use self::intake::{Intake, Keyed, ReadRequest};
+use self::intake::{Intake, Keyed};
 use self::late::LateReads;
-use self::lookup::AfterLookup;
 use self::pass::PassError;
 use self::problem::{Name, Problem};
-use self::reserve::{
-    Admission, Followed, Leader, MayJudge, Refusal, Role, SingleFlight, Unreserved,
-};
+use self::reserve::{MayJudge, Refusal, SingleFlight, Unreserved};
 use self::rights::Rights;
 use self::spill::Spill;
 use self::tokens::Tokens;
 use self::tunnel::Tunnels;
 use self::upstream::{Body, Upstream};
-use crate::fault::{self, Point};
 use crate::record::LeaseView;
 use crate::route::{Mode, Route, RouteMatch, Routes, Server};
 use crate::scope::{DigestKey, Params};
 use crate::store::{Backlog, Store};
 use crate::tasks::{self, Loop};
-use crate::telemetry::{Metrics, Reply, Step, Would};
+use crate::telemetry::{Metrics, Reply, Would};
 
 /// How the gateway is set up.
 #[derive(Clone, Debug)]
@@ -286,141 +280,6 @@ impl Gateway {
         passed.unwrap_or_else(not_passed)
     }
 
-    /// Answers a request on a keyed route.
-    async fn keyed(
-        self: Arc<Self>,
-        route: Arc<Route>,
-        params: &Params,
-        request: Request<Body>,
-    ) -> Response<Body> {
-        let mut keyed = match self.intake.read(&route, params, request).await {
-            ReadRequest::Keyed(keyed) => keyed,
-            ReadRequest::Unkeyed(request) => {
-                self.metrics.replied(route.operation.as_str(), Reply::Passed);
-                let upstream = self.upstream(&route);
-                return self.pass(&upstream, request).await;
-            }
-            ReadRequest::Refused(problem) => return self.refuse(&route, problem),
-        };
-        let deadline = Instant::now() + route.policy.wait;
-        loop {
-            match self.single_flight.join(&keyed.request.scope) {
-                Role::Stored(replay) => {
-                    let admission = reserve::from_record(&keyed.request, replay);
-                    return self.reply(&mut keyed, admission, Reply::Replayed).await;
-                }
-                // Dropping the leader lets the others look again.
-                Role::Leader(leader) => match keyed.permit.work() {
-                    Ok(()) => return self.spawn_leader(keyed, leader, deadline).await,
-                    Err(Exhausted) => return self.overloaded(&route),
-                },
-                Role::Follower(follower) => {
-                    if keyed.permit.wait() == Err(Exhausted) {
-                        return self.overloaded(&route);
-                    }
-                    let followed =
-                        self.single_flight.follow(&keyed.request, follower, deadline).await;
-                    match followed {
-                        Followed::Admitted(Admission::Refuse(refusal))
-                            if self.bypasses(&keyed, refusal) =>
-                        {
-                            return self.bypass(*keyed).await;
-                        }
-                        Followed::Admitted(admission) => {
-                            return self.reply(&mut keyed, admission, Reply::Waited).await;
-                        }
-                        Followed::LookAgain => {}
-                    }
-                }
-            }
-        }
-    }
-
-    /// Does a leader's work in a task of its own, and waits for its answer as long as the caller does.
-    async fn spawn_leader(
-        self: Arc<Self>,
-        keyed: Box<Keyed>,
-        leader: Leader,
-        deadline: Instant,
-    ) -> Response<Body> {
-        let (answer, answered) = oneshot::channel();
-        let sending = leader.sending();
-        let (gateway, route) = (Arc::clone(&self), Arc::clone(&keyed.route));
-        self.tasks.spawn(async move {
-            let response = gateway.run_leader(*keyed, leader, deadline).await;
-            // Nobody waits any more: the retry finds the result.
-            drop(answer.send(response));
-        });
-        match answered.await {
-            Ok(response) => response,
-            // The task panicked; what it held is settled as far as is known.
-            Err(_) if sending.has_begun() => {
-                self.refuse(&route, Problem::new(Name::UpstreamFailed))
-            }
-            Err(_) => self.refuse(&route, Problem::new(Name::GatewayFailed)),
-        }
-    }
-
-    /// A leader's work: reserve, forward, complete.
-    async fn run_leader(
-        self: Arc<Self>,
-        mut keyed: Keyed,
-        leader: Leader,
-        deadline: Instant,
-    ) -> Response<Body> {
-        let route = Arc::clone(&keyed.route);
-        let reservation = match self.single_flight.lead(&keyed.request, leader, deadline).await {
-            Admission::Execute(reservation) => reservation,
-            Admission::LookUp(guard) => {
-                let _in_flight = self.metrics.in_flight();
-                match self.look_up_first(&route, &keyed.request, guard).await {
-                    AfterLookup::Send(reservation) => reservation,
-                    AfterLookup::Over(finish) => return self.reply_looked_up(keyed, *finish).await,
-                }
-            }
-            Admission::Refuse(refusal) if self.bypasses(&keyed, refusal) => {
-                return self.bypass(keyed).await;
-            }
-            other @ (Admission::Replay(_) | Admission::Share(_) | Admission::Refuse(_)) => {
-                return self.reply(&mut keyed, other, Reply::Replayed).await;
-            }
-        };
-        let _in_flight = self.metrics.in_flight();
-        let context = keyed.request.context.take();
-        let upstream = self.upstream(&route);
-        let request =
-            keyed.outgoing(&self.settings.forwarding, &upstream, Some(reservation.fence()));
-        let policy = &route.policy;
-        let bounds = Bounds { timeout: policy.timeout, body_max: policy.response_body_max };
-        let begun = Instant::now();
-        let (mut in_flight, evidence, open_exchange) =
-            forward::forward(reservation, upstream, request, bounds).await;
-        self.metrics.took(Step::Forward, begun.elapsed());
-        // What was taken for the answer, cut down to it, stays taken until store and caller have it.
-        let bytes = evidence.bytes();
-        let held = keyed.permit.answer(bytes).ok();
-        in_flight.hold(held.clone());
-        let completer = self.completer(&route, context.as_deref());
-        let (finish, late) = completer.close(in_flight, evidence, open_exchange).await;
-        if let Some(late) = late {
-            self.await_late(late, &route, context);
-        }
-        fault::point(Point::BeforeReply).await;
-        let response = self.finished(&keyed, finish).await;
-        match held {
-            Some(held) => response.map(|body| held.carry(body, bytes)),
-            None => response,
-        }
-    }
-
-    /// What a retry gets that asked first. What was found may be what another caller's attempt brought.
-    async fn reply_looked_up(&self, mut keyed: Keyed, finish: Finish) -> Response<Body> {
-        if let Finish::Found(found) = finish {
-            return self.reply(&mut keyed, Admission::Replay(found), Reply::Replayed).await;
-        }
-        self.finished(&keyed, finish).await
-    }
-
     fn completer<'a>(&'a self, route: &'a Route, context: Option<&'a [u8]>) -> Completer<'a> {
         Completer {
             single_flight: &self.single_flight,
@@ -430,21 +289,6 @@ impl Gateway {
             context,
             timeout: self.settings.completion_timeout,
         }
-    }
-
-    /// Goes on reading an answer whose caller was told that it did not come in time.
-    fn await_late(
-        self: &Arc<Self>,
-        late: LateExchange,
-        route: &Arc<Route>,
-        context: Option<Bytes>,
-    ) {
-        let LateExchange { detached, exchange } = late;
-        let (gateway, route) = (Arc::clone(self), Arc::clone(route));
-        let time = route.policy.late_answer;
-        self.late.start(exchange, time, move |evidence| async move {
-            gateway.completer(&route, context.as_deref()).close_late(detached, evidence).await
-        });
     }
 
     /// Whether this is a refusal in whose place the request is forwarded unprotected. What was seen running, or unknown, may

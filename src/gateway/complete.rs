@@ -8,7 +8,7 @@
 //! counts for the caller; what the attempt itself came to goes to the audit table, so that it is never dropped.
 //!
 //! After a time-out the record is `unknown` and the caller is told; the exchange goes on as a [`LateExchange`], and what it
-//! brings comes back here ([`Completer::close_late`]).
+//! brings is ended by `late`.
 //!
 //! An application on the same database may complete the record in its own transaction. Then its answer is what counts,
 //! also where all that was seen from here is a connection that broke.
@@ -33,7 +33,7 @@ use crate::record::outcome::{Class, Failure};
 use crate::record::{Answer, Attempt, Fence, RecordId};
 use crate::route::Route;
 use crate::store::{Completion, Error, LateEnd};
-use crate::telemetry::{Drained, LateAnswer, Metrics, Reply, Step, causes};
+use crate::telemetry::{Drained, Metrics, Reply, Step, causes};
 
 /// Pauses before a record is looked at again that a transaction of the application holds.
 const LOOKS: Backoff = Backoff::new(Duration::from_millis(20), Duration::from_millis(200));
@@ -112,39 +112,8 @@ impl Completer<'_> {
         }
     }
 
-    /// Brings in what came of an exchange after its time-out. The record is `unknown` by now, or has gone on.
-    pub(super) async fn close_late(&self, detached: Detached, evidence: Evidence) -> LateAnswer {
-        let Fence { id: record, attempt } = detached.fence();
-        let finish = match self.classify(record, evidence) {
-            Ok((Class::Stored, first)) => {
-                self.complete(self.single_flight.resume(detached), first).await
-            }
-            Ok((Class::Released, first)) => {
-                self.release_answered(self.single_flight.resume(detached), first).await
-            }
-            Ok((Class::Unknown, _)) => return LateAnswer::Unknown,
-            Err(failure) if failure.class() == Class::Released => {
-                self.fail(self.single_flight.resume(detached), failure, None).await.0
-            }
-            Err(_) => return LateAnswer::Missed,
-        };
-        let result = match finish {
-            Finish::Kept { .. } | Finish::Recorded(_) => LateAnswer::Completed,
-            Finish::Released { .. } | Finish::Failed { .. } => LateAnswer::Released,
-            // In the spill it is kept, and not in the database yet.
-            Finish::Spilled { .. }
-            | Finish::NotStored { .. }
-            | Finish::Overtaken(_)
-            | Finish::Found(_) => LateAnswer::NotStored,
-            Finish::Unknown { .. } | Finish::StillUnknown { .. } => LateAnswer::Unknown,
-        };
-        let attempt = attempt.number();
-        tracing::info!(%record, attempt, result = result.as_str(), "a late answer came");
-        result
-    }
-
     /// An answer with its class, or why there is none.
-    fn classify(
+    pub(super) fn classify(
         &self,
         record: RecordId,
         evidence: Evidence,
@@ -160,7 +129,7 @@ impl Completer<'_> {
         Ok((class, FirstAnswer { record, head, body }))
     }
 
-    async fn fail(
+    pub(super) async fn fail(
         &self,
         in_flight: Box<InFlight>,
         failure: Failure,
@@ -203,7 +172,11 @@ impl Completer<'_> {
     }
 
     /// The upstream did not execute: passes its answer on.
-    async fn release_answered(&self, in_flight: Box<InFlight>, first: FirstAnswer) -> Finish {
+    pub(super) async fn release_answered(
+        &self,
+        in_flight: Box<InFlight>,
+        first: FirstAnswer,
+    ) -> Finish {
         let caller = in_flight.caller.clone();
         let share = first.shared(caller, &self.route.policy.replay_drop).map(Arc::new);
         let ending = share.map_or(FlightEnd::LookAgain, FlightEnd::Shared);
@@ -355,7 +328,11 @@ impl Completer<'_> {
     }
 
     /// Keeps the answer with its events.
-    async fn complete(&self, mut in_flight: Box<InFlight>, first: FirstAnswer) -> Finish {
+    pub(super) async fn complete(
+        &self,
+        mut in_flight: Box<InFlight>,
+        first: FirstAnswer,
+    ) -> Finish {
         let begun = Instant::now();
         let retrier = self.single_flight.retrier();
         let _known = retrier.known();

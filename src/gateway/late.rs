@@ -8,12 +8,19 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use super::Gateway;
+use super::complete::{Completer, Finish, LateExchange};
 use super::forward::{Evidence, OpenExchange};
+use super::reserve::Detached;
 use crate::fault::{self, Point};
+use crate::record::Fence;
+use crate::record::outcome::Class;
+use crate::route::Route;
 use crate::telemetry::{LateAnswer, Metrics};
 
 /// The reads of one process.
@@ -64,5 +71,55 @@ impl LateReads {
         self.stop.cancel();
         self.tasks.close();
         self.tasks.wait().await;
+    }
+}
+
+impl Gateway {
+    /// Goes on reading an answer that did not come in time: its caller has a 504.
+    pub(super) fn await_late(
+        self: &Arc<Self>,
+        late: LateExchange,
+        route: &Arc<Route>,
+        context: Option<Bytes>,
+    ) {
+        let LateExchange { detached, exchange } = late;
+        let (gateway, route) = (Arc::clone(self), Arc::clone(route));
+        let time = route.policy.late_answer;
+        self.late.start(exchange, time, move |evidence| async move {
+            gateway.completer(&route, context.as_deref()).close_late(detached, evidence).await
+        });
+    }
+}
+
+impl Completer<'_> {
+    /// Brings in what came of an exchange after its time-out. The record is `unknown` by now, or has gone on.
+    async fn close_late(&self, detached: Detached, evidence: Evidence) -> LateAnswer {
+        let Fence { id: record, attempt } = detached.fence();
+        let finish = match self.classify(record, evidence) {
+            Ok((Class::Stored, first)) => {
+                self.complete(self.single_flight.resume(detached), first).await
+            }
+            Ok((Class::Released, first)) => {
+                self.release_answered(self.single_flight.resume(detached), first).await
+            }
+            Ok((Class::Unknown, _)) => return LateAnswer::Unknown,
+            Err(failure) if failure.class() == Class::Released => {
+                self.fail(self.single_flight.resume(detached), failure, None).await.0
+            }
+            Err(_) => return LateAnswer::Missed,
+        };
+        let result = match finish {
+            Finish::Kept { .. } | Finish::Recorded(_) => LateAnswer::Completed,
+            Finish::Released { .. } | Finish::Failed { .. } => LateAnswer::Released,
+            // In the spill it is kept, and not in the database yet.
+            Finish::Spilled { .. }
+            | Finish::NotStored { .. }
+            | Finish::Overtaken(_)
+            | Finish::Found(_) => LateAnswer::NotStored,
+            Finish::Unknown { .. } | Finish::StillUnknown { .. } => LateAnswer::Unknown,
+        };
+        let attempt = attempt.number();
+        tracing::info!(%record, attempt, result = result.as_str(), "a late answer came");
+        result
     }
 }

@@ -60,22 +60,14 @@ pub(super) enum Admission {
     Refuse(Refusal),
 }
 
-/// What waiting brought.
-pub(super) enum Followed {
-    /// This answer.
-    Admitted(Admission),
-    /// The leader left: join again.
-    LookAgain,
-}
-
 impl SingleFlight {
-    /// Waits behind a leader until `deadline`.
+    /// Waits behind a leader until `deadline`. None: the leader left without an end.
     pub(super) async fn follow(
         &self,
         request: &KeyedRequest,
         follower: Follower,
         deadline: Instant,
-    ) -> Followed {
+    ) -> Option<Admission> {
         let Follower { mut progress, flight } = follower;
         let _waiting = self.metrics.waiting();
         let mut running = None;
@@ -88,12 +80,12 @@ impl SingleFlight {
                 Progress::Running { record, fingerprint, caller } => {
                     other_caller = request.is_other_caller(caller.as_ref());
                     if !other_caller && !fingerprint.same_request(&request.fingerprint) {
-                        return Followed::Admitted(Admission::Refuse(Refusal::Mismatch { record }));
+                        return Some(Admission::Refuse(Refusal::Mismatch { record }));
                     }
                     running = Some(record);
                 }
                 Progress::Ended(FlightEnd::Unknown(record)) if other_caller => {
-                    return Followed::Admitted(Admission::Refuse(Refusal::Forbidden { record }));
+                    return Some(Admission::Refuse(Refusal::Forbidden { record }));
                 }
                 Progress::Ended(ending) => return ended(request, ending),
             }
@@ -103,17 +95,15 @@ impl SingleFlight {
                 found = self.recheck(request), if may_recheck && running.is_some() => {
                     may_recheck = false;
                     match found {
-                        Some(admission) => return Followed::Admitted(admission),
+                        Some(_) => return found,
                         None => continue,
                     }
                 }
             };
             match changed {
                 Ok(Ok(())) => {}
-                Ok(Err(_)) => return Followed::LookAgain,
-                Err(_) => {
-                    return Followed::Admitted(self.in_progress(request, running, &flight).await);
-                }
+                Ok(Err(_)) => return None,
+                Err(_) => return Some(self.in_progress(request, running, &flight).await),
             }
         }
     }
@@ -229,14 +219,15 @@ pub(super) fn from_record(request: &KeyedRequest, replay: Arc<Replay>) -> Admiss
     }
 }
 
-fn ended(request: &KeyedRequest, ending: FlightEnd) -> Followed {
-    Followed::Admitted(match ending {
+/// What a follower gets of a flight that has ended. None: it looks again.
+fn ended(request: &KeyedRequest, ending: FlightEnd) -> Option<Admission> {
+    Some(match ending {
         FlightEnd::Kept(replay) => from_record(request, replay),
         FlightEnd::Shared(shared) if request.shares(shared.caller.as_ref()) => {
             Admission::Share(shared)
         }
         // The key is free again: who gets no share asks for itself.
-        FlightEnd::Shared(_) => return Followed::LookAgain,
+        FlightEnd::Shared(_) | FlightEnd::LookAgain => return None,
         FlightEnd::Unknown(record) => {
             Admission::Refuse(Refusal::OutcomeUnknown { record, again: None })
         }
@@ -244,6 +235,5 @@ fn ended(request: &KeyedRequest, ending: FlightEnd) -> Followed {
             Admission::Refuse(Refusal::StoreUnavailable(unreserved))
         }
         FlightEnd::BacklogFull => Admission::Refuse(Refusal::BacklogFull),
-        FlightEnd::LookAgain => return Followed::LookAgain,
     })
 }
