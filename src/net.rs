@@ -1,5 +1,5 @@
-//! What connections to upstreams, sinks and sets of keys have in common: an address that answers in time, what TLS trusts, and
-//! a pool of connections that wait.
+//! What connections to upstreams, sinks and key sets share: dialling several addresses, TLS roots, and a pool of idle
+//! connections.
 
 mod pool;
 pub mod tls;
@@ -12,14 +12,16 @@ use tokio::time::{Instant, timeout};
 
 pub use self::pool::Pool;
 
-/// How requests of our own name their maker.
+/// The User-Agent of the program's own requests.
 pub const AGENT: &str = concat!("oncegate/", env!("CARGO_PKG_VERSION"));
 
-/// A connection to one of these addresses: they are tried in order, each with its share of the time that is left. It sends
+/// Connects to one of these addresses. They are tried in order, each for a share of the time that is left. The connection
+/// sends
 /// small messages at once.
 ///
 /// # Errors
-/// None took it; of the last one that refused. Where the last one is silent this stays open: the deadline is the caller's.
+/// The error of the last address that refused. If the last address is silent, the future does not end: the caller has the
+/// deadline.
 pub async fn connect_any(addresses: Vec<SocketAddr>, deadline: Instant) -> io::Result<TcpStream> {
     let mut left = u32::try_from(addresses.len()).unwrap_or(u32::MAX);
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");

@@ -1,21 +1,21 @@
-//! Delivers the outbox: for each sink a loop that claims what is due, sends it, and writes how it ended.
+//! Delivers the outbox: a loop for each sink claims due events, sends them, and writes the results.
 //!
 //! ```text
-//! nudge, timer -> claim (never more than free slots) -> deliver, concurrently -> verdict -> acknowledge, in batches
-//!                 ^                                                             |
-//!                 +-- not while the sink is paused: then one probe at a time <--+
+//! wake-up, timer -> claim (at most the free slots) -> deliver, concurrently -> verdict -> acknowledge, in batches
+//!                 ^                                                              |
+//!                 +-- (while the sink is paused: one probe at a time) <-----------+
 //! ```
 //!
-//! This file starts and supervises: a [`worker`] for each sink, begun anew when it panics, and one reader of the sinks'
-//! [`status`] for all of them. What must stay true:
+//! This file starts a [`worker`] for each sink, starts it again after a panic, and starts one reader of the [`status`] of all
+//! sinks. Invariants:
 //!
-//! - The table says what is pending; a nudge only makes a worker look sooner.
-//! - Sinks share nothing: one that is slow or down, or a worker that panics, does not hold up another.
-//! - Whether a sink is paused stands in the database ([`status`]); a paused one is sent nothing but probes ([`probe`]).
-//! - A verdict that the database does not take is repeated until its claim is over, then forgotten ([`acknowledge`]): the
-//!   event is delivered again under its id by whoever claims it next. It is never sent again from here.
+//! - The outbox table says which events are pending. A wake-up only makes a worker look sooner.
+//! - Sinks share nothing: a sink that is slow or down, or a worker that panics, delays no other sink.
+//! - The database says whether a sink is paused ([`status`]). A paused sink gets only probes ([`probe`]).
+//! - A verdict that the database does not take is repeated until its claim ends, and then dropped ([`acknowledge`]). The next
+//!   worker that claims the event delivers it again under the same id.
 //!
-//! A process that dies here leaves claims that run out, and that others may take as soon as its lease has ended.
+//! A process that dies here leaves claims. They run out, and other processes may take them when its lease has ended.
 
 mod acknowledge;
 pub mod address;
@@ -49,23 +49,24 @@ use crate::telemetry::Metrics;
 const POLL_MIN: Duration = Duration::from_millis(10);
 const POLL_MAX: Duration = Duration::from_secs(60);
 
-/// How the sinks stand is read this many times less often than events are looked for.
+/// The status of the sinks is read this many times less often than the outbox.
 const READ_FACTOR: u32 = 5;
 
-/// What the relay delivers to, and how often it looks.
+/// The sinks of the relay, and how often it polls.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// The sinks, each with a name of its own.
+    /// The sinks. Their names are unique.
     pub sinks: Vec<sink::Settings>,
-    /// Pause between two looks while events come in (100 ms, say); grows to 8 times as much while none do.
+    /// Pause between two polls while events come in (for example 100 ms). It grows up to 8 times while none come.
     pub poll: Duration,
 }
 
-/// Delivers until `stop`, then gives back what is not sent, waits for what is in flight (each bounded by its sink's
-/// time-out), writes the verdicts and ends. Dropping the future cuts that short: claims run out by themselves.
+/// Delivers until `stop`. Then it gives back the claims that are not sent, waits for the deliveries in flight (each bounded by
+/// the time-out of its sink), writes the verdicts and ends. The future may be dropped at any time: claims run out.
 ///
-/// `wake` says that events were written; each notification reaches all sinks. A sink whose settings are not valid
-/// is logged and left out; `sink::Settings::check` tells before.
+/// `wake` is notified when events were written; each notification reaches all sinks. A sink with invalid settings is logged
+/// and
+/// left out; `sink::Settings::check` finds that earlier.
 pub async fn run(
     store: Arc<dyn Deliveries>,
     settings: Settings,
@@ -103,7 +104,7 @@ pub async fn run(
             stop: stop.clone(),
             failing: AtomicBool::new(false),
         });
-        // What a loop holds of the sink goes with it: the next one begins with all slots.
+        // A loop owns the slots of its sink, so the next loop begins with all of them.
         let begin = move || Arc::new(worker.fresh()).work();
         loops.spawn(tasks::kept(Loop::Sink, name, stop.clone(), begin));
     }
@@ -122,13 +123,13 @@ pub async fn run(
     }
 }
 
-/// Hands each nudge to every sink, whether it was meant for one waiter or for all. Never returns.
+/// Passes each notification on to every sink. Never returns.
 async fn pass_on(wake: &Notify, nudges: &[Arc<Notify>]) {
     let mut notified = std::pin::pin!(wake.notified());
     loop {
         notified.as_mut().enable();
         notified.as_mut().await;
-        // Registered again before the sinks are told, so that no nudge falls in between.
+        // Registered again before the sinks are notified, so that no notification is lost in between.
         notified.set(wake.notified());
         notified.as_mut().enable();
         for nudge in nudges {

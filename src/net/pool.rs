@@ -1,4 +1,4 @@
-//! Connections that wait for their next request.
+//! A pool of idle connections.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -16,21 +16,21 @@ pub struct Pool<C> {
 }
 
 struct Idle<C> {
-    /// Each with the time since when it waits: the last one for the shortest time.
+    /// Each with the time since when it is idle. The last one has been idle for the shortest time.
     waiting: Vec<(Instant, C)>,
-    /// Whether a task closes those that wait for too long.
+    /// Whether a task runs that closes connections that are idle for too long.
     watched: bool,
 }
 
 impl<C: Send + 'static> Pool<C> {
-    /// A pool of so many connections at most, which are closed when they have been idle for so long.
+    /// A pool of at most this many connections. They are closed when they have been idle for this long.
     #[must_use]
     pub fn new(idle_max: usize, idle_timeout: Duration) -> Arc<Self> {
         let idle = Mutex::new(Idle { waiting: Vec::new(), watched: false });
         Arc::new(Self { idle, idle_max, idle_timeout })
     }
 
-    /// The connection that was used last, of those that are usable, unless it has been idle for `limit`.
+    /// The usable connection that was used last, unless it has been idle for `limit`.
     pub fn take(&self, limit: Duration, is_usable: impl Fn(&C) -> bool) -> Option<C> {
         let mut idle = self.idle.lock();
         loop {
@@ -41,7 +41,7 @@ impl<C: Send + 'static> Pool<C> {
         }
     }
 
-    /// Keeps a connection, unless too many wait.
+    /// Keeps a connection, unless the pool is full.
     pub fn park(self: &Arc<Self>, connection: C) {
         let mut idle = self.idle.lock();
         if idle.waiting.len() >= self.idle_max {
@@ -53,7 +53,7 @@ impl<C: Send + 'static> Pool<C> {
         }
     }
 
-    /// Closes those that have waited for too long; when the next one will have. `None`: none is left to watch.
+    /// Closes connections that were idle for too long. Returns when the next one will be; `None` if no connection is left.
     fn expire(&self) -> Option<Instant> {
         let mut idle = self.idle.lock();
         idle.waiting.retain(|(since, _)| since.elapsed() < self.idle_timeout);

@@ -1,4 +1,4 @@
-//! What TLS to others is made of: the certificates that are trusted, and how it is spoken.
+//! TLS for outgoing connections: trusted certificates and the configuration of the client.
 
 use std::fmt::Display;
 use std::path::Path;
@@ -13,7 +13,7 @@ use tokio_rustls::TlsConnector;
 /// TLS to the server of this name.
 pub type Tls = (TlsConnector, ServerName<'static>);
 
-/// The beginning of a client's configuration.
+/// The base of the configuration of a TLS client.
 ///
 /// # Errors
 /// None is known to happen.
@@ -22,7 +22,7 @@ pub fn client() -> Result<ConfigBuilder<ClientConfig, WantsVerifier>, Error> {
     ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions()
 }
 
-/// The same, with what is trusted.
+/// The same with trusted certificates.
 ///
 /// # Errors
 /// As [`client`].
@@ -41,7 +41,7 @@ pub fn to(host: &str, config: ClientConfig) -> Result<Tls, InvalidDnsNameError> 
     Ok((TlsConnector::from(Arc::new(config)), name))
 }
 
-/// What is trusted: the certificates of a PEM file, or the system's where none is named. A system may have none.
+/// The trusted certificates: those of a PEM file, or the system's if no file is named. A system may have none.
 ///
 /// # Errors
 /// The file's name, and what is wrong: it cannot be read, or holds no certificate, or one that cannot be used.
@@ -52,7 +52,7 @@ pub fn roots(ca_file: Option<&Path>) -> Result<RootCertStore, String> {
         for error in &found.errors {
             tracing::warn!(%error, "a root certificate of the system cannot be read");
         }
-        // A few broken certificates among the system's are normal, and no reason to refuse the others.
+        // A few broken certificates of the system are normal. The others are still used.
         roots.add_parsable_certificates(found.certs);
         return Ok(roots);
     };

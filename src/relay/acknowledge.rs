@@ -1,8 +1,8 @@
-//! Writes how deliveries ended, in batches: what queued while the last one was written is the next.
+//! Writes verdicts in batches. The verdicts that queue while a batch is written are the next batch.
 //!
-//! What must stay true: a verdict that the database does not take is repeated until its claim is over, then forgotten; a batch
-//! that it refuses costs only the verdict that it refuses. A process that dies here leaves claims that run out: those events
-//! are delivered once more.
+//! Invariants: a verdict that the database does not take is repeated until its claim ends, and then dropped. If the database
+//! refuses one verdict, the others of its batch are still written. After a crash the claims run out, and their events are
+//! delivered again.
 
 use tokio::sync::mpsc;
 use tokio::time::Instant;
@@ -16,7 +16,7 @@ use crate::telemetry::Delivery;
 const BATCH_MAX: usize = 256;
 
 impl SinkWorker {
-    /// Writes verdicts: what queued while the last batch was written is the next. Ends when nobody sends any more.
+    /// Writes verdicts until all senders are dropped.
     pub(super) async fn acknowledge_on(&self, mut verdicts: mpsc::Receiver<PendingVerdict>) {
         let mut batch = Vec::new();
         while verdicts.recv_many(&mut batch, BATCH_MAX).await > 0 {
@@ -35,7 +35,7 @@ impl SinkWorker {
         }
     }
 
-    /// Writes a batch once. On an error that leaves its end open, its verdicts are marked.
+    /// Writes a batch once. After an error that may have been a commit, its verdicts are marked.
     async fn acknowledge(&self, batch: &mut [PendingVerdict]) -> Result<(), Error> {
         if batch.is_empty() {
             return Ok(());
@@ -44,7 +44,7 @@ impl SinkWorker {
         let verdicts: Vec<_> = batch.iter().map(|done| done.acknowledgement.clone()).collect();
         match self.store.acknowledge(self.sink.name(), self.sink.order(), &verdicts).await {
             Ok(current) => {
-                // What waited behind these is due now.
+                // The events that waited behind these are due now.
                 if self.is_ordered() {
                     self.nudge.notify_one();
                 }
@@ -62,7 +62,7 @@ impl SinkWorker {
         }
     }
 
-    /// After a refused batch: each verdict alone, so that one bad text stops no other.
+    /// Writes each verdict of a refused batch alone, so that one bad text stops no other.
     async fn acknowledge_singly(&self, batch: &mut [PendingVerdict]) {
         for done in batch.chunks_mut(1) {
             let Err(error) = self.acknowledge(done).await else { continue };
@@ -73,7 +73,7 @@ impl SinkWorker {
         }
     }
 
-    /// Forgets verdicts whose claim is over: somebody else may have the event by now.
+    /// Drops verdicts whose claim has ended: another worker may have the event now.
     fn drop_ended(&self, batch: &mut Vec<PendingVerdict>) {
         let now = Instant::now();
         for done in batch.extract_if(.., |done| done.until <= now) {
@@ -107,7 +107,7 @@ impl SinkWorker {
     }
 }
 
-/// Adds what has queued meanwhile.
+/// Adds the verdicts that have queued meanwhile.
 fn top_up(batch: &mut Vec<PendingVerdict>, verdicts: &mut mpsc::Receiver<PendingVerdict>) {
     while batch.len() < BATCH_MAX {
         let Ok(done) = verdicts.try_recv() else { return };

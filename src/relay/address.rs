@@ -1,9 +1,8 @@
-//! Which addresses a sink may have, decided where they are dialled.
+//! Decides which addresses of a sink may be dialled.
 //!
-//! [`Rule::find`] resolves a name once and hands out what the rule admits, and only that is dialled: there is no second
-//! look-up that could answer otherwise. Literal addresses are judged in the same place, and once more when the sink is made.
-//! Odd spellings of an address (`127.1`, `0x7f.1`) are no literals here: the system's resolver reads them, and
-//! what it makes of them is checked. Dying here loses nothing: no packet was sent yet.
+//! [`Rule::find`] resolves a name once and returns the addresses that the rule allows. Only these are dialled, so no second
+//! look-up can give another address. Literal addresses are checked here, and once more when the sink is made. Odd spellings
+//! of an address (`127.1`, `0x7f.1`) are not literals here: the system's resolver reads them, and its result is checked.
 
 use std::fmt;
 use std::io;
@@ -11,10 +10,11 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use async_trait::async_trait;
 
-/// What is wrong with the port of one of a URL's hosts; `None`: each has one that a server can have, or names none.
+/// What is wrong with a port in a URL; `None`: each host has a valid port or no port.
 ///
-/// The port is named where it cannot be a part of a password: a password with a slash in it ends the host's part too early, and
-/// one without a host behind it stands where a port does.
+/// The message repeats the port only if it cannot be part of a password. A slash in a password ends the authority too early,
+/// and
+/// then a part of the password is in the place of the port.
 #[must_use]
 pub fn port_problem(url: &str) -> Option<String> {
     let (scheme, rest) = url.split_once("://").unwrap_or(("", url));
@@ -29,7 +29,7 @@ pub fn port_problem(url: &str) -> Option<String> {
         plain && port.parse::<u16>().is_ok_and(|port| port > 0)
     };
     let mut named = hosts.split(',').filter_map(|host| host.rsplit_once(':'));
-    // An address in brackets ends with one where it has no port.
+    // An address in brackets without a port ends with a bracket.
     let (host, port) = named.find(|(_, port)| !is_port(port) && !port.ends_with(']'))?;
     let wrong = if after.contains('@') {
         "has a port that is none; a / in a password is written %2F".to_owned()
@@ -44,14 +44,14 @@ pub fn port_problem(url: &str) -> Option<String> {
 /// Which addresses may be dialled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rule {
-    /// Addresses that the whole internet routes.
+    /// Addresses that the public internet routes.
     pub public: bool,
     /// All others: private, loopback, link-local, metadata, multicast and reserved ones.
     pub private: bool,
 }
 
 impl Rule {
-    /// The addresses of a host that may be dialled: of a literal address (in brackets or not) or of a name.
+    /// The addresses of a host that may be dialled. The host is a literal address (in brackets or not) or a name.
     ///
     /// # Errors
     /// The name cannot be resolved, or none of its addresses may be dialled.
@@ -82,10 +82,10 @@ impl Rule {
         }
     }
 
-    /// Those of `found` that may be dialled.
+    /// The addresses in `found` that may be dialled.
     ///
     /// # Errors
-    /// Where none may: the objection against the first.
+    /// None may be dialled: the objection to the first.
     pub fn admit(self, found: impl Iterator<Item = SocketAddr>) -> io::Result<Vec<SocketAddr>> {
         let mut objection = None;
         let mut admitted = Vec::new();
@@ -104,7 +104,7 @@ impl Rule {
     }
 }
 
-/// Whether `address` is one that the whole internet routes. Forms of IPv6 that carry an IPv4 address are judged by it.
+/// Whether the public internet routes `address`. An IPv6 address that carries an IPv4 address is judged by the latter.
 #[must_use]
 pub fn is_public(address: IpAddr) -> bool {
     match address {
@@ -143,7 +143,7 @@ fn is_public_v6(address: Ipv6Addr) -> bool {
         [0x2002, high, low, ..] => embedded(high, low),
         // Teredo and other protocol assignments, documentation.
         [0x2001, 0..=0x1ff, ..] | [0x2001, 0xdb8, ..] | [0x3fff, 0..=0x0fff, ..] => false,
-        // Global unicast; the rest is loopback, local, multicast, translated or not assigned.
+        // Global unicast. All others are loopback, local, multicast, translated or not assigned.
         [first, ..] => first & 0xe000 == 0x2000,
     }
 }
@@ -154,11 +154,11 @@ pub trait Resolve: fmt::Debug + Send + Sync {
     /// All addresses of a name.
     ///
     /// # Errors
-    /// There is no such name, or nobody who knows.
+    /// The name does not exist, or no resolver answers.
     async fn resolve(&self, host: &str, port: u16) -> io::Result<Vec<SocketAddr>>;
 }
 
-/// By the system's means.
+/// The system's resolver.
 #[derive(Clone, Copy, Debug)]
 pub struct System;
 
@@ -262,7 +262,7 @@ mod tests {
             let refused = rule.find(&System, host, 80).await.unwrap_err();
             assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied, "{host}: {refused}");
         }
-        // Known to some systems only; an address of it is judged as any other.
+        // Only some systems know this name. Its address is judged like any other.
         let rule = Rule { public: true, private: false };
         assert!(rule.find(&System, "localhost.", 80).await.is_err());
     }

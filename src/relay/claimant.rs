@@ -1,21 +1,21 @@
-//! Whose claims a relay's are, and which claims of others are over.
+//! The owner of a relay's claims, and the judgement of other owners' claims.
 
 use std::sync::Arc;
 
 use crate::record::LeaseView;
 use crate::store::Reclaim;
 
-/// Whose claims these are.
+/// The owner of claims.
 #[derive(Clone)]
 pub struct Claimant {
-    /// This process's lease. To be ended after the relay: from its end on, others take what this relay had claimed.
+    /// This process's lease. It must end after the relay, because after its end others take the claims of this relay.
     pub lease: LeaseView,
-    /// Whether other owners may be judged by their leases; see `lease`.
+    /// Whether the leases of other owners may be judged; see `lease`.
     pub may_judge: Arc<dyn Fn() -> bool + Send + Sync>,
 }
 
 impl Claimant {
-    /// Which claims and probes of others are over.
+    /// Which claims and probes of other owners have ended.
     pub(super) fn reclaim(&self) -> Reclaim {
         if (self.may_judge)() { Reclaim::ExpiredOrOrphaned } else { Reclaim::Expired }
     }

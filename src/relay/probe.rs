@@ -1,14 +1,15 @@
-//! What the answers of a sink make of it: when it is paused, and how it is probed until it answers again.
+//! Pauses a sink that fails, and probes it until it answers again.
 //!
-//! A paused sink is sent one event at a time, over all replicas, at a pace that grows with each failure up to a minute. A probe
-//! that fails is no attempt: its event goes back, behind all that is due, with what it met. So no attempts are used up in an
-//! outage. A process that dies here leaves a probe and a claim that run out, as every other.
+//! A probe is the delivery of one event. All replicas together send one probe at a time. The pause between probes grows with
+//! each failure up to a minute. A failed probe is no attempt: its event goes back behind all due events, with the error. So an
+//! outage uses up no attempts. After a crash the probe and its claim run out.
 //!
-//! Events that always fail look like an outage from here. So the first probe goes with the first free slot, and with the
-//! newest event, farthest from those that made the pause; most of the next ones take untried events from anywhere in the
-//! backlog, and where the sink chokes on what it is sent they soon follow each other. A crowd of bad ones that stands
-//! before the good ones mostly costs a probe for each pause, and no wait. A bad one that fails again says nothing new
-//! while others go well.
+//! To the relay, events that always fail look like an outage. Therefore:
+//!
+//! - The first probe takes the first free slot and the newest event, which is far from the events that caused the pause.
+//! - Most later probes take untried events from anywhere in the backlog. If the answer may be the event's fault, the next
+//!   probe follows soon. So many bad events before the good ones cost mostly one probe for each pause, and little time.
+//! - While other events succeed, another failure of an event that failed before is no sign of an outage.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,16 +29,15 @@ use crate::store::{
 };
 use crate::telemetry::Probe;
 
-/// Shortest pause of a probe that found nothing to send. The longest is [`SUSPECT_MAX`]: it costs the sink nothing, and what
-/// comes next may be a good one.
+/// Shortest pause after a probe that found no event. The longest is [`SUSPECT_MAX`]: looking costs the sink nothing, and the
+/// next event may be a good one.
 const IDLE_MIN: Duration = Duration::from_millis(200);
 
-/// For how long a good answer speaks for the sink against events that failed before, in times of the first pause.
+/// How long a good answer shows that the sink is well although events fail that failed before; in units of the first pause.
 const WELL_FOR: u32 = 10;
 
 impl SinkWorker {
-    /// What an attempt that was claimed while the sink was open under `no` means for its event; pauses the sink where it is
-    /// time.
+    /// The verdict on an attempt that was claimed while the sink was open under `no`. Pauses the sink after too many failures.
     pub(super) async fn judge(&self, event: &Claimed, delivered: &Delivered, no: i64) -> Verdict {
         let level = self.slots.level();
         match self.health(delivered, level) {
@@ -46,7 +46,7 @@ impl SinkWorker {
                 self.metrics.sink_failures(self.sink.name(), 0);
                 self.verdict(event, delivered)
             }
-            // The outage that it met is known by now, or over: it is no attempt.
+            // The outage is already known, or over, so this is no attempt.
             Health::Failing | Health::Stop(_) if !self.status.is_open(no) => {
                 returned(&delivered.evidence)
             }
@@ -70,8 +70,9 @@ impl SinkWorker {
         }
     }
 
-    /// Whether a failure says nothing new: the sink chokes on an event that failed before, while others go well. Many such
-    /// events would else be an outage whenever nothing else is due for a moment.
+    /// Whether a failure is no sign of an outage: the event failed before, and others succeed. Otherwise many such events
+    /// would
+    /// pause the sink whenever no other event is due for a moment.
     fn is_known_to_be_bad(&self, event: &Claimed, delivered: &Delivered) -> bool {
         let lately = self.sink.patience().base.saturating_mul(WELL_FOR);
         event.attempts > 0 && suspects(&delivered.evidence) && self.slots.succeeded_within(lately)
@@ -88,7 +89,7 @@ impl SinkWorker {
         verdict(&delivered.evidence, past, &self.sink.patience(), hint, fastrand::f64())
     }
 
-    /// Pauses what is open under `no`. Where the database does not take it, the next failure tries again.
+    /// Pauses the sink that is open under `no`. If the database does not take it, the next failure tries again.
     async fn pause_sink(&self, no: i64, trouble: Trouble, delivered: &Delivered) {
         let error = error(&delivered.evidence);
         let change = SinkChange::Pause { trouble, error, failed_probes: self.slots.level() };
@@ -107,7 +108,7 @@ impl SinkWorker {
         match self.store.change_sink(self.sink.name(), no, &change).await {
             Ok(Changed::Yes) => {
                 let change = self.probe_once(failed, until, state).await;
-                // A change makes the number grow by one.
+                // Each change of the status adds one to the number.
                 self.end_probe(no + 1, &change, until).await;
             }
             Ok(Changed::No | Changed::Locked) => {}
@@ -119,7 +120,7 @@ impl SinkWorker {
         self.status.changed_here();
     }
 
-    /// Sends one event; to what that leads.
+    /// Sends one event. Returns the result of the probe.
     async fn probe_once(
         self: &Arc<Self>,
         failed: u32,
@@ -147,14 +148,15 @@ impl SinkWorker {
         let (event_id, claim_no) = (event.event_id, event.claim_no);
         let acknowledgement = Acknowledgement { event_id, claim_no, verdict };
         let done = PendingVerdict { acknowledgement, until, doubt: false, _slot: slot };
-        // Nobody listens only where the loop has ended: the claim runs out.
+        // Err: the loop has ended. The claim runs out.
         drop(state.done.send(done).await);
         change
     }
 
-    /// An event from somewhere in a lane, or else the one that has been due longest in the other. Nothing is known against
-    /// fresh ones, so mostly it is one of these: the newest, farthest from those that made the pause, and two from
-    /// anywhere. But where all that comes is bad, a good one may be among those that were tried.
+    /// An event from a random place of a lane, or else the longest due event of the other lane. Mostly it is a fresh event:
+    /// the
+    /// newest, which is far from the events that caused the pause, and then two from random places. Sometimes it is a retry,
+    /// because all fresh events may be bad.
     async fn claim_for_probe(&self, failed: u32) -> Result<Option<(Lane, Claimed)>, Error> {
         let (first, look, second) = match failed % 4 {
             0 => (Lane::Fresh, Look::From(u16::MAX), Lane::Retry),
@@ -195,7 +197,8 @@ impl SinkWorker {
         (returned(evidence), SinkChange::ProbeFailed { trouble, error: error(evidence) })
     }
 
-    /// Says how the probe ended, until the database takes it or the probe's time is over: then another one may be taken.
+    /// Writes the result of the probe, until the database takes it or the time of the probe is over. Then another probe may
+    /// begin.
     async fn end_probe(&self, no: i64, change: &SinkChange, until: Instant) {
         let mut outage = OUTAGE;
         while let Err(error) = self.store.change_sink(self.sink.name(), no, change).await {

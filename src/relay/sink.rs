@@ -1,14 +1,14 @@
-//! To whom events go: what every sink has, whatever it is spoken to in, and one file for each kind of target.
+//! Sinks: what every sink has, and one file for each kind of target.
 //!
-//! What must stay true:
+//! Invariants:
 //!
-//! - A target gets an event and a deadline, and says by then what it knows ([`Delivered`]). It keeps no event, and
-//!   decides nothing about the next attempt: that is [`super::verdict`].
-//! - Ids and bytes are the event's, in every attempt and for every kind of target.
+//! - A target gets an event and a deadline, and returns by then what it knows ([`Delivered`]). It keeps no event, and does not
+//!   decide about the next attempt: [`super::verdict`] does.
+//! - Every attempt and every kind of target uses the same id and bytes of an event.
 //! - Secrets appear in no log, no error and no Debug output.
 //!
-//! Another kind is one more variant of [`Target`] and of `Transport`, with a file beside [`http`] that has its settings,
-//! their check, and `deliver`. A process that dies here leaves a claim that runs out: the event is delivered again.
+//! A new kind needs a variant of [`Target`] and of `Transport`, and a file beside [`http`] with its settings, their check, and
+//! `deliver`. After a crash the claim runs out, and the event is delivered again.
 
 pub mod broker;
 pub mod http;
@@ -40,7 +40,7 @@ pub struct Settings {
     pub timeout: Duration,
     /// Most deliveries at once.
     pub concurrency: usize,
-    /// Ceiling of the pause after the first failure; doubles with each further one.
+    /// Ceiling of the pause after the first failure. It doubles with each further one.
     pub backoff_base: Duration,
     /// Longest pause between two attempts.
     pub backoff_max: Duration,
@@ -50,11 +50,11 @@ pub struct Settings {
     pub age_max: Duration,
     /// An event that the sink refused this often (400, 413, 415, 422) is dead.
     pub refusals_max: u32,
-    /// So many failures in a row pause the sink.
+    /// This many failures in a row pause the sink.
     pub pause_after: u32,
-    /// In which order events are delivered.
+    /// The order of deliveries.
     pub order: Order,
-    /// Which events it wants; whoever writes events reads it, the relay delivers what is pending.
+    /// Which events it gets. Used when events are written; the relay delivers all that are pending.
     pub events: TypeFilter,
     /// Where events go, and how.
     pub target: Target,
@@ -73,7 +73,7 @@ pub enum Target {
 }
 
 impl Settings {
-    /// The sink as those see it who write events.
+    /// The sink, for the code that writes events.
     #[must_use]
     pub fn subscriber(&self) -> Subscriber {
         Subscriber { sink: self.name.clone(), events: self.events.clone() }
@@ -92,7 +92,7 @@ impl Settings {
         }
         match &self.target {
             Target::Http(settings) => settings.check(),
-            // Made of parts that cannot be wrong.
+            // All of its parts are already checked.
             Target::Nats(_) => Ok(()),
             #[cfg(feature = "redis")]
             Target::Redis(_) => Ok(()),
@@ -106,7 +106,7 @@ pub struct Sink {
     transport: Transport,
 }
 
-/// Who carries events to one target.
+/// The client of one target.
 enum Transport {
     Http(Box<http::Transport>),
     Nats(Box<nats::Transport>),
@@ -120,7 +120,7 @@ impl fmt::Debug for Sink {
     }
 }
 
-/// How a delivery ended, with what the sink asked for.
+/// The result of a delivery.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Delivered {
     /// What is known.
@@ -147,7 +147,7 @@ impl Delivered {
 }
 
 impl Sink {
-    /// A sink with connections of its own.
+    /// A sink with its own connections.
     ///
     /// # Errors
     /// What is wrong with the settings, without secrets.
@@ -186,19 +186,19 @@ impl Sink {
         self.settings.concurrency
     }
 
-    /// In which order it gets its events.
+    /// The order of its deliveries.
     #[must_use]
     pub fn order(&self) -> Order {
         self.settings.order
     }
 
-    /// So many failures in a row pause it.
+    /// This many failures in a row pause it.
     #[must_use]
     pub fn pause_after(&self) -> u32 {
         self.settings.pause_after
     }
 
-    /// How patient the relay is with it.
+    /// When it is retried, and when an event is dead.
     #[must_use]
     pub fn patience(&self) -> Patience {
         Patience {
@@ -210,7 +210,7 @@ impl Sink {
         }
     }
 
-    /// By how many seconds its clock is ahead of ours, where it has told.
+    /// By how many seconds its clock is ahead of ours, if its answers have shown that.
     #[must_use]
     pub fn clock_ahead(&self) -> Option<i64> {
         match &self.transport {

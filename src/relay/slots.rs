@@ -1,8 +1,8 @@
-//! How many deliveries a sink may have at once from this process, and when its failures make an outage.
+//! How many deliveries this process may send to a sink at once, and when failures are an outage.
 //!
-//! All slots while it is well. After a pause one, then twice as many after each round of answers, so that a sink that has
-//! just come back is not knocked over by what has piled up. What must stay true: never more than `full` slots are taken,
-//! and whoever waits for one is woken when one is given back or added.
+//! A sink that is well has all slots. After a pause it has one, and twice as many after each round of good answers, so that
+//! the backlog does not overload it. Invariants: never more than `full` slots are taken, and a waiter is woken when a slot is
+//! given back or added.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-/// What this process has lately seen of a sink. Pure.
+/// The recent results of a sink in this process. Pure.
 #[derive(Clone, Debug)]
 struct SlowStart {
     /// Slots of a sink that is well.
@@ -22,10 +22,10 @@ struct SlowStart {
     answers: usize,
     /// Failures in a row ...
     failures: u32,
-    /// ... and how many of them are an outage.
+    /// ... and how many failures in a row are an outage.
     failures_max: u32,
-    /// Failed probes of an outage that is not surely over, so that a sink that falls over again at once is probed no faster.
-    /// One less with each good answer: where events are bad, and not the sink, there are some between them.
+    /// Failed probes of an outage that may not be over. A sink that fails again at once is then probed no faster. Each good
+    /// answer subtracts one: if the events are bad and not the sink, there are good answers between the failures.
     level: u32,
 }
 
@@ -89,7 +89,7 @@ impl Slots {
         slow_start.open.saturating_sub(*taken)
     }
 
-    /// Whether the sink has come back and has not got all its slots yet.
+    /// Whether the sink is open again and does not have all slots yet.
     pub(super) fn is_starting(&self) -> bool {
         let slow_start = &self.state.lock().0;
         slow_start.open < slow_start.full
@@ -127,13 +127,13 @@ impl Slots {
         *succeeded_at = Some(Instant::now());
     }
 
-    /// Whether a delivery went well so lately.
+    /// Whether a delivery succeeded within this time.
     pub(super) fn succeeded_within(&self, within: Duration) -> bool {
         let succeeded_at = *self.succeeded_at.lock();
         succeeded_at.is_some_and(|at| at.elapsed() < within)
     }
 
-    /// A delivery failed. Whether that makes an outage.
+    /// A delivery failed. Returns whether it is an outage.
     pub(super) fn failed(&self) -> bool {
         self.state.lock().0.failed()
     }
@@ -143,12 +143,12 @@ impl Slots {
         self.state.lock().0.failures
     }
 
-    /// After how many failed probes the next pause goes on.
+    /// The failed probes with which the next pause begins.
     pub(super) fn level(&self) -> u32 {
         self.state.lock().0.level
     }
 
-    /// The sink is open again, after so many failed probes: begins with one slot.
+    /// The sink is open again after this many failed probes. It begins with one slot.
     pub(super) fn resumed(&self, level: u32) {
         self.note_success();
         self.state.lock().0.resumed(level);
@@ -193,7 +193,7 @@ mod tests {
         }
         slots.succeeded();
         assert_eq!((slots.level(), slots.is_starting()), (0, false));
-        // Where the outage was short, it is forgotten before all slots are open.
+        // A short outage is forgotten before all slots are open.
         slots.resumed(1);
         slots.succeeded();
         slots.succeeded();
@@ -232,7 +232,7 @@ mod tests {
         assert!(one.is_some() && two.is_some() && slots.take().is_none());
         drop(one);
         assert_eq!(slots.free(), 1);
-        // Slots that are still out count against the one that a resumed sink begins with.
+        // Slots that are still taken count against the one slot of a resumed sink.
         slots.resumed(0);
         assert!(slots.take().is_none());
         drop(two);

@@ -1,11 +1,10 @@
-//! How each sink stands, as the database says: read again and again, so that all replicas agree and a restart keeps it.
+//! Reads the status of each sink from the database, so that all replicas agree and a restart keeps it.
 //!
-//! One reader for all sinks of this process; each sink's loop looks at its own [`StatusWatch`] before it claims. What must stay
-//! true:
+//! One reader serves all sinks of this process. The loop of each sink checks its [`StatusWatch`] before it claims. Invariants:
 //!
-//! - Nothing is claimed before the first reading, nor between an own change and the reading that shows what it led to.
-//! - A reading that began before an own change is thrown away.
-//! - While the database is away the last reading stands.
+//! - No event is claimed before the first reading, nor between a change by this process and the next reading.
+//! - A reading that began before a change by this process is dropped.
+//! - While the database is away the last reading is valid.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -22,39 +21,39 @@ use crate::store::{Deliveries, Pause, PauseReason, SinkState};
 use crate::tasks;
 use crate::telemetry::{Metrics, causes};
 
-/// How a sink stands, as far as it is known here.
+/// The status of a sink, as last read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum SinkStatus {
-    /// Not known yet, or not any more.
+    /// Not known yet, or no longer known.
     Unknown,
-    /// Deliveries go on.
+    /// Events are delivered.
     Active {
         /// The number of this state.
         no: i64,
     },
-    /// Nothing is delivered.
+    /// Only probes are sent.
     Paused {
         /// The number of this state.
         no: i64,
         /// When the next probe may be taken; `None`: it is not probed.
         probe_at: Option<Instant>,
-        /// Probes in a row that failed.
+        /// Failed probes in a row.
         failed_probes: u32,
     },
 }
 
-/// Where the loop of one sink reads how it stands.
+/// The status of one sink, for its loop.
 #[derive(Debug)]
 pub(super) struct StatusWatch {
     status: watch::Sender<SinkStatus>,
-    /// Own changes so far.
+    /// Changes by this process so far.
     changes: AtomicU64,
     /// Asks for a reading now.
     read: Arc<Notify>,
 }
 
 impl StatusWatch {
-    /// Of a sink, for the reader that `read` wakes.
+    /// The watch of a sink. `read` wakes its reader.
     pub(super) fn new(read: &Arc<Notify>) -> Self {
         let (status, _) = watch::channel(SinkStatus::Unknown);
         Self { status, changes: AtomicU64::new(0), read: Arc::clone(read) }
@@ -65,14 +64,14 @@ impl StatusWatch {
         self.status.subscribe()
     }
 
-    /// Whether the sink is open under this very number.
+    /// Whether the sink is open under this number.
     pub(super) fn is_open(&self, at: i64) -> bool {
         matches!(*self.status.borrow(), SinkStatus::Active { no } if no == at)
     }
 
-    /// What is known is not true any more, or may not be: there was an own change.
+    /// This process changed, or may have changed, the status: the last reading is not valid any more.
     pub(super) fn changed_here(&self) {
-        // Under the lock of the value, as the reading below.
+        // Under the lock of the value, like the reading below.
         self.status.send_modify(|status| {
             self.changes.fetch_add(1, Ordering::SeqCst);
             *status = SinkStatus::Unknown;
@@ -80,7 +79,7 @@ impl StatusWatch {
         self.read.notify_one();
     }
 
-    /// Shows what was read after `changes` own changes; false: there were more since.
+    /// Publishes a reading that began after `changes` changes by this process. False: there were more since.
     fn show(&self, changes: u64, status: SinkStatus) -> bool {
         let mut fresh = false;
         self.status.send_if_modified(|shown| {
@@ -95,7 +94,7 @@ impl StatusWatch {
     }
 }
 
-/// Reads for all sinks.
+/// The reader for all sinks.
 pub(super) struct StatusReader {
     pub(super) store: Arc<dyn Deliveries>,
     pub(super) claimant: Claimant,
@@ -106,7 +105,7 @@ pub(super) struct StatusReader {
 }
 
 impl StatusReader {
-    /// Reads. Never returns.
+    /// Reads the status again and again. Never returns.
     pub(super) async fn run(self: Arc<Self>) {
         let mut known: HashMap<String, Option<PauseReason>> = HashMap::new();
         let mut outage = OUTAGE;
@@ -173,7 +172,7 @@ fn status_of(state: Option<&SinkState>) -> SinkStatus {
     }
 }
 
-/// In the log of each replica, once: a pause is nothing that anybody should have to look for.
+/// Logs each pause once in every replica, so that operators see it.
 fn tell(sink: &str, state: Option<&SinkState>) {
     let error = state.and_then(|state| state.last_error.as_deref());
     match state.and_then(|state| state.pause.as_ref()) {

@@ -1,18 +1,19 @@
-//! What a delivery's end means for its event, and what it tells of its sink: the one table, pure.
+//! What the answer to a delivery means for its event and for its sink. Pure.
 //!
 //! ```text
 //! answer                             the event                                      the sink
 //! 2xx                                delivered                                      healthy
 //! 400, 413, 415, 422                 dead after `refusals_max` of them              healthy: it judged the event
-//! 429, 503 with a Retry-After        given back, no attempt used                    busy: paused for that long; where that
-//!                                                                                   is over already, as long as for failures
+//! 429, 503 with a Retry-After        given back, no attempt used                    busy: paused for that long; if that time
+//!                                                                                   is already over, as for failures
 //! 410                                given back, no attempt used                    gone: paused
-//! all else, 3xx and none included    dead when attempts and age are both used up    failing: paused when too many in a row
+//! all others, also 3xx and none      dead when attempts and age are both used up    failing: paused when too many in a row
 //! ```
 //!
-//! What is not delivered is tried again after a growing, fully jittered pause; where the answer has a `Retry-After`, after
-//! that. What must stay true: no input, however odd, makes a pause longer than the configured maximum or shorter than
-//! [`PAUSE_MIN`], and nothing here panics or overflows.
+//! An event that is not delivered is tried again after a growing pause with full jitter, or after the `Retry-After` of the
+//! answer. Invariants: no input makes a pause longer than the configured maximum or shorter than [`PAUSE_MIN`], and nothing
+//! here
+//! panics or overflows.
 
 use std::time::{Duration, SystemTime};
 
@@ -24,12 +25,11 @@ use crate::store::{Trouble, Verdict};
 /// Shortest pause before another attempt, so that no setting and no sink makes a hot loop.
 pub const PAUSE_MIN: Duration = Duration::from_millis(100);
 
-/// Longest wait for the next probe of a sink, whatever the pauses between attempts, so that an outage is over here soon after
-/// it is over there.
+/// Longest pause before the next probe of a sink, so that deliveries go on soon after an outage has ended.
 pub const PROBE_MAX: Duration = Duration::from_secs(60);
 
-/// The same where the last answer speaks as much against the event as against the sink, and after so many of these the other
-/// one again: so many events are tried out one soon after the other.
+/// The same if the last answer may be the fault of the event. After this many such answers the longer pause is used again, so
+/// that this many events are tried soon after each other.
 pub const SUSPECT_MAX: Duration = Duration::from_secs(2);
 /// See [`SUSPECT_MAX`].
 pub const SUSPECTS_MAX: u32 = 300;
@@ -37,10 +37,10 @@ pub const SUSPECTS_MAX: u32 = 300;
 /// Longest error text that is stored, in bytes.
 pub const ERROR_MAX: usize = 1024;
 
-/// Over how much time those are spread whom a sink told the same moment.
+/// Retries that a sink asked for at the same moment are spread over this time.
 const SPREAD: Duration = Duration::from_secs(1);
 
-/// How patient the relay is with a sink.
+/// When an event is retried, and when it is dead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Patience {
     /// Ceiling of the pause after the first failure; it doubles with each further one.
@@ -55,7 +55,7 @@ pub struct Patience {
     pub refusals_max: u32,
 }
 
-/// What an event has behind it.
+/// The history of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Past {
     /// Attempts that failed before this one.
@@ -66,42 +66,42 @@ pub struct Past {
     pub age: Duration,
 }
 
-/// What an attempt tells of the sink.
+/// What an attempt shows about the sink.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Health {
-    /// It answers, and judges what it is sent.
+    /// It answers and judges events.
     Healthy,
-    /// It does not do what it is there for. Too often in a row: an outage.
+    /// It fails. Too many failures in a row are an outage.
     Failing,
-    /// It wants nothing at all for now, or for good: at once.
+    /// It asks for no more deliveries, for a while or for good. It is paused at once.
     Stop(Trouble),
 }
 
-/// What is known of a delivery that was tried.
+/// The known result of a delivery.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Evidence {
-    /// The sink sent a status line with complete headers. What became of the body does not matter.
+    /// The sink sent a status line with complete headers. The body does not matter.
     Answered {
         /// Its status.
         status: StatusCode,
         /// The beginning of its body, cleaned.
         text: String,
     },
-    /// The target took it, in a language that has no statuses.
+    /// The target took it; for protocols without statuses.
     Taken,
-    /// The target will not take this event, however often it is sent; in a language that has no statuses.
+    /// The target will never take this event; for protocols without statuses.
     Refused {
-        /// What it said.
+        /// Its error text.
         what: String,
     },
-    /// No answer came: whether the sink took the event cannot be known.
+    /// No answer came. The sink may have taken the event.
     Failed {
         /// What went wrong, and in which phase.
         what: String,
     },
 }
 
-/// What becomes of the event, where the sink is not in [`Health::Stop`]. `share` is a random number from 0 to 1.
+/// What happens to the event if the sink is not in [`Health::Stop`]. `share` is a random number from 0 to 1.
 #[must_use]
 pub fn verdict(
     evidence: &Evidence,
@@ -135,7 +135,7 @@ pub fn verdict(
     Verdict::Retry { delay, status, error }
 }
 
-/// What the answer tells of the sink, for which so many probes have failed lately.
+/// What the answer shows about the sink. `failed_probes` is the number of probes that failed lately.
 #[must_use]
 pub fn health_of(
     evidence: &Evidence,
@@ -156,7 +156,7 @@ pub fn health_of(
     match (status, retry_after) {
         (StatusCode::GONE, _) => Health::Stop(Trouble::Gone),
         (StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE, Some(hint)) => {
-            // Whoever names no time wants to be left alone all the same.
+            // A Retry-After of zero or in the past also pauses the sink.
             let again = match asked(Some(hint)) {
                 Some(hint) => told(hint, patience, share),
                 None => until_probe(failed_probes, patience, share, false),
@@ -167,7 +167,7 @@ pub fn health_of(
     }
 }
 
-/// The event as if it had not been tried, but for what was met. Due at once: behind all that is due already.
+/// Gives the event back without using an attempt, and notes the error. It is due at once, behind all events that are due.
 #[must_use]
 pub fn returned(evidence: &Evidence) -> Verdict {
     let status = match evidence {
@@ -177,7 +177,7 @@ pub fn returned(evidence: &Evidence) -> Verdict {
     Verdict::Returned { delay: Duration::ZERO, status, error: error(evidence) }
 }
 
-/// What went wrong, in words.
+/// The text of the error.
 #[must_use]
 pub fn error(evidence: &Evidence) -> String {
     match evidence {
@@ -202,12 +202,12 @@ fn refuses(evidence: &Evidence) -> bool {
     }
 }
 
-/// The time that a `Retry-After` names; zero and past dates name none.
+/// The time of a `Retry-After`. Zero and past dates count as none.
 fn asked(retry_after: Option<Duration>) -> Option<Duration> {
     retry_after.filter(|hint| !hint.is_zero())
 }
 
-/// The pause after the failure that followed `attempts` others: anything up to a ceiling that doubles.
+/// The pause after a failure that followed `attempts` others: a random time up to a ceiling that doubles.
 #[must_use]
 pub fn pause(attempts: u32, patience: &Patience, share: f64) -> Duration {
     let growth = 2_u32.saturating_pow(attempts);
@@ -215,16 +215,17 @@ pub fn pause(attempts: u32, patience: &Patience, share: f64) -> Duration {
     part(ceiling, share).max(PAUSE_MIN)
 }
 
-/// Whether a failure speaks as much against the event as against the sink: the answer of a program that chokes on it. That of a
-/// proxy before it, or none, does not.
+/// Whether a failure may be the fault of the event: an error of the program behind the sink. An error of a proxy before it, or
+/// no answer, is not.
 #[must_use]
 pub fn suspects(evidence: &Evidence) -> bool {
     let Evidence::Answered { status, .. } = evidence else { return false };
     status.is_server_error() && !matches!(status.as_u16(), 502..=504)
 }
 
-/// The pause before the first probe of a sink that fails. None, unless it failed probes lately: what fails may be some events
-/// only, and then another one shows it at once. A sink that is down has one request more of it.
+/// The pause before the first probe of a sink that fails. It is zero unless probes failed lately: perhaps only some events
+/// fail,
+/// and then another event shows that at once. A sink that is down gets one more request.
 #[must_use]
 pub fn until_first_probe(
     failed_probes: u32,
@@ -238,7 +239,7 @@ pub fn until_first_probe(
     until_probe(failed_probes, patience, share, suspect)
 }
 
-/// The pause before the probe that follows so many failed ones. `suspect`: what failed last may be the event's fault.
+/// The pause before the next probe after this many failed ones. `suspect`: the last failure may be the fault of the event.
 #[must_use]
 pub fn until_probe(failed_probes: u32, patience: &Patience, share: f64, suspect: bool) -> Duration {
     let soon = suspect && failed_probes <= SUSPECTS_MAX;
@@ -250,7 +251,7 @@ fn told(hint: Duration, patience: &Patience, share: f64) -> Duration {
     hint.saturating_add(part(SPREAD, share)).min(patience.max).max(PAUSE_MIN)
 }
 
-/// A share of a duration; a share that is no number from 0 to 1 counts as the nearer of them.
+/// A share of a duration. A share below 0 counts as 0, and one above 1 as 1.
 fn part(whole: Duration, share: f64) -> Duration {
     let share = if share.is_nan() { 1.0 } else { share.clamp(0.0, 1.0) };
     Duration::try_from_secs_f64(whole.as_secs_f64() * share).unwrap_or(whole)
@@ -263,7 +264,7 @@ pub fn retry_after(headers: &HeaderMap, now: SystemTime) -> Option<Duration> {
     let (Some(value), None) = (values.next(), values.next()) else { return None };
     let text = value.to_str().ok()?.trim();
     if !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit()) {
-        // More digits than fit are very many seconds; the caller cuts them to its maximum.
+        // A number that does not fit is a very long time. The caller cuts it to its maximum.
         return Some(Duration::from_secs(text.parse().unwrap_or(u64::MAX)));
     }
     let date = httpdate::parse_http_date(text).ok()?;
@@ -281,7 +282,7 @@ fn complaint(status: StatusCode, text: &str) -> String {
     clean(&format!("the sink answered {number}: {text}"))
 }
 
-/// Text from outside as it may be stored and shown: one line, at most [`ERROR_MAX`] bytes, nothing invisible.
+/// Cleans foreign text before it is stored and shown: one line, at most [`ERROR_MAX`] bytes, no invisible characters.
 #[must_use]
 pub fn clean(text: &str) -> String {
     let mut cleaned = String::with_capacity(text.len().min(ERROR_MAX));
@@ -383,7 +384,7 @@ mod tests {
             let told = health_of(&answered(status), &PATIENCE, None, 0, 0.5);
             assert_eq!(told, Health::Healthy, "{status} says nothing against the sink");
         }
-        // Only refusals count, not what failed between them.
+        // Only refusals count, not the failures between them.
         let past = Past { attempts: 500, refusals: 1, age: Duration::ZERO };
         let judged = verdict(&answered(422), past, &PATIENCE, None, 0.5);
         assert!(matches!(judged, Verdict::Refused { .. }), "{judged:?}");
@@ -400,7 +401,7 @@ mod tests {
         }
         let silent = Evidence::Failed { what: "time-out".into() };
         assert_eq!(health_of(&silent, &PATIENCE, None, 0, 0.5), Health::Failing);
-        // Of targets that know no statuses.
+        // Of targets without statuses.
         let refused = Evidence::Refused { what: "too large".into() };
         for well in [&Evidence::Taken, &refused] {
             assert_eq!(health_of(well, &PATIENCE, None, 0, 0.5), Health::Healthy);
@@ -451,7 +452,7 @@ mod tests {
     fn the_first_probe_goes_at_once_and_none_waits_longer_than_a_minute() {
         for share in [0.0, 0.5, 1.0] {
             assert_eq!(until_first_probe(0, &PATIENCE, share, false), Duration::ZERO);
-            // It fell over again.
+            // It failed again.
             assert_eq!(until_first_probe(2, &PATIENCE, share, false), pause(2, &PATIENCE, share));
             assert_eq!(until_probe(2, &PATIENCE, share, false), pause(2, &PATIENCE, share));
         }

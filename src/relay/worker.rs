@@ -1,15 +1,15 @@
-//! The worker of one sink: claims what is due, sends it, and hands each verdict to be written.
+//! The worker of one sink: claims due events, sends them, and passes on each verdict to be written.
 //!
-//! What must stay true:
+//! Invariants:
 //!
-//! - A slot is taken by the claim and given back when its verdict is written (or its claim is over), so that the
-//!   events this process holds never outnumber the sink's concurrency, and no event waits under a running lease.
-//! - Nothing is sent so late that its claim could end before its verdict is written; that is measured on the
-//!   monotonic clock from before the claim was asked for. Too late: given back unsent.
-//! - The table says what is pending; a nudge only makes the worker look sooner.
+//! - A claim takes a slot and gives it back when its verdict is written or the claim has ended. So this process never holds
+//!   more events than the sink's concurrency, and no claimed event waits for a slot.
+//! - No event is sent so late that its claim could end before its verdict is written. This is measured on the monotonic clock
+//!   from before the claim statement. An event that is too late is given back unsent.
+//! - The outbox table says which events are pending. A wake-up only makes the worker look sooner.
 //!
-//! A process that dies here leaves claims that run out, and that others may take as soon as its lease has ended. Fresh
-//! events that were claimed often and never ended are set apart as dead, since they may be what it dies of.
+//! A process that dies here leaves claims. They run out, and other processes may take them when its lease has ended. Fresh
+//! events that were claimed often and never ended are made dead, because they may crash the process.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -34,33 +34,33 @@ use crate::store::{
 use crate::tasks;
 use crate::telemetry::{Metrics, causes};
 
-/// How often a look also takes what has been due for long; at once again while it finds something.
+/// How often a poll also takes events that have been due for long. While it finds some, the next poll does so again.
 const SWEEP_EVERY: Duration = Duration::from_secs(5);
 
-/// How often it is looked for what an order kept back that nothing keeps back any more, and how soon for the rest of it.
+/// How often the worker looks for deferred events that no event blocks any more, and how soon it looks for the rest of them.
 const WAKE_EVERY: Duration = Duration::from_secs(10);
 const WAKE_ON: Duration = Duration::from_millis(100);
 
-/// In a backlog: how long a look waits until a quarter of the slots are free, so that it claims several events at once.
+/// In a backlog: how long a poll waits for a quarter of the slots, so that it claims several events at once.
 const GATHER: Duration = Duration::from_millis(5);
 
-/// What a claim is kept beyond two time-outs of its sink.
+/// How long a claim lasts beyond two time-outs of its sink.
 const LEASE_EXTRA: Duration = Duration::from_secs(5);
 
-/// What is left of a claim for writing its verdict when a delivery takes its whole time-out.
+/// The time left of a claim to write its verdict if the delivery takes its whole time-out.
 const ACKNOWLEDGE_TIME: Duration = Duration::from_secs(2);
 
-/// So many claims of an event that never failed and never ended make it suspect of killing its process. Only fresh
-/// events are judged: a redelivered one counts its attempts anew while its claim numbers go on.
+/// An event with this many claims that never ended may crash the process. Only fresh events are judged, because a redelivery
+/// resets the attempts of an event and not its claim number.
 const UNFINISHED_MAX: u32 = 5;
 
-/// How long after `stop` an answer of the database to the last look is waited for.
+/// How long after `stop` the worker waits for the database to answer the last poll.
 const LAST_LOOK: Duration = Duration::from_secs(1);
 
-/// An idle loop looks this many times less often than a busy one.
+/// An idle loop polls this many times less often than a busy one.
 const IDLE_FACTOR: u32 = 8;
 
-/// What the worker of one sink works with.
+/// The parts of the worker of one sink.
 pub(super) struct SinkWorker {
     pub(super) store: Arc<dyn Deliveries>,
     pub(super) claimant: Claimant,
@@ -71,31 +71,31 @@ pub(super) struct SinkWorker {
     pub(super) nudge: Arc<Notify>,
     pub(super) poll: Duration,
     pub(super) stop: CancellationToken,
-    /// Whether the database did not answer last.
+    /// Whether the last statement had no answer from the database.
     pub(super) failing: AtomicBool,
 }
 
 /// A verdict on its way to the store.
 pub(super) struct PendingVerdict {
     pub(super) acknowledgement: Acknowledgement,
-    /// When the claim is over, on the safe side.
+    /// When the claim ends, at the earliest.
     pub(super) until: Instant,
-    /// Whether an acknowledgement that names it may have been written without saying so.
+    /// Whether an acknowledgement of it failed and may have been committed all the same.
     pub(super) doubt: bool,
     /// Held until the verdict is written.
     pub(super) _slot: Option<Slot>,
 }
 
-/// Where a loop stands between two looks.
+/// The state of a loop between two polls.
 pub(super) struct LoopState {
     since_retry: usize,
     sweep_at: Instant,
-    /// The lane of retries had nothing, and is not looked at before then.
+    /// The lane of retries was empty. The worker does not poll it before this time.
     retry_at: Instant,
-    /// When it is looked next for what waits for nobody, and from where on.
+    /// When the worker looks next for deferred events that nothing blocks, and where it begins.
     wake_at: Instant,
     wake_from: Option<String>,
-    /// Whether the last look found as much as there were slots.
+    /// Whether the last poll filled all free slots.
     backlog: bool,
     deliveries: JoinSet<()>,
     pub(super) done: mpsc::Sender<PendingVerdict>,
@@ -104,7 +104,7 @@ pub(super) struct LoopState {
 }
 
 impl SinkWorker {
-    /// For a loop that begins: with all its slots free.
+    /// The state of a new loop: all slots are free.
     pub(super) fn fresh(&self) -> Self {
         Self {
             store: Arc::clone(&self.store),
@@ -125,7 +125,7 @@ impl SinkWorker {
         tokio::join!(self.claim_on(done), self.acknowledge_on(verdicts));
     }
 
-    /// Looks again and again until `stop`; then waits for what is in flight.
+    /// Polls until `stop`. Then it waits for the deliveries in flight.
     async fn claim_on(self: &Arc<Self>, done: mpsc::Sender<PendingVerdict>) {
         let now = Instant::now();
         let (deliveries, backlog, stood) = (JoinSet::new(), false, None);
@@ -146,7 +146,7 @@ impl SinkWorker {
         };
         tokio::select! {
             () = self.look_on(&mut state) => {}
-            // What it may have claimed is free once the lease has ended.
+            // If it claimed events, they are free when the lease has ended.
             () = late => {}
         }
         while let Some(ended) = state.deliveries.join_next().await {
@@ -154,7 +154,7 @@ impl SinkWorker {
         }
     }
 
-    /// Looks again and again until `stop`.
+    /// Polls until `stop`.
     async fn look_on(self: &Arc<Self>, state: &mut LoopState) {
         let mut idle = self.poll;
         let mut outage = OUTAGE;
@@ -186,7 +186,7 @@ impl SinkWorker {
         }
     }
 
-    /// How many events for so many free slots say that there are more. In order a look ends at the first that it finds.
+    /// How many events for this many free slots mean that there are more. An ordered poll ends at the first event.
     fn full(&self, free: usize) -> usize {
         if self.is_ordered() { free.min(1) } else { free }
     }
@@ -195,8 +195,8 @@ impl SinkWorker {
         self.sink.order() != Order::None
     }
 
-    /// Waits until the sink is open and there is a free slot, in a backlog until several are, and probes it while it is
-    /// paused. The number of its state; `None`: at `stop`.
+    /// Waits until the sink is open and has a free slot, or several in a backlog. Probes it while it is paused. Returns the
+    /// number of its status; `None` at `stop`.
     async fn may_claim(self: &Arc<Self>, state: &mut LoopState) -> Option<i64> {
         let mut changes = self.status.subscribe();
         while !self.stop.is_cancelled() {
@@ -224,7 +224,7 @@ impl SinkWorker {
                         self.probe(no, failed_probes, state).await;
                         continue;
                     } else {
-                        // All slots are taken by what was sent before the pause: a probe is a delivery as well.
+                        // Deliveries from before the pause have all slots, and a probe needs one too.
                         None
                     }
                 }
@@ -244,7 +244,7 @@ impl SinkWorker {
         None
     }
 
-    /// In a backlog, waits a moment for a quarter of the slots: a look for many costs no more than a look for one.
+    /// In a backlog, waits a moment for a quarter of the slots: a poll for many events costs no more than a poll for one.
     async fn gather(&self, backlog: bool) {
         let several = self.slots.open() / 4;
         if !backlog || several <= 1 {
@@ -270,11 +270,11 @@ impl SinkWorker {
         }
     }
 
-    /// The pause before the next look: until the next retry is due, or for about as long as `idle`.
+    /// The pause before the next poll: until the next retry is due, or about `idle`.
     async fn until_due(&self, idle: Duration) -> Duration {
         let idle = jittered(idle);
         match self.store.next_due(self.sink.name()).await {
-            // Not below a part of the pause: what is due and is not found waits for a sweep.
+            // Not below a part of the pause: an event that is due and was not found waits for a sweep.
             Ok(Some(due)) => idle.min(due.max(self.poll / 4)),
             Ok(None) => idle,
             Err(error) => {
@@ -298,10 +298,10 @@ impl SinkWorker {
         let look = match (sweep, self.slots.is_starting()) {
             (false, _) => Look::Quick,
             (true, false) => Look::Complete,
-            // What made it pause may be a crowd of bad events that stands before all others.
+            // Many bad events before all others may have caused the pause.
             (true, true) => anywhere(),
         };
-        // What is tried again does not mind a short wait; a look for nothing would cost fresh events as much as theirs.
+        // A short wait does not hurt a retry. An empty poll of this lane costs fresh events as much as a poll of their own.
         let skip = !self.is_ordered() && Instant::now() < state.retry_at;
         let (fresh, retry) = if skip { (free, 0) } else { split(free, &mut state.since_retry) };
         let got_fresh = self.claim(Lane::Fresh, fresh, no, look, state).await?;
@@ -315,16 +315,18 @@ impl SinkWorker {
         if spare == 0 && got_retry < retry {
             found += self.claim(Lane::Fresh, retry - got_retry, no, look, state).await?;
         }
-        // A full look means a backlog: the next one sweeps, too.
+        // A full poll means a backlog, so the next one sweeps too.
         if sweep && found < self.full(free) {
             state.sweep_at = Instant::now() + jittered(SWEEP_EVERY);
         }
         Ok(found)
     }
 
-    /// Makes due what was deferred for an order that this sink does not ask for any more, or behind what went without a word: a
-    /// piece of it. At the start the order may be another one than before; later, a replica with another one may have ended.
-    /// Where it fails, later again: what is due meanwhile does not wait for that.
+    /// Makes a batch of deferred events due that nothing blocks any more. The order of the sink may have changed at the start,
+    /// a
+    /// replica with another order may have ended, or the event before may be deleted. After an error it is tried later, so
+    /// that
+    /// due events do not wait for it.
     async fn wake_deferred(&self, state: &mut LoopState) {
         let (sink, order) = (self.sink.name(), self.sink.order());
         let found = self.store.wake_deferred(sink, order, state.wake_from.as_deref()).await;
@@ -362,7 +364,7 @@ impl SinkWorker {
         }
     }
 
-    /// Takes events. What there are too few of from a place on is taken from the beginning.
+    /// Claims events from a random place on. If there are too few, the others are claimed from the beginning.
     pub(super) async fn take(&self, mut claim: Claim) -> Result<Vec<Claimed>, Error> {
         let mut found = self.store.claim(&claim).await?;
         claim.limit = claim.limit.saturating_sub(u32::try_from(found.len()).unwrap_or(u32::MAX));
@@ -373,13 +375,13 @@ impl SinkWorker {
         match self.store.claim(&claim).await {
             Ok(more) => found.extend(more),
             Err(error) if found.is_empty() => return Err(error),
-            // What was found is claimed already.
+            // The events found so far are already claimed.
             Err(error) => self.note_failure("claim", &error),
         }
         Ok(found)
     }
 
-    /// Claims up to `limit` events of a lane and starts their deliveries, of a sink that is open under `no`.
+    /// Claims up to `limit` events of a lane and starts their deliveries. The sink is open under `no`.
     async fn claim(
         self: &Arc<Self>,
         lane: Lane,
@@ -409,7 +411,7 @@ impl SinkWorker {
                 let acknowledgement =
                     Acknowledgement { event_id: event.event_id, claim_no: event.claim_no, verdict };
                 let verdict = PendingVerdict { acknowledgement, until, doubt: false, _slot: slot };
-                // Nobody listens only where the loop has ended: the claim runs out.
+                // Err: the loop has ended. The claim runs out.
                 drop(done.send(verdict).await);
             });
         }
@@ -423,7 +425,7 @@ impl SinkWorker {
         }
     }
 
-    /// Sends an event, unless it is suspect, too late, or the relay is stopping: then its verdict.
+    /// Sends an event, unless it is suspect, too late, or the relay stops. Returns the verdict.
     pub(super) async fn attempt(
         &self,
         event: &Claimed,
@@ -448,7 +450,7 @@ impl SinkWorker {
         Ok(delivered)
     }
 
-    /// In a task of its own, so that a panic is a failed attempt of this event and nothing else.
+    /// Delivers in its own task, so that a panic is only a failed attempt of this event.
     async fn deliver_guarded(&self, event: &Claimed) -> Delivered {
         let (sink, event) = (Arc::clone(&self.sink), event.clone());
         let mut task = JoinSet::new();
@@ -483,25 +485,25 @@ impl SinkWorker {
     }
 }
 
-/// How many claims before this one ended neither in a failure nor in a success.
+/// How many earlier claims ended neither in a failure nor in a success.
 fn unfinished(event: &Claimed) -> u32 {
     let before = u32::try_from(event.claim_no).unwrap_or(0).saturating_sub(1);
     before.saturating_sub(event.attempts)
 }
 
-/// Slots for fresh events and for retries: of four slots in a row one is for a retry, also over several looks.
+/// Slots for fresh events and for retries. One of four slots in a row is for a retry, also over several polls.
 fn split(free: usize, since_retry: &mut usize) -> (usize, usize) {
     let retry = (*since_retry + free) / 4;
     *since_retry = (*since_retry + free) % 4;
     (free - retry, retry)
 }
 
-/// The slots of a sink that nothing is known against.
+/// The slots of a sink that is well.
 pub(super) fn slots_of(sink: &Sink) -> Arc<Slots> {
     Arc::new(Slots::new(sink.concurrency(), sink.pause_after()))
 }
 
-/// From a random place of what is due.
+/// A random place among the due events.
 pub(super) fn anywhere() -> Look {
     Look::From(fastrand::u16(..))
 }

@@ -1,18 +1,19 @@
-//! What message brokers have in common as targets: who logs in, TLS, one connection that all deliveries share, and
-//! values of events as text that is safe in headers.
+//! What message brokers share as targets: log-in, TLS, one connection for all deliveries, and event values as text that is
+//! safe
+//! in headers.
 //!
-//! What must stay true:
+//! Invariants:
 //!
-//! - Nobody connects in the background: a connection is made by a delivery that needs one, so that the pace of
-//!   attempts is the pace of connecting, and a broker that is away makes no loop.
-//! - Deliveries that waited while another one connected share how that ended; a broker that is away is dialled once for
-//!   all of them.
-//! - A connection that failed, or on which an answer is missing, gets no further delivery. Those that are in flight on it
-//!   still end by what it says.
+//! - Nothing connects in the background. A delivery that needs a connection makes it, so that a broker that is away causes no
+//!   loop of connections.
+//! - Deliveries that wait while another one connects share its result: a broker that is away is dialled once for all of them.
+//! - A connection that failed, or on which an answer is missing, gets no further delivery. The deliveries in flight on it
+//!   still
+//!   end with its answers.
 //! - Passwords and tokens appear in no log, no error and no Debug output.
 //!
-//! No address is refused here. Webhooks go where the other side of a business relation listens; a broker is a part of the
-//! operator's own installation, nearly always at a private address.
+//! No address is refused here. A webhook goes to another organisation; a broker belongs to the operator's own installation and
+//! nearly always has a private address.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -23,28 +24,28 @@ use std::time::Duration;
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use tokio::sync::Mutex;
 
-/// How a message says what its body is.
+/// The content type of a message.
 pub(super) const CONTENT_TYPE: &str = "application/json";
 
 /// Longest time for a name, TCP, TLS and the log-in of one server.
 pub(super) const CONNECT_MAX: Duration = Duration::from_secs(5);
 
-/// What those are told who waited for a connection that was given up.
+/// The error of deliveries that waited for a connection that was given up.
 const SILENT: &str = "connecting: the broker did not answer in time";
 
-/// What stands encoded in a header: all but visible ASCII, and what would make the encoding ambiguous. The rule is that of
+/// The bytes that a header value encodes: all but visible ASCII, and those that would make the encoding ambiguous. The rule of
 /// the CloudEvents HTTP binding.
 const HEADER: &AsciiSet = &CONTROLS.add(b' ').add(b'"').add(b'%');
 
-/// Who logs in.
+/// The log-in.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub enum Login {
-    /// Nobody: the broker asks for no log-in.
+    /// None: the broker asks for no log-in.
     #[default]
     Nobody,
-    /// Whoever has this secret.
+    /// A token.
     Secret(String),
-    /// A user by its password.
+    /// A user and a password.
     User {
         /// Its name.
         name: String,
@@ -63,12 +64,12 @@ impl fmt::Debug for Login {
     }
 }
 
-/// How TLS is spoken where it is spoken.
+/// The settings of TLS.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tls {
-    /// The only certificates to trust; none: the system's.
+    /// The only certificates to trust. `None`: the system's.
     pub ca_file: Option<PathBuf>,
-    /// The certificate and the key that are shown to the broker.
+    /// The certificate and the key of this client.
     pub client: Option<(PathBuf, PathBuf)>,
 }
 
@@ -84,13 +85,13 @@ pub(super) struct Line<C> {
 }
 
 impl<C> Line<C> {
-    /// From now on it gets no further delivery.
+    /// From now on this connection gets no further delivery.
     pub(super) fn retire(&self) {
         self.retired.store(true, Ordering::Relaxed);
     }
 }
 
-/// The place of the one connection.
+/// The place of the shared connection.
 pub(super) struct Shared<C> {
     state: Mutex<State<C>>,
     /// How often connecting has failed.
@@ -109,8 +110,9 @@ impl<C> Shared<C> {
         Self { state: Mutex::new(state), failures: AtomicU64::new(0) }
     }
 
-    /// The connection, made by `connect` where there is none that is `alive`. Dropping the future gives up connecting, for
-    /// all who wait for it.
+    /// The connection. `connect` makes one if there is none that is `alive`. Dropping the future cancels the connecting for
+    /// all
+    /// deliveries that wait for it.
     pub(super) async fn line(
         &self,
         alive: impl Fn(&C) -> bool,
@@ -128,7 +130,7 @@ impl<C> Shared<C> {
             return Err(state.why.clone());
         }
         SILENT.clone_into(&mut state.why);
-        // Also where the deadline of this delivery ends it: those behind must not dial one after the other then.
+        // Also if the deadline of this delivery ends it: the waiting deliveries must not dial one after the other then.
         let failing = Failing(&self.failures);
         match connect.await {
             Ok(connection) => {

@@ -1,16 +1,17 @@
-//! One delivery to a webhook: Standard Webhooks headers, a signature over the bytes that are sent, one deadline over all.
+//! Delivers an event to a webhook: Standard Webhooks headers, a signature over the body, one deadline for all steps.
 //!
-//! What must stay true:
+//! Invariants:
 //!
-//! - The id is the event's and the body the same bytes in every attempt; time and signatures are the attempt's own.
-//! - Whatever the format, the signature is over the body that is sent. Each secret signs, so that a sink that knows only one
-//!   of them during a rotation accepts.
-//! - One deadline covers resolving, connecting, TLS, sending, headers and body. The status decides: a 2xx whose body
-//!   is cut, endless or late is a delivery; without a complete head nothing is known, and the event is sent again.
-//! - No redirect is followed, and no address is dialled that the settings do not allow ([`crate::relay::address`]).
+//! - Every attempt sends the same id and the same body. Each attempt has its own time and signatures.
+//! - In each format the signature covers the body that is sent. Every secret signs, so that during a rotation a sink accepts
+//!   the delivery with the one secret that it knows.
+//! - One deadline covers resolving, connecting, TLS, sending, headers and body. The status decides: a 2xx is a delivery even
+//!   if
+//!   its body is cut, endless or late. Without complete headers the result is not known, and the event is sent again.
+//! - No redirect is followed, and only addresses are dialled that the settings allow ([`crate::relay::address`]).
 //! - Secrets appear in no log, no error and no Debug output.
 //!
-//! A process that dies here leaves a claim that runs out: the event is delivered again.
+//! After a crash the claim runs out, and the event is delivered again.
 
 mod connection;
 mod message;
@@ -51,13 +52,13 @@ use crate::store::Claimed;
 /// How much of an answer's body is read before the connection is dropped, in bytes.
 const BODY_MAX: usize = 64 * 1024;
 
-/// How often a file of secrets is looked at, unless the settings say otherwise.
+/// The default interval between two readings of a file of secrets.
 pub const SECRETS_EVERY: Duration = Duration::from_secs(2);
 
-/// Receivers refuse a signature whose time is five minutes off: from here on it is told.
+/// Receivers refuse a signature whose time is five minutes off. From this difference on the relay logs a warning.
 const CLOCK_OFF_MAX: u64 = 4 * 60;
 
-/// No clock of the sink's has been seen.
+/// The value before an answer has shown the sink's clock.
 const NO_CLOCK: i64 = i64::MIN;
 
 const WEBHOOK_ID: HeaderName = HeaderName::from_static("webhook-id");
@@ -72,32 +73,32 @@ pub struct Settings {
     pub url: Uri,
     /// Its secrets, `whsec_` and base64; the first is the newest, all of them sign.
     pub secrets: Vec<String>,
-    /// The file they came from: read again while events are delivered.
+    /// The file of the secrets. It is read again while events are delivered.
     pub secret_file: Option<PathBuf>,
-    /// How often.
+    /// How often the file is read.
     pub secrets_every: Duration,
-    /// How body and headers are made of a message.
+    /// The format of body and headers.
     pub format: Format,
     /// The source of its CloudEvents.
     pub source: String,
-    /// Headers that go out with each delivery; none of [`is_reserved`].
+    /// Headers of each delivery. None is [`is_reserved`].
     pub headers: HeaderMap,
-    /// The only certificates to trust; none: the system's.
+    /// The only certificates to trust. `None`: the system's.
     pub ca_file: Option<PathBuf>,
-    /// What is shown to a sink that asks who delivers.
+    /// The certificate for a sink that asks for one.
     pub identity: Option<Identity>,
     /// Whether private, local and reserved addresses may be dialled.
     pub allow_private: bool,
     /// Whether plain `http` may be used for public addresses.
     pub allow_http: bool,
-    /// Who finds the addresses of its name.
+    /// The resolver of its name.
     pub resolver: Arc<dyn Resolve>,
 }
 
 /// A certificate with its key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
-    /// The file with the certificate, and those up to the root.
+    /// The file with the certificate and its chain.
     pub cert_file: PathBuf,
     /// The file with the private key.
     pub key_file: PathBuf,
@@ -105,7 +106,7 @@ pub struct Identity {
 
 impl fmt::Debug for Settings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The URL's path and query may hold a token, the secrets are secret, and so are the values of headers.
+        // Path and query of the URL may hold a token, and values of headers may be secret.
         let names: Vec<_> = self.headers.keys().collect();
         f.debug_struct("Settings")
             .field("host", &self.url.host())
@@ -121,7 +122,7 @@ impl fmt::Debug for Settings {
     }
 }
 
-/// Whether a header is ours, or the connection's, and cannot be set.
+/// Whether the relay or the connection sets this header, so that the settings cannot.
 #[must_use]
 pub fn is_reserved(name: &HeaderName) -> bool {
     const NAMES: [&str; 14] = [
@@ -146,7 +147,7 @@ pub fn is_reserved(name: &HeaderName) -> bool {
 }
 
 impl Settings {
-    /// Whether events can be sent by these settings.
+    /// Checks these settings.
     ///
     /// # Errors
     /// What is wrong and what to do about it, without secrets.
@@ -214,7 +215,7 @@ impl Settings {
     }
 }
 
-/// TLS, and how many roots it trusts. Without any, each delivery fails and says so, and the next start looks again.
+/// TLS, and the number of roots that it trusts. Without roots each delivery fails with that error.
 fn tls_config(settings: &Settings) -> Result<(rustls::ClientConfig, usize), String> {
     let roots = tls::roots(settings.ca_file.as_deref());
     let roots = roots.map_err(|why| format!("ca_file {why}"))?;
@@ -234,7 +235,7 @@ fn tls_config(settings: &Settings) -> Result<(rustls::ClientConfig, usize), Stri
     Ok((config, trusted))
 }
 
-/// Carries events to one webhook.
+/// The client of one webhook.
 pub(super) struct Transport {
     sink: String,
     timeout: Duration,
@@ -246,7 +247,7 @@ pub(super) struct Transport {
 }
 
 impl Transport {
-    /// With a connection pool of its own.
+    /// Makes a client with its own connection pool.
     pub(super) fn new(sink: &super::Settings, settings: &Settings) -> Result<Self, String> {
         let file = settings.secret_file.clone();
         Ok(Self {
@@ -259,7 +260,7 @@ impl Transport {
         })
     }
 
-    /// By how many seconds the sink's clock is ahead of ours, by the last answer that told.
+    /// By how many seconds the sink's clock is ahead of ours, by the last answer with a date.
     pub(super) fn clock_ahead(&self) -> Option<i64> {
         Some(self.ahead.load(Ordering::Relaxed)).filter(|ahead| *ahead != NO_CLOCK)
     }
@@ -314,10 +315,10 @@ impl Transport {
             headers.insert(HOST, value(authority.as_str())?);
         }
         headers.insert(CONTENT_TYPE, outgoing.content_type.clone());
-        // Named also where it is 0: some servers refuse a POST without it.
+        // Sent also if it is 0, because some servers refuse a POST without it.
         headers.insert(CONTENT_LENGTH, outgoing.body.len().into());
         headers.insert(USER_AGENT, HeaderValue::from_static(net::AGENT));
-        // What comes back is read as it is, so that its bound is one of what it holds.
+        // The answer must not be compressed, so that the limit counts its real size.
         headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
         headers.insert(ATTEMPT, event.attempts.saturating_add(1).into());
         headers.extend(outgoing.attributes.iter().cloned());
@@ -373,8 +374,9 @@ fn sign(
     Ok(())
 }
 
-/// Reads the body to its end, to [`BODY_MAX`] or to the deadline, and keeps the beginning of its text; also, whether
-/// it was read to its end. A body that is dropped before takes its connection along.
+/// Reads the body to its end, to [`BODY_MAX`] or to the deadline. Returns the beginning of its text, and whether it was read
+/// to
+/// its end. Dropping an unfinished body closes the connection.
 async fn read_text(mut body: Incoming, deadline: Instant) -> (String, bool) {
     let mut kept = BytesMut::new();
     let mut seen = 0_usize;

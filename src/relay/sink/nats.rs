@@ -1,18 +1,18 @@
-//! NATS JetStream as a target: a message under the event's id, and the stream's acknowledgement.
+//! NATS JetStream as a target: publishes a message with the event's id, and waits for the stream's acknowledgement.
 //!
-//! What must stay true:
+//! Invariants:
 //!
-//! - Delivered is what a stream has acknowledged, as new or as a duplicate. That somebody listens on the subject is not
+//! - An event is delivered when a stream has acknowledged it, as new or as a duplicate. A subscriber on the subject is not
 //!   enough.
-//! - `Nats-Msg-Id` is the event's id in every attempt, so that the stream keeps one message of all attempts that fall into
-//!   its window of duplicates. The body is the event's stored bytes.
-//! - A value of an event takes part in a subject as text of its own pieces: it adds no wildcard, and a tenant adds no
-//!   level, so that who may read `orders.acme.>` reads nothing of another tenant.
-//! - Only servers that the settings name are dialled; what a cluster tells of others is not followed.
+//! - `Nats-Msg-Id` is the event's id in every attempt, so that the stream keeps one message of all attempts within its
+//!   duplicate
+//!   window. The body is the stored bytes of the event.
+//! - A value of an event never adds a wildcard to a subject, and a tenant never adds a level. So a client that may read
+//!   `orders.acme.>` reads nothing of another tenant.
+//! - Only servers that the settings name are dialled. Other servers that a cluster announces are ignored.
 //!
-//! The client library would reconnect by itself, and send what it has buffered whenever that succeeds. Here a lost
-//! connection is given up with what is on it ([`super::broker`]): those deliveries fail at once, and are tried again under
-//! their ids.
+//! The client library would reconnect in the background and then send its buffer, however late. Here a lost connection is
+//! given up with its buffer ([`super::broker`]): its deliveries fail at once, and are tried again under their ids.
 
 use std::fmt;
 use std::sync::Arc;
@@ -35,23 +35,23 @@ use crate::telemetry::causes;
 /// Longest subject, in bytes: with the inbox of the answer it must fit into a server's control line of 4 KiB.
 const SUBJECT_MAX: usize = 2048;
 
-/// How often a silent connection is tried; it is given up when two tries are not answered.
+/// How often a silent connection is pinged. It is given up after two pings without an answer.
 const PING_EVERY: Duration = Duration::from_secs(20);
 
 /// JetStream's code for a message that is larger than its stream takes.
 const TOO_LARGE: u64 = 10_054;
 
-/// What stands as it is in a piece of a subject.
+/// The characters that a level of a subject may have unencoded.
 const PIECE: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_');
 
-/// A stream as configured, by the subject that it listens on.
+/// The settings of a stream: where messages are published.
 #[derive(Clone)]
 pub struct Settings {
     /// The servers of one installation; the first that answers is used.
     pub servers: Vec<ServerAddr>,
-    /// Where messages are published.
+    /// The subject.
     pub subject: Subject,
-    /// Who logs in.
+    /// The log-in.
     pub login: Login,
     /// Certificates, for `tls://` and for servers that ask for TLS.
     pub tls: Tls,
@@ -70,7 +70,7 @@ impl fmt::Debug for Settings {
 }
 
 impl Settings {
-    /// The servers to which nothing is encrypted, unless they ask for it.
+    /// The servers whose connections are not encrypted unless the server asks for TLS.
     pub fn plain_hosts(&self) -> impl Iterator<Item = &str> {
         self.servers.iter().filter(|at| !at.tls_required()).map(ServerAddr::host)
     }
@@ -79,7 +79,7 @@ impl Settings {
 /// The servers that a URL names: one, or several with commas between them.
 ///
 /// # Errors
-/// What is wrong and what to do about it, without what may be secret.
+/// What is wrong and what to do about it, without secrets.
 pub fn servers(url: &str) -> Result<Vec<ServerAddr>, String> {
     url.split(',').map(|one| server(one.trim())).collect()
 }
@@ -154,7 +154,7 @@ impl Subject {
         Ok(subject)
     }
 
-    /// The subject of an event. Types and operations keep their dots, as levels; a tenant is one level, whatever it is.
+    /// The subject of an event. Dots in types and operations separate levels. A tenant is always one level.
     fn of(&self, kind: &str, tenant: &str, operation: &str) -> String {
         let part = |part: &Part| match part {
             Part::Text(text) => text.clone(),
@@ -166,7 +166,7 @@ impl Subject {
     }
 }
 
-/// One level of a subject; a dot would make two of it.
+/// Encodes a text as one level of a subject.
 fn piece(value: &str) -> String {
     utf8_percent_encode(value, PIECE).to_string()
 }
@@ -178,7 +178,7 @@ fn levels(value: &str) -> String {
     value.split('.').map(piece).collect::<Vec<_>>().join(".")
 }
 
-/// Who publishes.
+/// The client of one stream.
 pub(super) struct Transport {
     name: String,
     settings: Settings,
@@ -187,18 +187,18 @@ pub(super) struct Transport {
     shared: Shared<Link>,
 }
 
-/// A connection, and what is heard of it.
+/// A connection and its state.
 struct Link {
     client: Client,
     news: watch::Receiver<News>,
 }
 
-/// What a server says unasked.
+/// Messages of a server that are no answers.
 #[derive(Clone, Debug, Default)]
 struct News {
-    /// Whether the connection is over, also where the client has made another one since.
+    /// Whether the connection is lost, even if the client has made another one since.
     lost: bool,
-    /// Its last complaint.
+    /// The last error that the server sent.
     complaint: String,
 }
 
@@ -213,7 +213,7 @@ struct Answer {
     error: Option<Refusal>,
     #[serde(default)]
     stream: String,
-    /// From 1; 0 where there is none.
+    /// From 1; 0 if there is none.
     #[serde(default)]
     seq: u64,
 }
@@ -254,7 +254,7 @@ impl Transport {
         match timeout_at(deadline, publish(&line, message)).await {
             Ok(end) => end,
             Err(_) => {
-                // The client would keep the place of the missing answer for as long as the connection lives.
+                // The client keeps an entry for the missing answer until the connection ends.
                 line.retire();
                 Delivered::failed(&self.late("waiting for the stream's acknowledgement"))
             }
@@ -287,7 +287,7 @@ impl Transport {
                 header(value).parse().map_err(|_| format!("{name} has no valid value"))?;
             headers.insert(name, value);
         }
-        // No time-out of the client's own: the deadline is the delivery's.
+        // The delivery has a deadline, so the client needs no time-out.
         let request = Request::new().headers(headers).payload(payload.clone()).timeout(None);
         Ok(Message { subject, request })
     }
@@ -314,7 +314,7 @@ impl Transport {
             .name("oncegate")
             .connection_timeout(share.min(CONNECT_MAX))
             .ignore_discovered_servers()
-            // Each server once. A lost connection is given up; the client knows no "never again" but this.
+            // Each server once. The client has no other setting that stops it from reconnecting.
             .max_reconnects(servers)
             .reconnect_delay_callback(|_| Duration::ZERO)
             .ping_interval(PING_EVERY)
@@ -337,7 +337,7 @@ impl Transport {
     }
 }
 
-/// Notes what becomes of a connection.
+/// Notes the events of a connection.
 fn hear(sink: &str, told: &watch::Sender<News>, event: Event) {
     match event {
         Event::Disconnected | Event::Closed => {
@@ -362,13 +362,13 @@ fn hear(sink: &str, told: &watch::Sender<News>, event: Event) {
     }
 }
 
-/// Publishes, and waits for the stream's word or for the end of the connection.
+/// Publishes, and waits for the acknowledgement or the end of the connection.
 async fn publish(line: &Line<Link>, message: Message) -> Delivered {
     let Message { subject, request } = message;
     let Link { client, news } = &line.connection;
     let asked = client.send_request(subject.clone(), request);
     let answered = tokio::select! {
-        // What has arrived counts, also where the connection has ended since.
+        // An answer that has arrived counts, even if the connection has ended since.
         biased;
         answered = asked => answered,
         why = objection(news.clone(), &subject) => return Delivered::failed(&why),
@@ -390,7 +390,7 @@ async fn publish(line: &Line<Link>, message: Message) -> Delivered {
     }
 }
 
-/// Waits until no answer can come any more: the connection is over, or the server has complained of this subject.
+/// Waits until no answer can come any more: the connection is lost, or the server refused this subject.
 async fn objection(mut news: watch::Receiver<News>, subject: &str) -> String {
     loop {
         let News { lost, complaint } = news.borrow_and_update().clone();

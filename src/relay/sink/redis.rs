@@ -1,13 +1,12 @@
-//! Redis Streams as a target: an entry of a stream for each event, with the event's id as a field.
+//! Redis Streams as a target: one entry of a stream for each delivery, with the event's id as a field.
 //!
-//! What must stay true:
+//! Invariants:
 //!
-//! - Delivered is what `XADD` has answered with an entry's id.
-//! - Redis does not know events apart: an event that is sent again is another entry with the same field `id`. Consumers
-//!   deduplicate by it.
-//! - No answer of Redis speaks of one event alone, but for one that is too large: what else it refuses, it refuses until
-//!   an operator helps, so the events wait.
-//! - A server that has become a replica is asked for by name again: its connection is given up.
+//! - An event is delivered when `XADD` has returned the id of an entry.
+//! - Redis does not deduplicate: a second attempt adds another entry with the same field `id`. Consumers deduplicate by it.
+//! - Only one error of Redis is the fault of one event: the event is too large. All other refusals last until an operator
+//!   repairs the server, so the events wait.
+//! - If the server has become a replica, its connection is given up and the name is resolved again.
 
 use std::fmt;
 use std::time::Duration;
@@ -25,22 +24,22 @@ use super::broker::{CONNECT_MAX, Login, Shared, Tls};
 use crate::store::Claimed;
 use crate::telemetry::causes;
 
-/// A stream as configured.
+/// The settings of a stream.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Where the server is, and which of its databases is meant.
+    /// The server and the database.
     pub server: Server,
     /// The key of the stream.
     pub stream: String,
-    /// About how many entries the stream keeps; none: all.
+    /// About how many entries the stream keeps. `None`: all.
     pub length_max: Option<u32>,
-    /// Who logs in.
+    /// The log-in.
     pub login: Login,
     /// Certificates, for `rediss://`.
     pub tls: Tls,
 }
 
-/// A server, by its URL.
+/// The URL of a server.
 #[derive(Clone)]
 pub struct Server(ConnectionInfo);
 
@@ -54,7 +53,7 @@ impl Server {
     /// Reads a URL.
     ///
     /// # Errors
-    /// What is wrong and what to do about it, without what may be secret.
+    /// What is wrong and what to do about it, without secrets.
     pub fn parse(url: &str) -> Result<Self, String> {
         let wrong = "is no URL of a Redis server; write \"redis://host:6379/0\" or, for TLS, \
                      \"rediss://host:6379/0\"";
@@ -73,7 +72,7 @@ impl Server {
         Ok(Self(server))
     }
 
-    /// Whether TLS is spoken.
+    /// Whether TLS is used.
     #[must_use]
     pub fn speaks_tls(&self) -> bool {
         matches!(self.0.addr(), ConnectionAddr::TcpTls { .. })
@@ -89,7 +88,7 @@ impl Server {
     }
 }
 
-/// Who adds entries.
+/// The client of one stream.
 pub(super) struct Transport {
     name: String,
     settings: Settings,
@@ -154,7 +153,7 @@ impl Transport {
         let client = self.client().await?;
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(Some(self.timeout.min(CONNECT_MAX)))
-            // The deadline is the delivery's.
+            // The delivery has a deadline.
             .set_response_timeout(None);
         let made = client.get_multiplexed_async_connection_with_config(&config);
         let connection = made.await.map_err(failed)?;
@@ -180,7 +179,7 @@ impl Transport {
     }
 }
 
-/// Read anew for each connection, so that renewed certificates are used.
+/// Reads the files again for each connection, so that renewed certificates are used.
 async fn certificates(tls: &Tls) -> Result<TlsCertificates, String> {
     let read = async |path: &std::path::PathBuf| {
         let cannot = |error| format!("cannot read {}: {error}", path.display());
@@ -200,10 +199,10 @@ async fn certificates(tls: &Tls) -> Result<TlsCertificates, String> {
     Ok(TlsCertificates { client_tls, root_cert })
 }
 
-/// Whether a connection is of no use after this error.
+/// Whether a connection cannot be used after this error.
 fn spoils(error: &RedisError) -> bool {
     let code = error.code().unwrap_or_default();
-    // The server says so and hangs up.
+    // The server sends this and closes the connection.
     let hangs_up = error.detail().is_some_and(|detail| detail.starts_with("Protocol error"));
     code.is_empty() || hangs_up || matches!(code, "READONLY" | "MASTERDOWN" | "NOAUTH" | "LOADING")
 }

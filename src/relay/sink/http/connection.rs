@@ -1,14 +1,13 @@
-//! Connections to one webhook: made step by step under one deadline, kept for a short while, and repeated once.
+//! Connections to one webhook: made under one deadline, and kept for a short while.
 //!
-//! What must stay true:
+//! Invariants:
 //!
-//! - A name is resolved once for each connection, and only an address that the rule admits is dialled. A literal address is
-//!   judged in the same way. No variable of the environment leads anywhere else.
-//! - Each step ends by the deadline, and an error names the step in which it came.
-//! - A connection that waited is not trusted: a server may close it at the moment of its use. What such a one does not
-//!   carry to an answer is sent once more, at once, on a new one. The stable id of the event allows it.
-//!
-//! Dying here loses nothing: the event is still pending.
+//! - A name is resolved once for each connection, and only an address that the rule allows is dialled. Literal addresses are
+//!   checked in the same way. No environment variable (such as a proxy) changes the address.
+//! - Each step ends by the deadline, and an error names its step.
+//! - A server may close an idle connection at the moment of its use. If a reused connection gives no answer, the request is
+//!   sent
+//!   once more, at once, on a new connection. The stable id of the event allows that.
 
 use std::error::Error as _;
 use std::future::Future;
@@ -34,10 +33,10 @@ use crate::net::{self, Pool};
 use crate::relay::address::{Resolve, Rule};
 use crate::telemetry::causes;
 
-/// How long an unused connection is kept: below the five seconds at which common servers close theirs.
+/// How long an idle connection is kept: less than the five seconds after which common servers close it.
 const IDLE_MAX: Duration = Duration::from_secs(4);
 
-/// Largest head of an answer, in bytes ...
+/// Largest headers of an answer, in bytes ...
 const HEAD_MAX: usize = 128 * 1024;
 /// ... and in lines.
 const HEAD_LINES_MAX: usize = 400;
@@ -45,7 +44,7 @@ const HEAD_LINES_MAX: usize = 400;
 /// How much of a body is handed over at a time.
 const PIECE: usize = 16 * 1024;
 
-/// The steps of a delivery up to the answer's head.
+/// The steps of a delivery up to the answer's headers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     Resolve,
@@ -67,7 +66,7 @@ impl Step {
     }
 }
 
-/// What came instead of an answer.
+/// Why there is no answer.
 #[derive(Debug)]
 pub(super) struct Failure {
     step: Step,
@@ -86,7 +85,7 @@ impl Failure {
         Self { step, cause: None, cut: false }
     }
 
-    /// For the column `last_error`: the step, and what happened in it.
+    /// The text for the column `last_error`: the step and its error.
     pub(super) fn text(&self, timeout: Duration) -> String {
         let step = self.step.name();
         match &self.cause {
@@ -96,7 +95,7 @@ impl Failure {
     }
 }
 
-/// Where connections lead.
+/// The server of the connections.
 pub(super) struct Server {
     pub(super) host: String,
     pub(super) port: u16,
@@ -105,7 +104,7 @@ pub(super) struct Server {
     pub(super) tls: Option<Tls>,
 }
 
-/// Sends requests to a server, on connections that it keeps for a while.
+/// Sends requests to a server. Keeps connections for a while.
 pub(super) struct Client {
     server: Server,
     pool: Arc<Pool<Connection>>,
@@ -116,7 +115,7 @@ impl Client {
         Self { server, pool: Pool::new(idle_max, IDLE_MAX) }
     }
 
-    /// The head of the answer, with the connection on which its body comes.
+    /// The answer, with the connection on which its body comes.
     pub(super) async fn send(
         &self,
         request: impl Fn(Piecewise) -> Request<Piecewise>,
@@ -152,7 +151,7 @@ impl Client {
     }
 }
 
-/// A step under the deadline.
+/// Runs a step until the deadline.
 async fn by<T>(
     deadline: Instant,
     step: Step,
@@ -219,13 +218,13 @@ impl Connection {
     }
 }
 
-/// Whether the connection ended; everything else was said by the server, or by us.
+/// Whether the connection ended. All other errors come from the server or from this program.
 fn is_cut(error: &hyper::Error) -> bool {
     let broken = error.source().is_some_and(|cause| cause.is::<io::Error>());
     error.is_canceled() || error.is_closed() || error.is_incomplete_message() || broken
 }
 
-/// A body that tells when the last of it was taken.
+/// A body that reports when its last part was taken.
 pub(super) struct Piecewise {
     rest: Bytes,
     taken: Arc<AtomicBool>,

@@ -1,10 +1,10 @@
-//! What is sent of the one stored message, in each format. Pure: the same message gives the same bytes in every attempt.
+//! Makes body and headers of the stored message in each format. Pure: every attempt sends the same bytes.
 //!
 //! - `standard-webhooks`: the stored bytes themselves.
-//! - `cloudevents`, the binary mode: the message's `data` as it stands, everything else in `ce-*` headers.
-//! - `cloudevents-structured`: one JSON object with all of it, `data` as it stands.
+//! - `cloudevents`, the binary mode: the unchanged `data` of the message, and all other members in `ce-*` headers.
+//! - `cloudevents-structured`: one JSON object with all members, `data` unchanged.
 //!
-//! What must stay true: no message makes a header that cannot be sent. Values of attributes are percent-encoded as
+//! Invariant: no message makes a header that cannot be sent. Values of attributes are percent-encoded as
 //! the HTTP binding of CloudEvents says (3.1.3.2), so a tenant or a type may be any text.
 
 use bytes::Bytes;
@@ -14,7 +14,7 @@ use serde_json::value::RawValue;
 
 use crate::relay::sink::broker::header;
 
-/// How the body and its headers are made of a message.
+/// The format of body and headers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Format {
     /// The message as it is stored.
@@ -26,7 +26,7 @@ pub enum Format {
     CloudEventsStructured,
 }
 
-/// What goes out of a message: all of it but what is made anew for each attempt.
+/// Body and headers of a message, without the headers that each attempt makes anew.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Outgoing {
     pub(super) content_type: HeaderValue,
@@ -48,7 +48,7 @@ struct Message<'m> {
     id: String,
 }
 
-/// A CloudEvent in its JSON format, in the order in which its members stand.
+/// A CloudEvent in its JSON format. The order of the fields is the order of the members.
 #[derive(Serialize)]
 struct Structured<'m> {
     specversion: &'m str,
@@ -67,10 +67,10 @@ struct Structured<'m> {
 const VERSION: &str = "1.0";
 const JSON: &str = "application/json";
 
-/// What is sent of `payload`.
+/// Body and headers for `payload`.
 ///
 /// # Errors
-/// It is not a message, which no attempt will change.
+/// The payload is not a message. No further attempt will change that.
 pub(super) fn outgoing(format: Format, source: &str, payload: &Bytes) -> Result<Outgoing, String> {
     if format == Format::StandardWebhooks {
         let content_type = HeaderValue::from_static(JSON);
@@ -117,7 +117,7 @@ fn binary(source: &str, message: &Message<'_>, payload: &Bytes) -> Result<Outgoi
     Ok(Outgoing {
         content_type: HeaderValue::from_static(JSON),
         attributes: attributes.into_iter().map(attribute).collect::<Result<_, String>>()?,
-        // A part of the message that is held anyway: nothing is copied.
+        // A slice of the stored message, without a copy.
         body: payload.slice_ref(message.data.get().as_bytes()),
     })
 }

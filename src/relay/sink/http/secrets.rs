@@ -1,8 +1,10 @@
-//! What deliveries are signed with, and how it is replaced while they go on.
+//! The secrets that sign deliveries, and their rotation.
 //!
-//! A file of secrets is read again every few seconds, by whoever delivers then, and what stands in it from then on signs:
-//! old, then new and old, then new, without a restart. What must stay true: at every moment there is at least one secret. A
-//! file that cannot be read, or in which a line is wrong, changes nothing and is told; no secret stands in what is told.
+//! A delivery reads the file of secrets again every few seconds. All secrets in the file sign, so that a rotation (old, then
+//! new
+//! and old, then new) needs no restart. Invariants: there is always at least one secret. A file that cannot be read, or that
+//! has
+//! a wrong line, changes nothing and is logged. The log holds no secret.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,7 +21,7 @@ const BYTES: std::ops::RangeInclusive<usize> = 24..=64;
 
 const PREFIX: &str = "whsec_";
 
-/// The secrets of a text: one a line, blank lines and `#` comments left out.
+/// The secrets of a text: one on each line, without blank lines and `#` comments.
 #[must_use]
 pub fn lines(text: &str) -> Vec<String> {
     let lines = text.lines().map(str::trim).filter(|l| !l.is_empty() && !l.starts_with('#'));
@@ -48,7 +50,7 @@ pub(super) fn signers(secrets: &[String]) -> Result<Signers, String> {
     secrets.iter().enumerate().map(signer).collect()
 }
 
-/// The secrets of one sink as they stand now.
+/// The present secrets of one sink.
 pub(super) struct Secrets {
     sink: String,
     file: Option<PathBuf>,
@@ -60,7 +62,7 @@ struct Now {
     secrets: Vec<String>,
     signers: Signers,
     looked: Instant,
-    /// What was last told to be wrong with the file.
+    /// The error of the file that was logged last.
     told: Option<String>,
 }
 
@@ -80,7 +82,7 @@ impl Secrets {
         Ok(Self { sink: sink.to_owned(), file, every, now: Mutex::new(now) })
     }
 
-    /// Those that sign now, after another look at the file if the last one is long ago. By the deadline at the latest.
+    /// The secrets that sign now. Reads the file first if the last reading is long ago, at most until the deadline.
     pub(super) async fn signers(&self, deadline: Instant) -> Signers {
         if let Some(file) = self.file.as_deref().filter(|_| self.look_is_due()) {
             let found = timeout_at(deadline, tokio::fs::read_to_string(file)).await;
@@ -94,7 +96,7 @@ impl Secrets {
         Arc::clone(&self.now.lock().signers)
     }
 
-    /// One of those who ask at the same time looks, the others go on with what is there.
+    /// Only one of several concurrent deliveries reads the file. The others use the secrets that are there.
     fn look_is_due(&self) -> bool {
         let mut now = self.now.lock();
         let due = now.looked.elapsed() >= self.every;
