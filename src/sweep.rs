@@ -230,7 +230,7 @@ impl Sweeper {
         for notice in &notices {
             let event = sinks.and_then(|sinks| notice.event(sinks));
             if let (NoticeKind::Resolved(_), None, Some(_)) = (notice.kind, &event, sinks) {
-                tracing::warn!(record = %notice.record, "a record is resolved, and nothing tells any more whose it was");
+                tracing::warn!(record = %notice.record, "a record is resolved, and its scope is not known any more");
             }
             self.store.announce(notice, event.as_ref()).await?;
         }
@@ -244,7 +244,7 @@ impl Sweeper {
         match tide {
             BacklogChange::Full => tracing::warn!(
                 most,
-                "so many events are pending that no request is reserved that would write more"
+                "outbox.backlog_max is reached: requests that would write events are refused"
             ),
             BacklogChange::Room => {
                 tracing::info!(most, "requests that write events are reserved again")
@@ -289,7 +289,7 @@ impl Sweeper {
                 tracing::warn!(
                     sink,
                     pending = count,
-                    "a sink that is not in this configuration has pending events: nobody delivers them"
+                    "a sink that is not in this configuration has pending events: they are not delivered"
                 );
             }
             strangers.insert(sink.clone());

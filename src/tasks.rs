@@ -186,7 +186,7 @@ impl Status {
                 tracing::error!(task, of, why, "a background task ended: the process ends as well");
             }
             State::Running | State::Pausing => {
-                tracing::error!(task, of, why, "a background task ended, and is begun anew");
+                tracing::error!(task, of, why, "a background task ended, and is started again");
             }
         }
         telemetry::task_ended(self.name);
@@ -237,7 +237,7 @@ pub async fn kept<F: Future<Output = ()>>(
             return;
         }
         status.seen.lock().state = State::Running;
-        tracing::info!(task = task.name(), of = status.of, "a background task is begun anew");
+        tracing::info!(task = task.name(), of = status.of, "a background task is started again");
     }
 }
 
@@ -414,7 +414,7 @@ mod tests {
     #[test]
     fn the_tables_stand_in_the_docs() {
         let docs = include_str!("../docs/architecture.md");
-        let loops = Loop::TABLE.iter().map(|(_, name, what)| (name, what, "begun anew"));
+        let loops = Loop::TABLE.iter().map(|(_, name, what)| (name, what, "started again"));
         let vital = Vital::TABLE.iter().map(|(_, name, what)| (name, what, "the process ends"));
         for (name, what, end) in loops.chain(vital) {
             let row = format!("| `{name}` | {what} | {end} |");

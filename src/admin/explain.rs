@@ -179,7 +179,9 @@ impl ExplainRequest {
 
 fn body(text: Option<String>, base64: Option<String>) -> Result<Option<Bytes>, String> {
     match (text, base64) {
-        (Some(_), Some(_)) => Err("body stands beside body_base64; keep one of them".to_owned()),
+        (Some(_), Some(_)) => {
+            Err("body and body_base64 cannot both be set; keep one of them".to_owned())
+        }
         (Some(text), None) => Ok(Some(text.into())),
         (None, Some(base64)) => {
             let bytes = STANDARD.decode(base64.trim());

@@ -121,8 +121,8 @@ fn as_json(config: &Config, warnings: &[Warning], checked: &StoreCheck) -> serde
 fn not_named((sink, pending): &(String, u64)) -> Warning {
     let events = sinks::events(*pending);
     let text = format!(
-        "{events} pending for {sink:?}, which no [[sink]] names: nobody delivers them, and nothing deletes them. Name it \
-         again, or discard them"
+        "{events} pending for {sink:?}, which no [[sink]] names: they are neither delivered nor deleted. Add the \
+         sink again, or discard them"
     );
     Warning { location: "sink".to_owned(), text }
 }

@@ -158,7 +158,7 @@ impl Running {
         self.stop.cancel();
         self.tasks.close();
         if tokio::time::timeout(self.grace, self.tasks.wait()).await.is_err() {
-            tracing::warn!("some deliveries did not end within the grace: they are made again");
+            tracing::warn!("some deliveries did not end within the grace: they are repeated");
         }
         // Last, because other processes judge this one by its lease. It has its own time limit.
         self.end_lease.cancel();

@@ -112,7 +112,7 @@ impl Builder<'_> {
         if ours == theirs && !ours.ends_with(":0") {
             let location = location_of(&file.admin.listen, "admin.listen");
             self.diagnostics
-                .mistake(&location, "is the same as server.listen; they need an address each");
+                .mistake(&location, "is the same as server.listen; each needs its own address");
         }
         config
     }
@@ -135,7 +135,7 @@ impl Builder<'_> {
 
     fn above_zero(&self, field: &Setting<Duration>) {
         if let Some(spanned) = field.as_ref().filter(|spanned| spanned.value.is_zero()) {
-            self.diagnostics.mistake(&spanned.location, "must be longer than nothing");
+            self.diagnostics.mistake(&spanned.location, "must be longer than zero");
         }
     }
 
@@ -284,7 +284,10 @@ impl Builder<'_> {
         let from_file = raw.token_file.as_ref().and_then(|spanned| self.secret_text(spanned));
         let token = from_file.or_else(|| raw.token.as_ref().map(|spanned| spanned.value.clone()));
         if let Some(both) = raw.token_file.as_ref().filter(|_| raw.token.is_some()) {
-            self.diagnostics.mistake(&both.location, "stands beside admin.token; keep one of them");
+            self.diagnostics.mistake(
+                &both.location,
+                "cannot be set together with admin.token; keep one of them",
+            );
         }
         if token.as_ref().is_some_and(|token| token.trim().is_empty()) {
             let location = location_of(&raw.token, "admin.token");
@@ -337,7 +340,7 @@ impl Builder<'_> {
             let location = Location { path: format!("{path}.url"), ..location };
             self.diagnostics.mistake(
                 &location,
-                "is missing; write where the API is: \"http://127.0.0.1:3000\"",
+                "is missing; write the URL of the API: \"http://127.0.0.1:3000\"",
             );
             return None;
         };
@@ -418,7 +421,7 @@ impl Builder<'_> {
         if mode & 0o077 != 0 {
             let path = path.display();
             let wrong = format!(
-                "others than its owner can get at the key (mode {mode:04o}); chmod 600 {path}"
+                "users other than its owner have access to the key (mode {mode:04o}); chmod 600 {path}"
             );
             self.diagnostics.warning(location, wrong);
         }

@@ -46,7 +46,7 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
     if let Some(names) = on(tenant_is_a_claim) {
         let text = format!(
             "{names}: the tenant is what the caller says, and nobody verifies it. Whoever can name a tenant can read \
-             its stored answers: let something in front set it, read it from a token (jwt_claim), or set replay_auth"
+             its stored answers: let a proxy in front set it, read it from a token (jwt_claim), or set replay_auth"
         );
         warn("policy.tenant", text);
     }
@@ -76,7 +76,7 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
     if config.relay.sinks.is_empty() && config.routes.iter().next().is_some() {
         warn(
             "sink",
-            "there is no [[sink]]: events are written as discarded, nobody gets them".to_owned(),
+            "there is no [[sink]]: events are written as discarded and not delivered".to_owned(),
         );
     }
     for sink in &config.relay.sinks {
@@ -101,8 +101,7 @@ fn about_tokens(config: &Config, warn: &mut impl FnMut(&str, String)) {
     if let KeySource::Url(remote) = &jwt.source
         && remote.server.url.scheme_str() == Some("http")
     {
-        let text =
-            "the keys come unprotected: whoever can answer in the server's place can make tokens";
+        let text = "the keys are fetched over plain http: an attacker on the network can replace them and make tokens";
         warn("jwt.jwks_url", text.to_owned());
     }
 }
@@ -142,8 +141,8 @@ fn about_unknown(config: &Config, warn: &mut impl FnMut(&str, String)) {
     }
     if let Some(names) = on(asks_about_nothing) {
         let text = format!(
-            "{names}: the look-up names neither `key` nor anything of `request`: it asks the same about every request, and \
-             would take somebody else's for this one"
+            "{names}: the look-up names neither `key` nor anything of `request`: it is the same for every request, and \
+             could take the outcome of another request for the outcome of this one"
         );
         warn("policy.lookup", text);
     }
@@ -201,7 +200,7 @@ fn about_backlog(config: &Config, warn: &mut impl FnMut(&str, String)) {
         && let Some(names) = operations(config, |route| route.events.reach_sinks())
     {
         let text = format!(
-            "a sink that is away until {most} events wait makes {names} answer 503: let it be what the disk can hold"
+            "if a sink is away until {most} events are pending, {names} answer 503: set it to what the disk can hold"
         );
         warn("outbox.backlog_max", text);
     }

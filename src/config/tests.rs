@@ -145,7 +145,7 @@ fn tunnels_are_connections() {
     let found = mistakes(&wrong);
     let expected = [
         "server.tunnels_max: is more than connections_max (10): each tunnel is one",
-        "server.idle_timeout: must be longer than nothing",
+        "server.idle_timeout: must be longer than zero",
     ];
     assert_eq!(found.len(), 2, "{found:?}");
     for line in expected {
@@ -199,7 +199,7 @@ fn without_a_file_every_post_and_patch_with_a_key_is_protected() {
     let without = Config::load(None, [], None).unwrap_err().lines();
     assert_eq!(
         without,
-        ["upstream.url: is missing; write where the API is: \"http://127.0.0.1:3000\""]
+        ["upstream.url: is missing; write the URL of the API: \"http://127.0.0.1:3000\""]
     );
 }
 
@@ -269,7 +269,7 @@ fn what_a_sink_may_not_say_is_refused_with_its_place() {
         assert_eq!(mistakes(&with(&text)), [format!("og.toml:6: {wrong}")], "{line}");
     }
     let source = mistakes(&with("outbox.source = \"a b\""));
-    let wrong = "is no URI; write \"https://shop.example/orders\" or \"/orders\"";
+    let wrong = "is not a URI; write \"https://shop.example/orders\" or \"/orders\"";
     assert_eq!(source, [format!("og.toml:2: outbox.source: {wrong}")]);
 }
 
@@ -454,7 +454,7 @@ fn tokens_are_checked_with_keys_from_one_place_that_fit_their_algorithms() {
         ),
         (
             jwt_section("jwks_url = \"https://a/\"\ntimeout = \"0s\""),
-            "jwt.timeout: must be longer than nothing",
+            "jwt.timeout: must be longer than zero",
         ),
         (
             jwt_section("jwks_url = \"https://a/\"").replace("\"RS256\"", "\"none\""),
@@ -466,7 +466,7 @@ fn tokens_are_checked_with_keys_from_one_place_that_fit_their_algorithms() {
         ),
         (
             jwt_section("jwks_url = \"https://a/\"").replace("[\"RS256\"]", "[]"),
-            "jwt.algorithms: names nothing",
+            "jwt.algorithms: is empty",
         ),
         (
             jwt_section("jwks_url = \"https://a/\"").replace("audience = \"a\"", ""),

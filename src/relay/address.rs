@@ -32,11 +32,11 @@ pub fn port_problem(url: &str) -> Option<String> {
     // An address in brackets without a port ends with a bracket.
     let (host, port) = named.find(|(_, port)| !is_port(port) && !port.ends_with(']'))?;
     let wrong = if after.contains('@') {
-        "has a port that is none; a / in a password is written %2F".to_owned()
+        "has an invalid port; write a / in a password as %2F".to_owned()
     } else if login.is_some() || matches!(scheme, "http" | "https") {
-        format!("has the port {port:?}, which is none")
+        format!("has the invalid port {port:?}")
     } else {
-        format!("has no port behind {host:?} and its colon")
+        format!("has a colon and no port after {host:?}")
     };
     Some(format!("{wrong}; a port is a number from 1 to 65535"))
 }

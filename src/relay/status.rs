@@ -126,7 +126,10 @@ impl StatusReader {
                 }
                 Err(error) => {
                     tasks::failed(&causes(&error));
-                    tracing::debug!(error = causes(&error), "how the sinks stand cannot be read");
+                    tracing::debug!(
+                        error = causes(&error),
+                        "the status of the sinks cannot be read"
+                    );
                     outage.pause()
                 }
             };

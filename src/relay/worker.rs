@@ -334,12 +334,12 @@ impl SinkWorker {
             tracing::warn!(
                 sink,
                 error = causes(&error),
-                "what an order kept back is not looked for"
+                "the search for deferred events of an ordered sink failed"
             );
             Woken::default()
         });
         if count > 0 {
-            tracing::info!(sink, events = count, "events that waited for their turn are due");
+            tracing::info!(sink, events = count, "deferred events are due");
         }
         let pause = if next.is_some() { WAKE_ON } else { jittered(WAKE_EVERY) };
         state.wake_at = Instant::now() + pause;

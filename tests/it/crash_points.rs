@@ -971,7 +971,7 @@ async fn give(which: Which, given: Order) {
             What::Release | What::Complete => format!("records show {id}"),
         };
         let says = if given.done {
-            format!("nobody knows whether that was done: look with `oncegate {look}`")
+            format!("it is not known whether the change was made: see `oncegate {look}`")
         } else {
             "the database is not available".to_owned()
         };

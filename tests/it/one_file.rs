@@ -278,7 +278,7 @@ async fn a_file_that_must_be_there_is_not_made_and_a_url_that_means_nothing_is_r
         let said = errors(&missing);
         assert!(said.contains("x.db") && said.contains("must be there (mode=rw)"), "{said}");
         for (url, why) in [
-            ("sqlite:x.db?mode=ro", "mode=ro cannot be"),
+            ("sqlite:x.db?mode=ro", "mode=ro is not possible"),
             ("sqlite:x.db?cache=shared", "means nothing here; allowed is mode=rwc"),
             ("sqlite::memory:", "forgotten with the process"),
             ("sqlite://", "names no file"),

@@ -72,7 +72,7 @@ async fn a_loop_that_panics_is_told_of_and_begun_anew(which: Which) {
         assert_eq!(task(gateway, name).await["ends"], 1, "{name}");
         let said = async || {
             let log = gateway.log();
-            log.contains("panicked at src/") && log.contains("is begun anew")
+            log.contains("panicked at src/") && log.contains("is started again")
         };
         eventually("the log says so", said).await;
         assert_eq!(order("k").to(gateway.addr).await.status, StatusCode::CREATED, "{name}");

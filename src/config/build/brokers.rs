@@ -37,7 +37,7 @@ impl Builder<'_> {
         if let Some(server) = server.as_ref().filter(|server| !server.speaks_tls()) {
             let fields = [&raw.ca_file, &raw.client_cert_file, &raw.client_key_file];
             for location in fields.into_iter().filter_map(location) {
-                let wrong = format!("means something for rediss://{} only", server.host());
+                let wrong = format!("applies only to rediss://{}", server.host());
                 self.diagnostics.mistake(location, wrong);
             }
         }
@@ -72,7 +72,7 @@ impl Builder<'_> {
     }
 
     fn refuse_webhook_fields(&self, raw: &file::Sink) {
-        let why = "means something for a webhook only: a broker is where you say, also at a private address, and \
+        let why = "applies only to a webhook: a broker may have any address, also a private one, and \
                    encrypted where its URL says so";
         for location in
             [location(&raw.allow_private), location(&raw.allow_http)].into_iter().flatten()
@@ -88,7 +88,7 @@ impl Builder<'_> {
         let url = raw.url.as_ref().and_then(|url| url.value.split_once("://"));
         let scheme = url.map_or("https", |(scheme, _)| scheme);
         for location in fields.iter().flatten() {
-            let wrong = format!("means nothing for {what}, which {scheme}:// makes of this sink");
+            let wrong = format!("does not apply to {what}, and {scheme}:// names {what}");
             self.diagnostics.mistake(location, wrong);
         }
     }
@@ -101,8 +101,7 @@ impl Builder<'_> {
             [] => None,
             [one] => Some(self.password(raw, one)?),
             [_, second, ..] => {
-                let wrong =
-                    "stands beside another secret; keep one of secret_file, secret_env and secret";
+                let wrong = "cannot be set together with another secret; keep one of secret_file, secret_env and secret";
                 self.diagnostics.mistake(&second.location, wrong);
                 return None;
             }

@@ -58,7 +58,7 @@ impl Builder<'_> {
         let algorithms = self.each(&raw.algorithms, read_algorithm);
         for list in [&raw.audience, &raw.algorithms].into_iter().flatten() {
             if list.value.is_empty() {
-                self.diagnostics.mistake(&list.location, "names nothing, so that no token is good");
+                self.diagnostics.mistake(&list.location, "is empty, so no token would be valid");
             }
         }
         let leeway = value_or(&raw.leeway, 30 * SECOND);
@@ -175,7 +175,7 @@ fn read_secret(bytes: &[u8], algorithms: &[Algorithm]) -> Result<Keys, String> {
     let secret = bytes.strip_suffix(b"\n").unwrap_or(bytes);
     let secret = secret.strip_suffix(b"\r").unwrap_or(secret);
     if secret.windows(11).any(|text| text == b"-----BEGIN ") {
-        return Err("holds a key in PEM, which is no secret between two; use key_file".to_owned());
+        return Err("holds a key in PEM, which is not a shared secret; use key_file".to_owned());
     }
     let keys = Keys::one(Key::secret(secret));
     let hmac = algorithms.iter().any(|algorithm| algorithm.as_str().starts_with("HS"));

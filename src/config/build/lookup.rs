@@ -72,7 +72,7 @@ impl Builder<'_> {
         if let Some(unused) = &route.own.lookup
             && choice.is_some_and(|choice| choice != Choice::Lookup)
         {
-            let wrong = "does nothing here: on_unknown is not \"lookup\"";
+            let wrong = "has no effect: on_unknown is not \"lookup\"";
             self.diagnostics.mistake(&unused.location, wrong);
         }
         match (choice, spanned) {

@@ -32,7 +32,7 @@ impl Builder<'_> {
         let url = self.required(raw.subrequest.as_ref(), &raw.location, "subrequest")?;
         let ca_file = raw.ca_file.as_ref().map(|spanned| self.readable(spanned));
         if let Some(spanned) = raw.ca_file.as_ref().filter(|_| !url.value.starts_with("https://")) {
-            self.diagnostics.mistake(&spanned.location, "means something for an https URL only");
+            self.diagnostics.mistake(&spanned.location, "applies only to an https URL");
         }
         let (server, target) = if url.value.starts_with('/') {
             (Server::Upstream(upstream.to_owned()), self.checked(url, read_target)?)

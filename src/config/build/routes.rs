@@ -172,7 +172,10 @@ impl Builder<'_> {
             }
             (None, several @ Some(_)) => self.each(several, read_method),
             (Some(both), Some(_)) => {
-                self.diagnostics.mistake(&both.location, "stands beside methods; keep one of them");
+                self.diagnostics.mistake(
+                    &both.location,
+                    "cannot be set together with methods; keep one of them",
+                );
                 Vec::new()
             }
             (None, None) => {

@@ -37,7 +37,7 @@ impl Builder<'_> {
         if base > max || base.is_zero() {
             let location = raw.location.field("backoff");
             self.diagnostics
-                .mistake(&location, "base must be longer than nothing and not longer than max");
+                .mistake(&location, "base must be longer than zero and not longer than max");
         }
         let target = self.target(raw, source);
         let name = self.required(raw.name.as_ref(), &raw.location, "name");
@@ -111,7 +111,7 @@ impl Builder<'_> {
             let plain = |byte: u8| byte.is_ascii_graphic() && !b"\"<>\\^`{|}".contains(&byte);
             if text.is_empty() || text.len() > 255 || !text.bytes().all(plain) {
                 return Err(
-                    "is no URI; write \"https://shop.example/orders\" or \"/orders\"".to_owned()
+                    "is not a URI; write \"https://shop.example/orders\" or \"/orders\"".to_owned()
                 );
             }
             Ok(text.to_owned())

@@ -49,8 +49,10 @@ impl Builder<'_> {
     fn store_url(&self, raw: &file::Store) -> Option<Spanned<String>> {
         match (&raw.url, &raw.url_file) {
             (Some(_), Some(file)) => {
-                self.diagnostics
-                    .mistake(&file.location, "stands beside store.url; keep one of them");
+                self.diagnostics.mistake(
+                    &file.location,
+                    "cannot be set together with store.url; keep one of them",
+                );
                 None
             }
             (url, None) => url.clone(),
@@ -142,7 +144,8 @@ fn read_location(text: &str) -> Result<Location, String> {
     match path {
         "" => return Err(format!("names no file; {HOW}")),
         ":memory:" => {
-            let wrong = "a database in memory is forgotten with the process, and its keys are executed again";
+            let wrong =
+                "a database in memory is lost with the process, and its keys are executed again";
             return Err(format!("{wrong}; {HOW}"));
         }
         _ if path.starts_with("file:") => {
@@ -191,12 +194,14 @@ fn read_parameter(parameter: &str) -> Result<bool, String> {
         Some(("mode", "rwc")) => Ok(true),
         Some(("mode", "rw")) => Ok(false),
         Some(("mode", "ro")) => Err(format!(
-            "mode=ro cannot be: the store is written, and the commands that only look open it as `serve` does; {allowed}"
+            "mode=ro is not possible: the store is written, and the commands that only read open it as `serve` does; {allowed}"
         )),
         Some(("mode", "memory")) => Err(format!(
-            "mode=memory cannot be: the records would be forgotten with the process; {allowed}"
+            "mode=memory is not possible: the records would be lost with the process; {allowed}"
         )),
-        Some(_) | None => Err(format!("the parameter {parameter:?} means nothing here; {allowed}")),
+        Some(_) | None => {
+            Err(format!("the parameter {parameter:?} has no meaning here; {allowed}"))
+        }
     }
 }
 
@@ -275,9 +280,9 @@ mod tests {
             ("//?mode=rw", "names no file"),
             ("/", "names a folder"),
             ("data/", "names a folder"),
-            (":memory:", "a database in memory is forgotten with the process"),
-            ("//:memory:", "a database in memory is forgotten with the process"),
-            (":memory:?cache=shared", "a database in memory is forgotten with the process"),
+            (":memory:", "a database in memory is lost with the process"),
+            ("//:memory:", "a database in memory is lost with the process"),
+            (":memory:?cache=shared", "a database in memory is lost with the process"),
             ("file:x.db?mode=ro", "holds another URL (file:...)"),
             ("x.db#a", "a fragment (#...) has no meaning here"),
             ("x.db?mode=rw#a", "a fragment (#...) has no meaning here"),
@@ -286,15 +291,15 @@ mod tests {
             ("a%zz.db", "has a % without two hexadecimal digits"),
             ("a%é.db", "has a % without two hexadecimal digits"),
             ("a%00.db", "has a zero byte (%00)"),
-            ("x.db?mode=ro", "mode=ro cannot be: the store is written"),
-            ("x.db?mode=memory", "mode=memory cannot be"),
-            ("x.db?mode=RW", "the parameter \"mode=RW\" means nothing here; allowed is mode=rwc"),
-            ("x.db?mode", "the parameter \"mode\" means nothing here"),
-            ("x.db?", "the parameter \"\" means nothing here"),
-            ("x.db?cache=shared", "the parameter \"cache=shared\" means nothing here"),
-            ("x.db?immutable=1", "the parameter \"immutable=1\" means nothing here"),
-            ("x.db?mode=rwc&cache=shared", "the parameter \"cache=shared\" means nothing here"),
-            ("x.db?mode=rw&mode=ro", "mode=ro cannot be"),
+            ("x.db?mode=ro", "mode=ro is not possible: the store is written"),
+            ("x.db?mode=memory", "mode=memory is not possible"),
+            ("x.db?mode=RW", "the parameter \"mode=RW\" has no meaning here; allowed is mode=rwc"),
+            ("x.db?mode", "the parameter \"mode\" has no meaning here"),
+            ("x.db?", "the parameter \"\" has no meaning here"),
+            ("x.db?cache=shared", "the parameter \"cache=shared\" has no meaning here"),
+            ("x.db?immutable=1", "the parameter \"immutable=1\" has no meaning here"),
+            ("x.db?mode=rwc&cache=shared", "the parameter \"cache=shared\" has no meaning here"),
+            ("x.db?mode=rw&mode=ro", "mode=ro is not possible"),
         ] {
             let told = read_location(text).expect_err(text);
             assert!(told.starts_with(wrong), "{text}: {told}");

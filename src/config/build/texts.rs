@@ -40,9 +40,11 @@ pub(super) fn read_header(text: &str) -> Result<HeaderName, String> {
 pub(super) fn read_method(text: &str) -> Result<Method, String> {
     let capital = text.bytes().all(|byte| byte.is_ascii_uppercase());
     match text.parse::<Method>() {
-        Ok(Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE | Method::CONNECT) => Err(
-            format!("{text} changes nothing at the upstream, or cannot be kept; it passes through"),
-        ),
+        Ok(Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE | Method::CONNECT) => {
+            Err(format!(
+                "{text} does not change the upstream, or its answer cannot be stored; it passes through"
+            ))
+        }
         Ok(method) if capital => Ok(method),
         Ok(_) | Err(_) => {
             Err(format!("{text:?} is not a method; write it in capitals, such as \"POST\""))
@@ -65,7 +67,7 @@ pub(super) fn read_code(text: &str) -> Result<Code, String> {
     let status: u16 = digits.parse().map_err(|_| how())?;
     let status = StatusCode::from_u16(status).map_err(|_| how())?;
     if !(200..=599).contains(&status.as_u16()) {
-        return Err(format!("{status} is no final answer; write a status from 200 to 599"));
+        return Err(format!("{status} is not a final status; write a status from 200 to 599"));
     }
     match text.get(3..).unwrap_or_default() {
         "" => Ok(Code::Always(status)),

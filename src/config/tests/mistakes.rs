@@ -91,7 +91,7 @@ const CASES: &[(&str, &str)] = &[
     ),
     (
         "policy.replay_auth = { subrequest = \"/auth\", timeout = \"0s\" }",
-        "og.toml:2: policy.replay_auth.timeout: must be longer than nothing",
+        "og.toml:2: policy.replay_auth.timeout: must be longer than zero",
     ),
     (
         "policy.replay_auth = { subrequest = \"/auth\", timout = \"1s\" }",
@@ -130,7 +130,7 @@ const CASES: &[(&str, &str)] = &[
         "og.toml:2: upstream.reuse_for_keyed: must be 100 years at most",
     ),
     ("policy.retention = \"36526d\"", "og.toml:2: policy.retention: must be 100 years at most"),
-    ("policy.timeout = \"0s\"", "og.toml:2: policy.timeout: must be longer than nothing"),
+    ("policy.timeout = \"0s\"", "og.toml:2: policy.timeout: must be longer than zero"),
     (
         "policy.mismatch_status = 500",
         "og.toml:2: policy.mismatch_status: must be a whole number from 400 to 499",
@@ -190,11 +190,11 @@ const CASES: &[(&str, &str)] = &[
     ),
     (
         "[[route]]\nmethod = \"POST\"\npath = \"/a\"\non_unknown = \"retry\"\nlookup = { path = \"/o\", found = \"true\" }",
-        "og.toml:6: route[0].lookup: does nothing here: on_unknown is not \"lookup\"",
+        "og.toml:6: route[0].lookup: has no effect: on_unknown is not \"lookup\"",
     ),
     (
         "[[route]]\nmethod = \"POST\"\npath = \"/a\"\nlookup = { path = \"/o\", found = \"true\" }",
-        "og.toml:5: route[0].lookup: does nothing here: on_unknown is not \"lookup\"",
+        "og.toml:5: route[0].lookup: has no effect: on_unknown is not \"lookup\"",
     ),
     (
         "policy.late_answer = 60",
@@ -235,7 +235,7 @@ const CASES: &[(&str, &str)] = &[
     ),
     (
         "[upstreams.x]\nurl = \"http://a:65536\"",
-        "og.toml:3: upstreams.x.url: has the port \"65536\", which is none; a port is a number from 1 to 65535",
+        "og.toml:3: upstreams.x.url: has the invalid port \"65536\"; a port is a number from 1 to 65535",
     ),
     (
         "server.buffered_bytes_max = \"2MiB\"\n[[route]]\nmethod = \"POST\"\npath = \"/a\"\nmax_response_body = \"1025KiB\"",
@@ -251,7 +251,7 @@ const CASES: &[(&str, &str)] = &[
     ),
     (
         "server.listen = \"127.0.0.1:9090\"",
-        "og.toml: admin.listen: is the same as server.listen; they need an address each",
+        "og.toml: admin.listen: is the same as server.listen; each needs its own address",
     ),
     (
         "server.trusted_proxies = [\"10.0.0.0/40\"]",
@@ -288,7 +288,7 @@ const CASES: &[(&str, &str)] = &[
     ),
     (
         "[[route]]\nmethod = \"GET\"\npath = \"/\"",
-        "og.toml:3: route[0].method: GET changes nothing at the upstream, or cannot be kept; it passes through",
+        "og.toml:3: route[0].method: GET does not change the upstream, or its answer cannot be stored; it passes through",
     ),
     (
         "[[route]]\nmethod = \"POST\"\npath = \"/a/{id}\"\ntenant = { path = \"account\" }",
@@ -336,15 +336,15 @@ const CASES: &[(&str, &str)] = &[
     ),
     (
         "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret_file = \"sink.secret\"\nsubject = \"a\"",
-        "og.toml:6: sink[0].subject: means nothing for a webhook, which https:// makes of this sink",
+        "og.toml:6: sink[0].subject: does not apply to a webhook, and https:// names a webhook",
     ),
     (
         "[[sink]]\nname = \"a\"\nurl = \"nats://b\"\nsubject = \"a\"\nallow_private = true",
-        "og.toml:6: sink[0].allow_private: means something for a webhook only: a broker is where you say, also at a private address, and encrypted where its URL says so",
+        "og.toml:6: sink[0].allow_private: applies only to a webhook: a broker may have any address, also a private one, and encrypted where its URL says so",
     ),
     (
         "[[sink]]\nname = \"a\"\nurl = \"tls://b\"\nsubject = \"a\"\nstream = \"s\"",
-        "og.toml:6: sink[0].stream: means nothing for a NATS sink, which tls:// makes of this sink",
+        "og.toml:6: sink[0].stream: does not apply to a NATS sink, and tls:// names a NATS sink",
     ),
     ("[[sink]]\nname = \"a\"\nurl = \"nats://b\"", "og.toml:2: sink[0].subject: is missing"),
     (
@@ -374,7 +374,7 @@ const CASES: &[(&str, &str)] = &[
     ),
     (
         "[[sink]]\nname = \"a\"\nurl = \"redis://b\"\nstream = \"s\"\nca_file = \"sink.secret\"",
-        "og.toml:6: sink[0].ca_file: means something for rediss://b only",
+        "og.toml:6: sink[0].ca_file: applies only to rediss://b",
     ),
     (
         "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret_file = \"sink.secret\"\nordering = \"tenant\"",
@@ -390,7 +390,7 @@ const CASES: &[(&str, &str)] = &[
     ),
     (
         "[[sink]]\nname = \"a\"\nurl = \"https://example.com/\"\nsecret_file = \"sink.secret\"\nbackoff = { base = \"2h\", max = \"1h\" }",
-        "og.toml:2: sink[0].backoff: base must be longer than nothing and not longer than max",
+        "og.toml:2: sink[0].backoff: base must be longer than zero and not longer than max",
     ),
 ];
 
@@ -427,18 +427,16 @@ fn a_port_that_is_none_is_a_mistake_in_every_url() {
             );
             // Where a password could stand in its place, the host says which it is.
             let named = match url.contains("http") || url.contains('@') {
-                true => format!("has the port {port:?}, which is none"),
-                false if url.contains("nats") => {
-                    "has no port behind \"b\" and its colon".to_owned()
-                }
-                false => "has no port behind \"a\" and its colon".to_owned(),
+                true => format!("has the invalid port {port:?}"),
+                false if url.contains("nats") => "has a colon and no port after \"b\"".to_owned(),
+                false => "has a colon and no port after \"a\"".to_owned(),
             };
             let told = found[0].contains(&format!("{named}; a port is a number from 1 to 65535"));
             assert!(told && !found[0].contains("geheim"), "{port}: {found:?}");
         }
     }
     let hidden = mistakes(&with("store.url = \"postgres:///x?host=db&port=0\""));
-    assert!(hidden[0].contains("has the port 0, which is none"), "{hidden:?}");
+    assert!(hidden[0].contains("has the invalid port 0"), "{hidden:?}");
 }
 
 #[test]
@@ -477,7 +475,7 @@ fn a_file_that_is_not_toml_says_where() {
 #[test]
 fn a_missing_upstream_is_named() {
     let expected =
-        "og.toml: upstream.url: is missing; write where the API is: \"http://127.0.0.1:3000\"";
+        "og.toml: upstream.url: is missing; write the URL of the API: \"http://127.0.0.1:3000\"";
     assert_eq!(mistakes(""), [expected]);
 }
 

@@ -342,7 +342,7 @@ impl Transport {
             tracing::warn!(
                 sink,
                 ahead,
-                "the sink's clock differs by so many seconds from ours: from 300 on it refuses our signatures"
+                "the sink's clock differs from ours by this many seconds: from 300 on it refuses our signatures"
             );
         }
     }

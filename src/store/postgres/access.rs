@@ -120,7 +120,7 @@ impl Access {
         let rest = format!("{base}?{}", of_the_driver.join("&"));
         let mut config = Config::from_str(&rest).map_err(|error| telemetry::causes(&error))?;
         if config.get_ports().contains(&0) {
-            return Err("has the port 0, which is none; a port is a number from 1 to 65535".into());
+            return Err("has the invalid port 0; a port is a number from 1 to 65535".into());
         }
         if config.get_hosts().is_empty() && config.get_hostaddrs().is_empty() {
             return Err("names no host; write \"postgres://user@host/database\"".into());
@@ -401,7 +401,7 @@ mod tests {
             ("postgres://h/d?connect_timeout=5", "set store.connect_timeout"),
             ("postgres://h/d?search_path=og", "options=-c%20search_path%3DSCHEMA"),
             ("postgres://h/d?keepalives_idle=soon", "a number of seconds"),
-            ("postgres://h:0/d", "has the port 0"),
+            ("postgres://h:0/d", "has the invalid port 0"),
             ("postgres:///d", "names no host"),
             ("postgres://h/d?passfile=/none/pgpass", "passfile that cannot be read: /none/pgpass"),
         ] {

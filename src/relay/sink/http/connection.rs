@@ -125,7 +125,10 @@ impl Client {
         if let Some(waited) = self.pool.take(IDLE_MAX, Connection::is_open) {
             match waited.send(&request, body, deadline).await {
                 Err(failure) if failure.cut => {
-                    tracing::debug!(?failure, "a connection that waited was closed: once more");
+                    tracing::debug!(
+                        ?failure,
+                        "an idle connection was closed: the event is sent once more"
+                    );
                 }
                 ended => return ended,
             }
