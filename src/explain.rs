@@ -1,11 +1,10 @@
-//! What is made of a request, for people: its route and why, its scope, its canonical form and hash; and what differs
-//! between two.
+//! Explains how the gateway reads a request: its route and why, its scope, its canonical form and hash. Compares two requests.
 //!
-//! Nothing is decided here. The gateway reads a [`Sample`] as it reads a request ([`Explain`]), and this module puts into
-//! words what it found. Whether two requests are the same is what their fingerprints say; the first difference of their
-//! canonical forms only shows where.
+//! This module decides nothing. The gateway reads a [`Sample`] like a request ([`Explain`]), and this module describes the
+//! result. The fingerprints decide whether two requests are the same; the first difference of the canonical forms only shows
+//! where they differ.
 //!
-//! A canonical form holds what the request holds, secrets in its body included: it is for operators, and cut to a bound.
+//! A canonical form holds the content of the request, also secrets. It is for operators only, and cut to a limit.
 
 mod difference;
 mod text;
@@ -29,7 +28,7 @@ pub use self::difference::{Difference, difference};
 /// How much of a canonical body is shown, in bytes.
 pub const SHOWN_MAX: usize = 64 * 1024;
 
-/// A request as it would come.
+/// A request to explain.
 #[derive(Clone, Debug)]
 pub struct Sample {
     /// Its method.
@@ -43,10 +42,10 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// From texts, as they are typed. A request that names no host is one to this machine.
+    /// Makes a sample from text. Without a host it is a request to this machine.
     ///
     /// # Errors
-    /// What is wrong with the first part that cannot stand in a request.
+    /// What is wrong with the first part that no request can have.
     pub fn parse(
         method: &str,
         target: &str,
@@ -71,14 +70,14 @@ impl Sample {
     }
 }
 
-/// Who can say what is made of a request.
+/// Explains requests.
 #[async_trait]
 pub trait Explain: Send + Sync {
-    /// Reads a request as if it had come. Nothing is reserved, forwarded or kept.
+    /// Reads a request as the gateway would. Nothing is reserved, forwarded or stored.
     async fn explain(&self, sample: Sample) -> Explained;
 }
 
-/// What becomes of a request.
+/// What the gateway does with a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Disposition {
@@ -88,31 +87,31 @@ pub enum Disposition {
     Observed,
     /// It passes through: no route names it.
     PassesWithoutRoute,
-    /// It passes through: it has no key, and need not.
+    /// It passes through: it has no key and needs none.
     PassesWithoutKey,
     /// It is answered with a problem.
     Refused,
 }
 
-/// Where a request belongs.
+/// The scope of a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ScopeView {
-    /// Whose key.
+    /// The tenant.
     pub tenant_id: String,
-    /// For which operation.
+    /// The operation.
     pub operation: String,
     /// The key.
     pub key: String,
-    /// Whether it was made of the request's parts.
+    /// Whether the key was derived from parts of the request.
     pub derived: bool,
 }
 
 /// The hashes, in hexadecimal digits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct HashView {
-    /// Of the canonical form: `request_hash` of a record.
+    /// The hash of the canonical form: `request_hash` of a record.
     pub canonical: String,
-    /// Of the request as received.
+    /// The hash of the request as received.
     pub raw: String,
     /// Names version and settings.
     pub recipe: String,
@@ -128,22 +127,22 @@ impl From<&Fingerprint> for HashView {
     }
 }
 
-/// What counts of a request.
+/// The parts of a request that count.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Canonical {
     method: String,
     path: String,
-    /// Decoded pairs in their canonical order; `Err`: they cannot be decoded, and count as they came.
+    /// Decoded pairs in their canonical order; `Err`: they cannot be decoded and count as received.
     query: Result<Vec<text::Pair>, String>,
     content_type: String,
     headers: Vec<(HeaderName, Vec<Vec<u8>>)>,
-    /// The name of the form; none: the bytes count as they are.
+    /// The name of the form; `None`: the bytes count as they are.
     form: Option<&'static str>,
     body: Vec<u8>,
 }
 
 impl Canonical {
-    /// Of a request as the fingerprint reads it.
+    /// Reads the parts of a request as the fingerprint does.
     #[must_use]
     pub fn of(recipe: &Recipe, parts: &fingerprint::Parts<'_>) -> Self {
         let (path, query) = parts.target.split_once('?').unwrap_or((parts.target, ""));
@@ -168,12 +167,12 @@ impl Canonical {
     }
 }
 
-/// A canonical form as it is shown.
+/// A canonical form for output.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct CanonicalView {
     /// The method.
     pub method: String,
-    /// The path, as it came.
+    /// The path as received.
     pub path: String,
     /// The query's pairs, in their canonical order.
     pub query: Vec<(String, String)>,
@@ -181,7 +180,7 @@ pub struct CanonicalView {
     pub content_type: String,
     /// The headers that the route names.
     pub headers: Vec<(String, String)>,
-    /// In which form the body counts: `json`, `form`, ...; `bytes`: as it came.
+    /// The form in which the body counts: `json`, `form`, ...; `bytes`: as received.
     pub body_form: &'static str,
     /// The body in that form, as text.
     pub body: String,
@@ -221,20 +220,20 @@ impl From<&Canonical> for CanonicalView {
     }
 }
 
-/// What is made of a request, as far as it is read.
+/// How the gateway reads a request.
 #[derive(Clone, Debug, Serialize)]
 pub struct Explained {
-    /// What becomes of it.
+    /// What the gateway does with it.
     pub becomes: Disposition,
     /// Why, in one sentence.
     pub why: String,
-    /// What its path names, in both readings, and which routes nearly fit.
+    /// The routes of its path in both readings, and routes that nearly match.
     #[serde(flatten)]
     pub look: Look,
-    /// The answer, where it is refused.
+    /// The answer, if it is refused.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<Value>,
-    /// Where it belongs.
+    /// Its scope.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub scope: Option<ScopeView>,
     /// Its hashes.
@@ -247,19 +246,19 @@ pub struct Explained {
     read: Option<Read>,
 }
 
-/// What a request was read to.
+/// The parts of a request that could be read.
 #[derive(Clone, Debug)]
 pub struct Read {
-    /// Where it belongs.
+    /// Its scope.
     pub scope: Scope,
     /// Its hashes.
     pub fingerprint: Fingerprint,
-    /// What they are made of.
+    /// The canonical form.
     pub canonical: Canonical,
 }
 
 impl Explained {
-    /// Of a request of which only the path was looked at.
+    /// The explanation of a request of which only the path was read.
     #[must_use]
     pub fn of(becomes: Disposition, why: impl Into<String>, look: Look) -> Self {
         Self {
@@ -274,14 +273,14 @@ impl Explained {
         }
     }
 
-    /// With the answer that it gets.
+    /// Adds the answer that the request gets.
     #[must_use]
     pub fn problem(mut self, document: Value) -> Self {
         self.problem = Some(document);
         self
     }
 
-    /// With what it was read to.
+    /// Adds the parts that could be read.
     #[must_use]
     pub fn read(mut self, read: Read) -> Self {
         let Scope { tenant, operation, key } = &read.scope;
@@ -305,18 +304,18 @@ pub struct Compared {
     pub same_scope: bool,
     /// Whether they are the same request.
     pub same_request: bool,
-    /// Which hash decides: `canonical`, or `raw` where the recipes differ.
+    /// The hash that decides: `canonical`, or `raw` if the recipes differ.
     pub decided_by: &'static str,
     /// Whether the canonical hashes are equal.
     pub same_canonical: bool,
-    /// Whether the hashes of the requests as received are.
+    /// Whether the hashes of the requests as received are equal.
     pub same_raw: bool,
     /// Whether both were made by the same version and settings.
     pub same_recipe: bool,
-    /// Where they differ first, as far as it can be told.
+    /// The first difference, if it can be found.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub difference: Option<Difference>,
-    /// All of it in words.
+    /// The result in one sentence.
     pub verdict: String,
 }
 
@@ -335,7 +334,7 @@ fn compared(scopes: [&Scope; 2], prints: [&Fingerprint; 2]) -> Compared {
     }
 }
 
-/// How two requests compare that were read whole; `None`: one of them was not.
+/// Compares two requests; `None`: one of them could not be read completely.
 #[must_use]
 pub fn compare(first: &Explained, second: &Explained) -> Option<Compared> {
     let (one, other) = (first.read.as_ref()?, second.read.as_ref()?);
@@ -351,7 +350,7 @@ pub fn compare(first: &Explained, second: &Explained) -> Option<Compared> {
     Some(compared)
 }
 
-/// What of two scopes differs.
+/// The difference of two scopes.
 fn apart(one: &Scope, other: &Scope) -> Option<String> {
     let parts = [
         ("the operations", one.operation != other.operation),
@@ -362,7 +361,7 @@ fn apart(one: &Scope, other: &Scope) -> Option<String> {
     (!names.is_empty()).then(|| names.join(" and "))
 }
 
-/// How a request compares with a record that is kept; `None`: it was not read whole.
+/// Compares a request with a record; `None`: the request could not be read completely.
 #[must_use]
 pub fn against(
     explained: &Explained,

@@ -1,19 +1,20 @@
-//! What makes two requests the same request: a SHA-256 over what counts, in one form for each meaning.
+//! The fingerprint decides whether two requests are the same request. It has two SHA-256 hashes.
 //!
-//! Hashed, each with its length before it: a version, the method, the path as received, the query's pairs, the essence of
-//! Content-Type, the headers that the route names, and the body, decoded, in its canonical form. The body's tag says which
-//! form that is, so that bytes that happen to look like a canonical form never equal it. A body that cannot be read in the
-//! form its type asks for is hashed as it is, and one that cannot be decoded as it came: never an error, and never equal to
-//! another body.
+//! The canonical hash covers, each with its length before it: a version, the method, the path as received, the pairs of the
+//! query, the media type of Content-Type, the headers that the route names, and the decoded body in its canonical form. A tag
+//! names the form, so that bytes that look like a canonical form never equal it. A body that cannot be read in the form of its
+//! type is hashed as it is; a body that cannot be decoded is hashed as received. Neither is an error.
 //!
-//! Beside the canonical hash stands one of the request as received. The recipe's id names version and settings: where it
-//! differs between two requests, a deploy lies between them and the raw hash decides. So `RAW_VERSION` never changes: records
-//! of every version of this program are recognised by it.
+//! The raw hash covers the request as received. The recipe's id names version and settings. If it differs between two
+//! requests,
+//! the settings or the program changed between them, and the raw hash decides. So `RAW_VERSION` never changes: every version
+//! of
+//! this program recognises old records by the raw hash.
 //!
-//! Bytes are hashed as seldom as can be. A body without a form of its own counts by the hash of the request as received, but
-//! without its query, which counts as pairs; and where there is no query, that is the raw hash itself.
+//! To save time, a body without a canonical form counts by the hash of the request as received without its query, which counts
+//! as pairs. Without a query that is the raw hash.
 //!
-//! A new form is a new variant of `Form`, and a new `VERSION`.
+//! A new form needs a new variant of `Form` and a new `VERSION`.
 
 pub mod coding;
 pub mod form;
@@ -34,9 +35,9 @@ use self::parameters::ParameterizedValue;
 pub use self::recipe::{Recipe, Settings};
 use crate::record::{Digest, Fingerprint};
 
-/// Goes up whenever the canonical hash of any request changes.
+/// Must grow whenever the canonical hash of any request changes.
 const VERSION: &[u8] = b"oncegate-fingerprint-3";
-/// Names what the raw hash is made of, for ever.
+/// The version of the raw hash. It never changes.
 const RAW_VERSION: &[u8] = b"oncegate-request-1";
 
 /// A request as received.
@@ -52,7 +53,7 @@ pub struct Parts<'a> {
     pub body: &'a [u8],
 }
 
-/// In which form a body is hashed.
+/// The form in which a body is hashed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
     Json,
@@ -88,7 +89,7 @@ enum Content<'a> {
     /// As received: it had none.
     Plain(&'a [u8]),
     Decoded(Vec<u8>),
-    /// As received: they cannot be taken off.
+    /// As received: its codings cannot be decoded.
     Encoded(&'a [u8]),
 }
 
@@ -105,7 +106,7 @@ impl<'a> Content<'a> {
     }
 }
 
-/// A body without its content codings, where they can be taken off within the recipe's bound; else as it came.
+/// The decoded body, or the body as received if it cannot be decoded within the recipe's limit.
 #[must_use]
 pub fn plain<'a>(recipe: &Recipe, headers: &HeaderMap, body: &'a [u8]) -> Cow<'a, [u8]> {
     match Content::of(headers, body, recipe.decoded_max) {
@@ -116,7 +117,7 @@ pub fn plain<'a>(recipe: &Recipe, headers: &HeaderMap, body: &'a [u8]) -> Cow<'a
 
 /// The fingerprint of a request.
 ///
-/// Takes time in proportion to the body, and for a body with a content coding to what it decodes to.
+/// The time is linear in the size of the decoded body.
 #[must_use]
 pub fn fingerprint(recipe: &Recipe, parts: &Parts<'_>) -> Fingerprint {
     let essence = essence(parts.headers);
@@ -145,7 +146,7 @@ pub fn fingerprint(recipe: &Recipe, parts: &Parts<'_>) -> Fingerprint {
         return Fingerprint { canonical: hash.finish(), raw, recipe: recipe.id };
     }
     if matches!(Form::of(&essence), Form::Xml | Form::Multipart) {
-        // What the bytes say depends on the parameters: charset, boundary, action.
+        // The meaning of the bytes depends on the parameters: charset, boundary, action.
         for kind in parts.headers.get_all(CONTENT_TYPE) {
             hash.tagged(b"type", kind.as_bytes());
         }
@@ -225,7 +226,7 @@ fn received(parts: &Parts<'_>, target: &str, essence: &[u8], body: &[u8]) -> Dig
     hash.finish()
 }
 
-/// The media type without its parameters, lower-case; of several header lines all, so that none is overlooked.
+/// The media type without parameters, in lower case. With several header lines it has all of them, so that none is ignored.
 fn essence(headers: &HeaderMap) -> Vec<u8> {
     let mut essence = Vec::with_capacity(32);
     for (index, value) in headers.get_all(CONTENT_TYPE).iter().enumerate() {
@@ -238,7 +239,7 @@ fn essence(headers: &HeaderMap) -> Vec<u8> {
     essence
 }
 
-/// A SHA-256 of parts that cannot run together.
+/// A SHA-256 of parts, each with its length, so that no part runs into the next.
 struct Hash(Sha256);
 
 impl Hash {

@@ -1,17 +1,18 @@
-//! This process's lease: others take its records for lost when it runs out.
+//! The lease of this process. When it runs out, other processes treat its records as lost.
 //!
-//! What must stay true:
+//! Invariants:
 //!
 //! - Nothing is reserved before the first heartbeat is committed.
-//! - `sure_until` is on the safe side: it counts from before the heartbeat was sent, on the monotonic clock, less a
-//!   margin (a fifth of the lease, at least 100 ms) for what lies between the last check and the byte on the wire.
-//!   A heartbeat that is lost, late or in doubt moves it nowhere.
-//! - A lease that has run out is never renewed: the process takes a new owner id. Work that is running goes on, by
-//!   record id and attempt.
-//! - Others are judged by their leases only after this process has reached the database for one whole lease without
-//!   a longer gap ([`Contact`]): an outage that kept it away has kept the others from renewing, too.
+//! - `sure_until` is never too late: it counts from before the heartbeat was sent, on the monotonic clock, less a margin (a
+//!   fifth of the lease, at least 100 ms) for the time between the last check and the byte on the wire. A heartbeat that is
+//!   lost, late or in doubt does not change it.
+//! - A lease that has run out is never renewed: the process takes a new owner id. Requests in flight go on, because their
+//!   writes
+//!   name record id and attempt.
+//! - Other owners are judged by their leases only after this process has reached the database for one whole lease without a
+//!   longer gap ([`Contact`]). An outage may have kept the others from renewing, too.
 //!
-//! A process that dies here, or whose clock stands still, leaves a lease that runs out by the database's clock.
+//! If the process dies or its clock stops, its lease runs out by the database's clock.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -30,19 +31,19 @@ const MARGIN_MIN: Duration = Duration::from_millis(100);
 /// First pause after a heartbeat that failed; it doubles up to a sixth of the lease.
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 
-/// How long a clean exit waits for its last word.
+/// How long a clean exit waits for the end of its lease.
 const RETIRE_MAX: Duration = Duration::from_secs(1);
 
-/// New owner ids that are tried in a row before the database's answer counts as nonsense.
+/// How many new owner ids are tried in a row before the answer of the database counts as an error.
 const FRESH_MAX: usize = 3;
 
-/// What is taken off a lease before it is relied on.
+/// The margin that is subtracted from a lease.
 #[must_use]
 pub fn margin(ttl: Duration) -> Duration {
     (ttl / 5).max(MARGIN_MIN)
 }
 
-/// The view of a process that has no lease yet: under it nothing is sent.
+/// The view of a process that has no lease yet. It sends no request.
 #[must_use]
 pub fn none() -> LeaseView {
     LeaseView::new(Lease { owner: OwnerId::fresh(), sure_until: now() })
@@ -51,7 +52,7 @@ pub fn none() -> LeaseView {
 /// Takes an owner id, makes its lease live and puts it into the view. To be called before anything is reserved.
 ///
 /// # Errors
-/// As the store says: without a first heartbeat there is no lease.
+/// The error of the store. Without a first heartbeat there is no lease.
 pub async fn begin(store: &dyn Records, ttl: Duration, view: &LeaseView) -> Result<(), Error> {
     view.renew(fresh(store, ttl).await?);
     Ok(())
@@ -78,7 +79,7 @@ async fn beat(store: &dyn Records, owner: OwnerId, ttl: Duration) -> Result<Opti
     }
 }
 
-/// Renews the lease every third of it until `stop`, then ends it. `stop` comes last: when nothing is running any more.
+/// Renews the lease after each third of it until `stop`, then ends it. `stop` must come when nothing else runs any more.
 pub async fn keep(
     store: Arc<dyn Records>,
     view: LeaseView,
@@ -97,7 +98,7 @@ pub async fn keep(
             () = tokio::time::sleep(wait) => {}
         }
         let sent = now();
-        // A heartbeat that hangs must not use up the lease: it is dropped and sent again, which is safe.
+        // A heartbeat that hangs must not use up the lease. It is dropped and sent again, which is safe.
         let renewing = tokio::time::timeout(pace, renew(store.as_ref(), &view, ttl));
         let renewed = match stop.run_until_cancelled(renewing).await {
             Some(Ok(renewed)) => renewed,
@@ -140,7 +141,7 @@ async fn renew(store: &dyn Records, view: &LeaseView, ttl: Duration) -> Result<(
     Ok(())
 }
 
-/// Ends the lease: first here, so that nothing more is sent under it, then in the database.
+/// Ends the lease, first here, so that no request is sent under it any more, and then in the database.
 async fn retire(store: &dyn Records, view: &LeaseView) {
     let owner = view.current().owner;
     view.renew(Lease { owner, sure_until: now() });
@@ -151,33 +152,33 @@ async fn retire(store: &dyn Records, view: &LeaseView) {
     }
 }
 
-/// The runtime's clock as the standard library's: the same in production, and tests can move it.
+/// The clock of the runtime. In production it is the clock of the standard library; tests can move it.
 fn now() -> Instant {
     tokio::time::Instant::now().into_std()
 }
 
-/// Since when the database has been reached without a gap; decides whether others may be judged. Cheap to clone; all
-/// clones see one contact.
+/// Since when the database has been reached without a gap. Decides whether other owners may be judged. All clones share one
+/// state.
 #[derive(Clone, Debug)]
 pub struct Contact(Arc<RwLock<Reach>>);
 
 #[derive(Debug)]
 struct Reach {
-    /// `None`: one process owns the database, and whoever else held a lease is gone.
+    /// `None`: one process owns the database, so all other owners are dead.
     lease: Option<Duration>,
     since: Option<Instant>,
     last: Instant,
 }
 
 impl Contact {
-    /// Contact that begins at `now`: others are judged after one `lease` of it at the earliest.
+    /// Contact that begins at `now`. Other owners are judged after one `lease` at the earliest.
     #[must_use]
     pub fn begin(lease: Duration, now: Instant) -> Self {
         let reach = Reach { lease: Some(lease), since: Some(now), last: now };
         Self(Arc::new(RwLock::new(reach)))
     }
 
-    /// Contact with a database that has not answered yet: nobody is judged.
+    /// Contact with a database that has not answered yet. No owner is judged.
     #[must_use]
     pub fn none(lease: Duration, now: Instant) -> Self {
         let contact = Self::begin(lease, now);
@@ -191,14 +192,15 @@ impl Contact {
         Self(Arc::new(RwLock::new(Reach { lease: None, since: None, last: now })))
     }
 
-    /// How often the database must be asked at least to keep contact; `None`: never.
+    /// The longest interval between two statements that keeps contact; `None`: none is needed.
     #[must_use]
     pub fn pace(&self) -> Option<Duration> {
         self.0.read().lease.map(|lease| lease / 4)
     }
 
-    /// The database answered at `now`. After a gap of more than half a lease contact begins anew: the others renew
-    /// every third, so a shorter gap alone ends nobody's lease.
+    /// The database answered at `now`. After a gap of more than half a lease contact begins anew. Others renew after each
+    /// third
+    /// of a lease, so a shorter gap alone lets no lease run out.
     pub fn reached(&self, now: Instant) {
         let mut reach = self.0.write();
         if reach.since.is_none() || reach.gap(now) {

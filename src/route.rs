@@ -1,13 +1,16 @@
-//! Which requests are keyed: method and path, in both readings that an upstream may take.
+//! Finds the route of a request by method and path.
 //!
-//! One upstream splits the path and then decodes each segment; another decodes the path and then splits it, resolving `.`,
-//! `..` and doubled slashes. A path that names a keyed route in either reading is keyed: otherwise a spelling would slip a
-//! write past its protection. The first reading that matches wins; where the two name different routes nobody can know what
-//! the upstream will do, and the request is ambiguous. Escapes are decoded once in each reading.
+//! Upstreams read paths in two ways. Some split the path and then decode each segment. Others decode the path, then split it,
+//! and resolve `.`, `..` and doubled slashes. A request has a route if its path matches in either reading; otherwise an
+//! unusual
+//! spelling could bypass the protection of a write. If the two readings match different routes, the gateway cannot know which
+//! one the upstream will use, and the request is ambiguous. Each reading decodes escapes once.
 //!
-//! Both readings are brought into one spelling, in which a segment's own slashes and percent signs are escaped, and looked
-//! up in one table for each method. A trailing slash and `;params` do not matter. A catch-all also matches nothing at all.
-//! What is forwarded and fingerprinted is the path as it came.
+//! Both readings are written in one spelling, in which slashes and percent signs within a segment are escaped, and looked up
+//! in
+//! one table for each method. A trailing slash and `;params` do not matter. A catch-all also matches an empty rest. The path
+//! is
+//! forwarded and fingerprinted as received.
 
 mod near;
 
@@ -29,22 +32,22 @@ use crate::scope::{self, Params};
 
 pub use self::near::{Look, Named, Near, Reading};
 
-/// Everything that is decided by which route a request takes.
+/// The settings of a route.
 #[derive(Debug)]
 pub struct Route {
     /// The operation: part of the scope.
     pub operation: Operation,
-    /// How key and tenant are found.
+    /// The sources of key and tenant.
     pub scope: scope::Recipe,
     /// What makes two requests the same.
     pub fingerprint: fingerprint::Recipe,
-    /// What the upstream's statuses mean.
+    /// The meaning of the upstream's statuses.
     pub outcome: Lists,
-    /// What a stored outcome announces.
+    /// The events of a stored outcome.
     pub events: Templates,
     /// Limits and times.
     pub policy: Policy,
-    /// Which upstream, by its name in the configuration.
+    /// The name of its upstream in the configuration.
     pub upstream: String,
 }
 
@@ -55,7 +58,7 @@ pub struct Policy {
     pub wait: Duration,
     /// How long the upstream may take before the outcome is unknown.
     pub timeout: Duration,
-    /// How much longer its answer is awaited after that; zero: not at all.
+    /// How much longer the gateway waits for the answer after that; zero: not at all.
     pub late_answer: Duration,
     /// How long an outcome is kept, from its completion.
     pub retention: Duration,
@@ -78,26 +81,26 @@ pub struct Policy {
 /// Who may read a stored answer within the scope.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ReplayAuth {
-    /// Everybody within it: the tenant is the boundary.
+    /// Every caller within it: the tenant is the boundary.
     Scope,
-    /// Whoever sends the credential that the first caller sent; where the tenant comes from a checked token, its subject.
+    /// A caller with the credential of the first caller, or with its subject if the tenant comes from a checked token.
     SameCredential,
-    /// Whoever is let by another server, which is asked for each replay.
+    /// A caller that another server allows. It is asked for each replay.
     Subrequest(Arc<Subrequest>),
 }
 
-/// How another server is asked whether a caller may read a stored answer.
+/// The request that asks another server whether a caller may read a stored answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Subrequest {
-    /// Who is asked.
+    /// The server.
     pub server: Server,
-    /// What is asked for.
+    /// Path and query.
     pub target: PathAndQuery,
     /// How long the answer may take.
     pub timeout: Duration,
 }
 
-/// A server that is asked.
+/// The server of `replay_auth`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Server {
     /// One of the configured upstreams, by its name.
@@ -106,7 +109,7 @@ pub enum Server {
     Url {
         /// `http://host[:port]` or `https://host[:port]`.
         base: String,
-        /// For https: the only certificates to trust. None: the system's.
+        /// For https: the only certificates to trust. `None`: the system's.
         ca_file: Option<PathBuf>,
     },
 }
@@ -117,7 +120,7 @@ pub enum Mode {
     /// They are.
     #[default]
     Protect,
-    /// They are forwarded, and it is told what would have become of them.
+    /// They are forwarded, and the gateway logs and counts what it would have done.
     Observe,
 }
 
@@ -126,26 +129,26 @@ pub enum Mode {
 pub enum OnUnknown {
     /// 409 until someone resolves it.
     Hold,
-    /// It is a new attempt.
+    /// It is executed as a new attempt.
     Retry,
-    /// The upstream is asked first: by the gateway itself, and again right before a new attempt.
+    /// The gateway asks the upstream: in the background, and again right before a new attempt.
     Lookup(Arc<Lookup>),
 }
 
-/// How the upstream is asked what became of an attempt.
+/// The look-up of a route.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Lookup {
     /// The request that asks, and what its answer means.
     pub template: lookup::Template,
-    /// How long the upstream is left alone before.
+    /// How long the gateway waits before it asks.
     pub delay: LookupDelay,
     /// How long the answer may take.
     pub timeout: Duration,
-    /// Which upstream, by its name in the configuration.
+    /// The name of its upstream in the configuration.
     pub upstream: String,
 }
 
-/// Which requests take a route.
+/// The requests of a route.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pattern {
     /// Its methods.
@@ -158,18 +161,18 @@ pub struct Pattern {
 #[derive(Debug, Default)]
 pub struct Routes {
     routes: Vec<Arc<Route>>,
-    /// Of the routes, in their order.
+    /// The routes in their order.
     patterns: Vec<Pattern>,
     tables: HashMap<Method, matchit::Router<usize>>,
     ignore_case: bool,
 }
 
-/// What a request's method and path name.
+/// The result of a search by method and path.
 #[derive(Debug)]
 pub enum RouteMatch {
-    /// No keyed route: the request passes through.
+    /// No route: the request passes through.
     Nothing,
-    /// A keyed route.
+    /// A route.
     Keyed {
         /// The route.
         route: Arc<Route>,
@@ -189,7 +192,7 @@ impl Routes {
     /// Builds the table. Several routes may share an operation: they then share its scope.
     ///
     /// # Errors
-    /// One sentence for each method and path that cannot stand.
+    /// One sentence for each method and path that is not possible.
     pub fn build(
         entries: Vec<(Pattern, Route)>,
         ignore_path_case: bool,
@@ -207,7 +210,7 @@ impl Routes {
             built.patterns.push(pattern);
         }
         for (method, root, index) in roots {
-            // A conflict here means that another route names this path itself.
+            // A conflict here means that another route has exactly this path.
             let _named_already = built.tables.entry(method).or_default().insert(root, index);
         }
         if errors.is_empty() { Ok(built) } else { Err(errors) }
@@ -258,7 +261,7 @@ impl Routes {
         found.unwrap_or(RouteMatch::Nothing)
     }
 
-    /// The table of a method, also where it is written in lower case: some upstreams do not care.
+    /// The table of a method, also if it is in lower case, because some upstreams ignore the case.
     fn table(&self, method: &Method) -> Option<&matchit::Router<usize>> {
         self.tables.get(method).or_else(|| {
             let upper = method.as_str().to_ascii_uppercase();
@@ -271,10 +274,10 @@ impl Routes {
         let found = table.at(&spelt).ok()?;
         let mut params = Vec::with_capacity(found.params.len());
         for (name, value) in found.params.iter() {
-            // The value's place in the lower-case spelling is its place in the other one: ASCII keeps its length.
+            // Offsets are the same in the lower-case spelling: ASCII keeps its length.
             let start = value.as_ptr().addr().checked_sub(spelt.as_ptr().addr())?;
             let value = path.get(start..start + value.len()).filter(|value| !value.is_empty())?;
-            // A value that is not UTF-8 has no name: two of them must not become one by repair.
+            // A value that is not UTF-8 is refused, because repair could make two values equal.
             if let Ok(value) = percent_decode(value.as_bytes()).decode_utf8() {
                 params.push((name.to_owned(), value.into_owned()));
             }
@@ -343,14 +346,14 @@ fn template(path: &str, ignore_case: bool) -> Result<String, &'static str> {
     Ok(spelt)
 }
 
-/// `/a` of `/a/{*rest}`: the path that a catch-all matches with nothing.
+/// `/a` of `/a/{*rest}`: the path for which the catch-all matches an empty rest.
 fn above_catch_all(template: &str) -> Option<String> {
     let (above, last) = template.rsplit_once('/')?;
     let catches = last.starts_with("{*");
     catches.then(|| if above.is_empty() { "/".to_owned() } else { above.to_owned() })
 }
 
-/// Writes a decoded segment so that it cannot be taken for more than one, nor for a parameter.
+/// Escapes a decoded segment, so that it cannot be read as several segments or as a parameter.
 fn spell(segment: impl IntoIterator<Item = u8>, spelt: &mut String) {
     for byte in segment {
         if byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_' | b'~') {

@@ -1,12 +1,13 @@
-//! Where a request belongs: whose it is, and under which key.
+//! Reads the scope of a request: its key and its tenant.
 //!
-//! The key comes from one header line, bare or as a quoted structured-field string; both spellings are one key. Where the
-//! header is absent a route may derive a key from parts of the request. The tenant comes from one source for each route.
+//! The key comes from one header line, bare or as a quoted structured-field string; both spellings are the same key. Without
+//! the header a route may derive a key from parts of the request. Each route has one source for the tenant.
 //!
-//! What must stay true: what is ambiguous is refused, never guessed and never treated as absent (two lines, a list, an empty
-//! value). A sent key never equals a derived one: what is sent may not begin with [`DERIVED`]. An address is never part of the
-//! scope. Credentials leave this module only as keyed digests. A tenant out of a token is read only from one that was checked
-//! ([`jwt`]).
+//! Invariants: an ambiguous key or tenant (two lines, a list, an empty value) is refused, and never treated as absent. A sent
+//! key
+//! never equals a derived one, because a sent key must not begin with [`DERIVED`]. A network address is never part of the
+//! scope.
+//! Credentials leave this module only as keyed digests. A tenant is read only from a token that was checked ([`jwt`]).
 
 mod credential;
 mod derive;
@@ -43,7 +44,7 @@ impl Params {
     }
 }
 
-/// What is asked, as far as the scope needs it.
+/// The parts of a request that the scope needs.
 #[derive(Clone, Copy, Debug)]
 pub struct RequestHead<'a> {
     /// The method.
@@ -54,28 +55,28 @@ pub struct RequestHead<'a> {
     pub headers: &'a HeaderMap,
     /// The path's parameters.
     pub params: &'a Params,
-    /// The host the caller named, with or without a port: from the target where it has one, else from `Host`.
+    /// The host of the request, with or without a port: from the target if it has one, or else from `Host`.
     pub host: Option<&'a str>,
-    /// The caller's token, checked; only where the tenant's source is one.
+    /// The checked token of the caller, if the tenant comes from a token.
     pub token: Option<&'a Claims>,
 }
 
-/// How a route finds key and tenant.
+/// The sources of key and tenant of a route.
 #[derive(Clone, Debug)]
 pub struct Recipe {
     /// The header that carries the key.
     pub key_header: HeaderName,
     /// Whether a request without a key is refused (`true`) or passes unprotected.
     pub key_required: bool,
-    /// Whether the key's header goes on to the upstream.
+    /// Whether the key's header is forwarded to the upstream.
     pub forward_key: bool,
-    /// How a key is made where the header is absent.
+    /// How a key is derived if the header is absent.
     pub derive_key: Option<Derive>,
-    /// Where the tenant comes from.
+    /// The source of the tenant.
     pub tenant: Source,
 }
 
-/// Where the tenant comes from.
+/// The source of the tenant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
     /// One tenant for all.
@@ -99,22 +100,22 @@ pub enum Source {
 pub enum Refusal {
     /// The route requires a key, and the request has none.
     KeyMissing,
-    /// There is a key's header, but it holds no key: what is wrong, to stand after "the idempotency key".
+    /// The header of the key holds no valid key. The text follows "the idempotency key".
     KeyInvalid(&'static str),
-    /// The tenant's source yields nothing that can be a tenant: what is wrong, as a sentence without its end.
+    /// The source gives no valid tenant. The text is a sentence without its full stop.
     TenantMissing(&'static str),
-    /// The tenant is read from a token, and the request has none.
+    /// The tenant comes from a token, and the request has none.
     TokenMissing,
-    /// The token is no good: what is wrong, to stand after "the token".
+    /// The token is not valid. The text follows "the token".
     TokenInvalid(&'static str),
-    /// The keys that the token is checked with are not known at the moment.
+    /// The keys that check the token are not known at the moment.
     TokenUnverified,
 }
 
 /// Reads the key from its header. `None`: the header is absent, whether or not the route requires it.
 ///
 /// # Errors
-/// [`Refusal::KeyInvalid`] where the header is there but is not exactly one key.
+/// [`Refusal::KeyInvalid`] if the header is there and is not exactly one key.
 pub fn read_key(recipe: &Recipe, headers: &HeaderMap) -> Result<Option<Key>, Refusal> {
     let mut lines = headers.get_all(&recipe.key_header).iter();
     let Some(line) = lines.next() else {
@@ -157,7 +158,7 @@ fn bare(line: &str) -> Result<&str, &'static str> {
     }
 }
 
-/// Reads a string of RFC 9651: within quotes, a backslash stands only before a quote or a backslash.
+/// Reads a string of RFC 9651: quoted, with a backslash only before a quote or a backslash.
 fn unquote(line: &str) -> Result<String, &'static str> {
     let mut text = String::with_capacity(line.len());
     let mut letters = line.chars().skip(1);
@@ -183,7 +184,7 @@ fn unquote(line: &str) -> Result<String, &'static str> {
 /// Reads the tenant from the route's source.
 ///
 /// # Errors
-/// [`Refusal::TenantMissing`] where the source yields nothing, several values, or what cannot be a tenant.
+/// [`Refusal::TenantMissing`] if the source gives no value, several values, or an invalid tenant.
 pub fn read_tenant(
     recipe: &Recipe,
     asked: &RequestHead<'_>,
@@ -230,7 +231,7 @@ fn one<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Result<Option<&'h str>,
     Ok(Some(text.trim()))
 }
 
-/// A host as every caller that means it spells it: lower-case, without port and without a dot at its end.
+/// A host in one spelling: lower case, without port and without a final dot.
 fn host(authority: &str) -> String {
     let bracketed = authority.find(']').and_then(|end| authority.split_at_checked(end + 1));
     let name = match bracketed {

@@ -1,16 +1,13 @@
-//! Clears away what is over: expired records, delivered events past their retention, leases of the long dead; marks
-//! what dead owners left as `unknown`; tells of records that became unknown or no longer are; and counts what stands in the
-//! store.
+//! The sweeper. It deletes expired records, delivered events past their retention, and old leases of dead processes. It marks
+//! the records of dead owners as `unknown`, writes events about records that became unknown or were resolved, and counts the
+//! rows of the store.
 //!
-//! It takes no input: a timer, then a look at the tables. Each job is a statement over a small batch that repeats
-//! its conditions, so it is idempotent and several replicas may run it at once. What must stay true:
+//! A timer starts its rounds. Each job is a statement over a small batch that repeats its conditions, so it is idempotent and
+//! several replicas may run it at once. After a crash the next sweeper goes on. Invariants:
 //!
-//! - Only what is over goes; that rule stands in the statements, not here.
-//! - No cap below the inflow: when a time slice ends with work left, the next round follows at once.
-//! - Other owners are judged only while [`Contact`] says so. This loop keeps the contact, by asking the database
-//!   often enough also between its rounds.
-//!
-//! Dying here loses nothing: whoever sweeps next goes on.
+//! - The statements themselves decide which rows may be deleted.
+//! - Deleting keeps up with the inflow: if a time slice ends with work left, the next round follows at once.
+//! - Other owners are judged only while [`Contact`] allows it. This loop keeps the contact by statements between its rounds.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -26,7 +23,7 @@ use crate::store::{Backlog, BacklogChange, Error, Gauges, Store, Unannounced};
 use crate::tasks;
 use crate::telemetry::{Metrics, Swept};
 
-/// Longest time for one job of a round, so that a backlog of one kind does not hold up the others.
+/// Longest time for one job of a round, so that a backlog of one kind does not delay the others.
 const SLICE: Duration = Duration::from_secs(2);
 
 /// Shortest pause between two rounds that found nothing more to do, or failed.
@@ -35,34 +32,34 @@ const PAUSE_MIN: Duration = Duration::from_millis(100);
 /// Longest pause between two rounds.
 const PAUSE_MAX: Duration = Duration::from_secs(24 * 3600);
 
-/// How long a count of pending events lasts where it decides what may be begun.
+/// How long a count of pending events is used to decide about new requests.
 const COUNT_EVERY: Duration = Duration::from_secs(5);
 
-/// How the sweeper works.
+/// The settings of the sweeper.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// How long delivered events are kept, counted from their delivery.
     pub outbox_retention: Duration,
-    /// To whom it is announced that a record is unknown, and that it no longer is; `None`: that is not announced.
+    /// The subscribers to events about unknown and resolved records; `None`: no such events are written.
     pub unknown_events: Option<Vec<Subscriber>>,
-    /// The sinks of the configuration: pending events of another one are warned of.
+    /// The configured sinks. The sweeper warns of pending events for other sinks.
     pub sinks: Vec<String>,
     /// Pause between two rounds.
     pub every: Duration,
     /// Most rows in one statement.
     pub batch: u32,
-    /// What of it is this process's.
+    /// The jobs of this process.
     pub duty: Duty,
-    /// Is told of each count of pending events.
+    /// Gets each count of pending events.
     pub backlog: Backlog,
 }
 
-/// What a process clears away. Everybody counts.
+/// What a process deletes. Every process counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Duty {
     /// Everything.
     All,
-    /// Everything but delivered events, which another process delivers and clears away.
+    /// Everything but delivered events, which a relay deletes.
     Records,
     /// Only delivered events.
     Outbox,
@@ -109,7 +106,7 @@ pub async fn run(
             }
         }
     };
-    // A database that does not answer does not keep the process: what was begun may be done again.
+    // A database that does not answer must not delay the end of the process. Every job can be repeated.
     stop.run_until_cancelled(sweeping).await;
 }
 
@@ -129,14 +126,14 @@ struct Sweeper {
     metrics: Arc<Metrics>,
     stop: CancellationToken,
     failing: bool,
-    /// Whose gauges are set: those of a sink that has nothing left go back to zero.
+    /// The sinks whose gauges are set. The gauges of a sink without events go back to zero.
     sinks: BTreeSet<String>,
-    /// Sinks without a configuration that have pending events, as far as they were warned of.
+    /// Sinks without configuration and with pending events, of which a warning was logged.
     strangers: BTreeSet<String>,
 }
 
 impl Sweeper {
-    /// Every job once, each for a slice of time at most. Whether there is more to do at once.
+    /// Runs each job once, at most for its time slice. Returns whether work is left.
     async fn round(&mut self) -> bool {
         let mut more = false;
         let mut well = true;
@@ -171,7 +168,7 @@ impl Sweeper {
         more
     }
 
-    /// Batches of one job until one is not full. Whether the slice ended before.
+    /// Runs batches of one job until one is not full. Returns whether the time slice ended before.
     async fn work_off(&self, job: Job) -> Result<bool, Error> {
         let end = Instant::now() + SLICE;
         loop {
@@ -192,7 +189,7 @@ impl Sweeper {
         }
     }
 
-    /// One batch; how many rows it found.
+    /// Runs one batch. Returns the number of rows.
     async fn batch(&self, job: Job) -> Result<u64, Error> {
         let limit = self.settings.batch;
         match job {
@@ -216,13 +213,12 @@ impl Sweeper {
             }
             Job::DeadOwners => self.store.ping().await.map(|()| 0),
             Job::Doubts => self.announce(limit).await,
-            // Not in batches: old leases are few.
+            // Without batches, because there are few old leases.
             Job::Leases => self.store.sweep_leases().await.map(|_| 0),
         }
     }
 
-    /// Writes the notices of records that became unknown or were resolved. Where nothing is announced, only the notes of
-    /// those that once were go.
+    /// Writes the events about records that became unknown or were resolved. Without subscribers only old notes are deleted.
     async fn announce(&self, limit: u32) -> Result<u64, Error> {
         let sinks = self.settings.unknown_events.as_deref();
         let which = if sinks.is_some() { Unannounced::All } else { Unannounced::Resolved };
@@ -237,7 +233,7 @@ impl Sweeper {
         Ok(notices.len() as u64)
     }
 
-    /// Tells the backlog, and the log where that changes what is begun.
+    /// Updates the backlog. Logs when that stops or allows new requests.
     fn weigh(&self, gauges: &Gauges) {
         let tide = self.settings.backlog.counted(gauges);
         let most = self.settings.backlog.most();
@@ -280,7 +276,7 @@ impl Sweeper {
         self.metrics.unknown_records(gauges.unknown_records);
     }
 
-    /// Nobody delivers the events of a sink that no replica has in its configuration: said once, and again when it is new.
+    /// Warns once of each sink with pending events that is not configured, because its events are not delivered.
     fn warn_of_strangers(&mut self, gauges: &Gauges) {
         let others = gauges.pending.iter().filter(|(sink, ..)| !self.settings.sinks.contains(sink));
         let mut strangers = BTreeSet::new();
@@ -297,7 +293,7 @@ impl Sweeper {
         self.strangers = strangers;
     }
 
-    /// The pause between two rounds, with as many questions to the database as the contact needs.
+    /// The pause between two rounds, with the statements that the contact needs.
     async fn rest(&self) {
         let longest = self.settings.backlog.most().map_or(PAUSE_MAX, |_| COUNT_EVERY);
         let end = Instant::now() + self.settings.every.clamp(PAUSE_MIN, longest);

@@ -1,18 +1,18 @@
-//! The background tasks of this process: what runs beside the requests for as long as the process does, and what happens when
-//! one of them ends though nobody told it to.
+//! Starts and supervises the background tasks of this process.
 //!
-//! What must stay true:
+//! Invariants:
 //!
-//! - None dies in silence. An end that was not asked for (a panic, a return) is logged and counted, and readiness is off
-//!   until the task runs again.
-//! - What keeps its state elsewhere, in the store say, is begun anew, with a growing pause: a [`Loop`]. What holds state that
-//!   is lost with it ends the process, after the drain and with an exit status of its own, so that it is replaced: a
-//!   [`Vital`].
-//! - Which is which stands in the two tables here, and in `docs/architecture.md`; a test compares them.
-//! - A task or thread is begun here, or by a set that is awaited. A task that ends by itself, with its connection say, is a
-//!   [`short`] one: its panic is logged and counted like any other, and costs nobody else anything.
+//! - No task dies silently. An unexpected end (a panic or a return) is logged and counted, and the process is not ready until
+//!   the task runs again.
+//! - A [`Loop`] keeps its state elsewhere, for example in the store. After an unexpected end it is started again, with a
+//!   growing
+//!   pause. A [`Vital`] task holds state that is lost with it. Its unexpected end stops the process, after the drain and with
+//!   its own exit status, so that the process is replaced.
+//! - The two tables here and `docs/architecture.md` say which task is which; a test compares them.
+//! - Every task or thread is started here, or by a set that is awaited. A [`short`] task ends by itself, for example with its
+//!   connection. Its panic is logged and counted, and affects no other task.
 //!
-//! A process has one registry of them, as it has one log.
+//! A process has one registry of tasks.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -32,7 +32,7 @@ use tokio_util::sync::CancellationToken;
 use crate::backoff::Backoff;
 use crate::telemetry;
 
-/// Pauses before a loop is begun anew: from the first again once the loop has run for [`STEADY`].
+/// Pauses before a loop is started again. After it has run for [`STEADY`], they begin with the first again.
 const PAUSES: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(30));
 const STEADY: Duration = Duration::from_secs(60);
 
@@ -61,7 +61,7 @@ macro_rules! table {
 }
 
 table! {
-    /// Tasks that are begun anew. They keep their state in the store, or where the next one finds it.
+    /// Tasks that are started again. They keep their state in the store, or where the next run finds it.
     Loop {
         Lease = "lease", "renews this process's lease";
         Relay = "relay", "starts the loops of the sinks, and wakes them";
@@ -87,19 +87,19 @@ table! {
     }
 }
 
-/// How a task stands.
+/// The state of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     /// It runs.
     Running,
-    /// It ended, and is begun anew after a pause.
+    /// It ended, and is started again after a pause.
     Pausing,
-    /// It ended, and the process will.
+    /// It ended, and the process ends.
     Ended,
 }
 
 impl State {
-    /// As it is shown.
+    /// The name of the state.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -115,17 +115,17 @@ impl State {
 pub struct Shown {
     /// The task's name.
     pub name: &'static str,
-    /// Which of several: the sink's name.
+    /// Its instance: the name of the sink.
     pub of: String,
-    /// How it stands.
+    /// Its state.
     pub state: State,
-    /// Rounds that it has gone through; 0 for what has no rounds.
+    /// Completed rounds; 0 if it has no rounds.
     pub runs: u64,
-    /// Since the last round ended.
+    /// The time since the last round ended.
     pub last_run: Option<Duration>,
-    /// What went wrong last, and how long ago.
+    /// The last error, and how long ago it happened.
     pub last_error: Option<(String, Duration)>,
-    /// How often it ended though it was not told to.
+    /// How often it ended although nothing stopped it.
     pub ends: u64,
 }
 
@@ -158,7 +158,7 @@ tokio::task_local! {
     static STATUS: Arc<Status>;
 }
 
-/// Keeps a task in the registry for as long as it is there.
+/// Keeps a task in the registry until it is dropped.
 struct Registered(Arc<Status>);
 
 impl Registered {
@@ -178,7 +178,7 @@ impl Drop for Registered {
 }
 
 impl Status {
-    /// It ended though nobody told it to.
+    /// Logs and counts an unexpected end.
     fn ended(&self, why: &str, state: State) {
         let (task, of) = (self.name, self.of.as_str());
         match state {
@@ -210,7 +210,7 @@ impl Status {
     }
 }
 
-/// Runs a loop until `stop`, again and again where it ends before. Dropping it drops the loop. `of`: which of several.
+/// Runs a loop until `stop`, and starts it again if it ends before. Dropping the future drops the loop. `of` is its instance.
 pub async fn kept<F: Future<Output = ()>>(
     task: Loop,
     of: impl Into<String>,
@@ -252,7 +252,7 @@ pub async fn vital(task: Vital, stop: CancellationToken, running: impl Future<Ou
     end_process(registered, why);
 }
 
-/// Begins a task that returns when it has nothing more to do, because everybody who could give it work has gone.
+/// Starts a task that returns when all senders of its work are dropped.
 pub fn worker(
     task: Vital,
     working: impl Future<Output = ()> + Send + 'static,
@@ -265,10 +265,10 @@ pub fn worker(
     }
 }
 
-/// Begins a thread that returns when it has nothing more to do. `name`: for the system's lists.
+/// Starts a thread that returns when all senders of its work are dropped. The system shows it as `name`.
 ///
 /// # Errors
-/// Where the system gives no thread.
+/// The system gives no thread.
 pub fn thread(task: Vital, name: &str, working: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let registered = Registered::new(task.name(), name.to_owned());
     std::thread::Builder::new().name(name.to_owned()).spawn(move || {
@@ -279,29 +279,29 @@ pub fn thread(task: Vital, name: &str, working: impl FnOnce() + Send + 'static) 
     Ok(())
 }
 
-/// Stays in the registry: it is shown until the process has ended.
+/// The task stays in the registry, so that its end is shown until the process has ended.
 fn end_process(registered: Registered, why: &str) {
     registered.0.ended(why, State::Ended);
     FATAL.send_if_modified(|fatal| fatal.replace(registered.0.name).is_none());
     std::mem::forget(registered);
 }
 
-/// Begins a task that ends by itself.
+/// Starts a task that ends by itself.
 pub fn short<T: Send + 'static>(task: impl Future<Output = T> + Send + 'static) -> JoinHandle<T> {
     tokio::spawn(task)
 }
 
-/// A round of the loop in which this is called came through. Elsewhere it does nothing.
+/// Notes that a round of the calling loop has succeeded. Has no effect outside a loop.
 pub fn ran() {
     let note = |status: &Arc<Status>| {
         status.runs.fetch_add(1, Ordering::Relaxed);
         status.seen.lock().run = Some(Instant::now());
     };
-    // Err: it runs by itself, in a test.
+    // Err: a test runs it outside of a loop.
     STATUS.try_with(note).ok();
 }
 
-/// A round of the loop in which this is called failed. Elsewhere it does nothing.
+/// Notes that a round of the calling loop has failed. Has no effect outside a loop.
 pub fn failed(error: &dyn fmt::Display) {
     let note = |status: &Arc<Status>| {
         status.runs.fetch_add(1, Ordering::Relaxed);
@@ -321,7 +321,7 @@ pub fn all() -> Vec<Shown> {
     by_name.collect::<BTreeMap<_, _>>().into_values().collect()
 }
 
-/// The name of a task that does not run, though it should.
+/// The name of a task that should run and does not.
 #[must_use]
 pub fn ailing() -> Option<&'static str> {
     let registry = REGISTRY.lock();
@@ -347,7 +347,7 @@ mod tests {
         all().into_iter().find(|task| task.of == of)
     }
 
-    /// One that is lost at first, and then runs until it is told to stop.
+    /// A task that ends unexpectedly at first, and then runs until it is stopped.
     async fn life(times: usize, losses: &[Option<&'static str>], stop: CancellationToken) {
         match losses.get(times) {
             Some(Some(message)) => panic!("{message}"),

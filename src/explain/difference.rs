@@ -1,4 +1,5 @@
-//! Where two canonical forms differ first: as a path into the body where its form has parts, else as a place in its bytes.
+//! Finds the first difference of two canonical forms: a path into the body if its form has parts, or else a place in its
+//! bytes.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -10,7 +11,7 @@ use super::text::{self, Pair};
 
 /// How much of a value is shown, in bytes.
 const VALUE_MAX: usize = 200;
-/// How many bytes are shown before a difference in plain bytes.
+/// How many bytes before a difference are shown, in a body without parts.
 const BEFORE: usize = 20;
 
 /// The first difference.
@@ -18,7 +19,7 @@ const BEFORE: usize = 20;
 pub struct Difference {
     /// Where: `$.items[2].price`, `field "amount"`, `query "a"`, `header x-currency`, `method`.
     pub place: String,
-    /// What the first has there; none: nothing.
+    /// What the first has there; `None`: nothing.
     pub first: Option<String>,
     /// What the second has there.
     pub second: Option<String>,
@@ -35,7 +36,7 @@ impl Difference {
     }
 }
 
-/// The first difference of what counts of two requests; `None`: there is none.
+/// The first difference of the parts that count; `None`: there is none.
 #[must_use]
 pub fn difference(a: &Canonical, b: &Canonical) -> Option<Difference> {
     let texts = [
@@ -66,7 +67,7 @@ fn query(a: &Canonical, b: &Canonical) -> Option<Difference> {
 }
 
 fn headers(a: &Canonical, b: &Canonical) -> Option<Difference> {
-    // One route's two requests name the same headers; another route's are another operation.
+    // Two requests of one route have the same header names. Requests of two routes differ in their operation.
     let differing = a.headers.iter().zip(&b.headers).find(|(a, b)| a != b);
     let ((name, a), (_, b)) = differing?;
     let line = |values: &Vec<Vec<u8>>| values.join(&b", "[..]);
@@ -104,7 +105,7 @@ fn body(a: &Canonical, b: &Canonical) -> Option<Difference> {
     found.or_else(|| Some(bytes("byte", &a.body, &b.body)))
 }
 
-/// Of two lists that are sorted by name.
+/// The first difference of two lists that are sorted by name.
 fn pairs(what: &str, a: &[Pair], b: &[Pair]) -> Option<Difference> {
     let at = a.iter().zip(b).position(|(a, b)| a != b).unwrap_or(a.len().min(b.len()));
     let (one, other) = (a.get(at), b.get(at));
@@ -130,7 +131,7 @@ fn pairs(what: &str, a: &[Pair], b: &[Pair]) -> Option<Difference> {
 /// A segment of a path into a JSON text.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum PathSegment<'t> {
-    /// As it is spelt, without its quotes.
+    /// A name as it is spelt, without quotes.
     Name(&'t str),
     Index(usize),
 }
@@ -150,8 +151,7 @@ impl PathSegment<'_> {
     }
 }
 
-/// Of two canonical JSON texts, or of what was picked of them: without blanks, members sorted, elements with or without
-/// their index. Each level is read once.
+/// The first difference of two canonical JSON texts, or of the parts that were picked from them. Reads each level once.
 fn json(mut a: &str, mut b: &str) -> Option<Difference> {
     let mut path = "$".to_owned();
     while let (Some(ours), Some(theirs)) = (entries(a), entries(b)) {
@@ -191,7 +191,7 @@ fn comes_first(segment: PathSegment<'_>, other: Option<PathSegment<'_>>) -> bool
     }
 }
 
-/// The parts of an array or object; `None`: it is neither.
+/// The parts of an array or object; `None`: the value is neither.
 fn entries(text: &str) -> Option<Vec<(PathSegment<'_>, &str)>> {
     let is_object = text.starts_with('{');
     if !is_object && !text.starts_with('[') {
@@ -220,7 +220,7 @@ fn entries(text: &str) -> Option<Vec<(PathSegment<'_>, &str)>> {
     Some(entries)
 }
 
-/// Where the value ends that a text begins with.
+/// The end of the value at the start of a text.
 fn value_end(text: &str) -> Option<usize> {
     let (mut depth, mut quoted, mut escaped) = (0_usize, false, false);
     for (at, byte) in text.bytes().enumerate() {
@@ -241,7 +241,7 @@ fn value_end(text: &str) -> Option<usize> {
     (depth == 0 && !quoted).then_some(text.len())
 }
 
-/// Of two canonical XML texts: the element, and the attribute or the text, in which they part.
+/// The first difference of two canonical XML texts: an element with an attribute or a text.
 fn xml(a: &str, b: &str) -> Option<Difference> {
     let at = parting(a.as_bytes(), b.as_bytes());
     let (path, from) = element(a, at)?;
@@ -260,7 +260,7 @@ fn xml(a: &str, b: &str) -> Option<Difference> {
 /// An open element: its name, and how many children of each name it has so far.
 type Named<'t> = (String, HashMap<&'t str, usize>);
 
-/// The path of the element at a place of an XML text, and where the tag or text begins that the place lies in.
+/// The path of the element at a place of an XML text, and the start of the tag or text at that place.
 fn element(text: &str, place: usize) -> Option<(String, usize)> {
     // Names with their number among those of the same name, and the names of their children so far.
     let mut open: Vec<Named<'_>> = vec![(String::new(), HashMap::new())];
@@ -307,7 +307,7 @@ fn element(text: &str, place: usize) -> Option<(String, usize)> {
     Some((if path.is_empty() { "/".to_owned() } else { path }, at))
 }
 
-/// Where a tag ends: quotes hide what would end it.
+/// The end of a tag. A `>` within quotes does not end it.
 fn tag_end(tag: &str) -> Option<usize> {
     let mut quote = None;
     for (at, byte) in tag.bytes().enumerate() {
@@ -321,13 +321,13 @@ fn tag_end(tag: &str) -> Option<usize> {
     None
 }
 
-/// The last attribute that begins in a tag's start.
+/// The last attribute in this start of a tag.
 fn attribute(start: &str) -> Option<&str> {
     let (before, _) = start.rsplit_once("=\"")?;
     before.rsplit(' ').next().filter(|name| !name.is_empty())
 }
 
-/// Of two multipart forms: the part by its name, which stands there with its length.
+/// The first difference of two multipart forms: the name of a part, which the form holds with its length.
 fn multipart(a: &[u8], b: &[u8]) -> Option<Difference> {
     const NAME: &[u8] = b"\x04name";
     let at = parting(a, b);

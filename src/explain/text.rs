@@ -1,9 +1,9 @@
-//! Canonical forms as text: JSON and XML are text by themselves, pairs are read back from their lengths.
+//! Canonical forms as text. JSON and XML are text already; pairs are decoded from their lengths.
 
 /// Name and value, decoded.
 pub(super) type Pair = (Vec<u8>, Vec<u8>);
 
-/// Reads back what `form::write` has written. `None`: it is something else.
+/// Decodes the output of `form::write`. `None`: the bytes are something else.
 pub(super) fn pairs(mut form: &[u8]) -> Option<Vec<Pair>> {
     let count = length(&mut form)?;
     // Each takes two bytes at least.
@@ -35,7 +35,7 @@ fn length(form: &mut &[u8]) -> Option<usize> {
     }
 }
 
-/// A canonical body as text, cut to about this many bytes; `Err`: it is none, and these are its first bytes.
+/// A canonical body as text, cut to about this many bytes; `Err`: the first bytes of a body that is no text.
 pub(super) fn shown<'b>(
     form: Option<&str>,
     body: &'b [u8],

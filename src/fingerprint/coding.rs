@@ -1,13 +1,14 @@
-//! Content codings (RFC 9110, 8.4.1): what a body says once gzip, deflate, br and zstd are taken off.
+//! Decodes content codings (RFC 9110, 8.4.1): gzip, deflate, br and zstd.
 //!
-//! Decoding is for comparing and for callers that do not accept a coding; what is forwarded stays as it came. All or
-//! nothing: a body that ends early, goes on after its end, fails its checksum, or decodes to more than the limit is not
-//! decoded at all, and the caller falls back to the bytes as they are.
+//! Decoded bodies are used to compare requests, and for callers that do not accept a coding. Requests are forwarded as
+//! received.
+//! A body that ends early, goes on after its end, fails its checksum, or decodes to more than the limit is not decoded at all;
+//! the bytes are then used as they are.
 //!
-//! What must stay true: the memory in use is bounded by the limit and a window (deflate 32 KiB, zstd 8 MiB, br 16 MiB),
-//! whatever a body claims of itself, and the work is linear in the body and the limit. So the decoders are run in small
-//! steps and stopped at the limit, larger windows are refused, and the count of members, frames and codings is bounded.
-//! A decoder that panics counts as one that cannot read the body.
+//! Invariants: memory is bounded by the limit and a window (deflate 32 KiB, zstd 8 MiB, br 16 MiB), whatever the body
+//! declares.
+//! The work is linear in the body and the limit. So the decoders run in small steps and stop at the limit, larger windows are
+//! refused, and the number of members, frames and codings is bounded. A decoder that panics counts as a failure to decode.
 
 use std::io::Read;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -20,19 +21,19 @@ use http::header::CONTENT_ENCODING;
 use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
-/// The largest zstd window that a body may ask for: what RFC 9659 allows on the web.
+/// The largest zstd window that a body may ask for: the limit of RFC 9659 for the web.
 const ZSTD_WINDOW_MAX: u64 = 8 << 20;
 
-/// How many codings may lie on each other.
+/// How many codings a body may have.
 const CODINGS_MAX: usize = 4;
 
 /// How many gzip members or zstd frames one body may be made of: each costs the decoder a new start.
 const MEMBERS_MAX: usize = 1024;
 
-/// How much is decoded between two looks at the limit.
+/// How much is decoded between two checks of the limit.
 const STEP: usize = 16 << 10;
 
-/// A coding that can be taken off.
+/// A coding that can be decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Coding {
     /// `gzip`, `x-gzip`.
@@ -56,7 +57,7 @@ pub enum Undecoded {
     Malformed,
 }
 
-/// The codings of a body in the order in which they were applied; none where it is as it is.
+/// The codings of a body in the order in which they were applied; empty if it has none.
 ///
 /// # Errors
 /// [`Undecoded::Unknown`]
@@ -78,7 +79,7 @@ pub fn codings(headers: &HeaderMap) -> Result<Vec<Coding>, Undecoded> {
     if codings.len() > CODINGS_MAX { Err(Undecoded::Unknown) } else { Ok(codings) }
 }
 
-/// Takes the codings off, the last one first. No step may yield more than `limit` bytes.
+/// Decodes the codings, the last one first. No step may give more than `limit` bytes.
 ///
 /// # Errors
 /// The body cannot be decoded as a whole.
@@ -123,7 +124,7 @@ fn gzip(mut body: &[u8], limit: usize, out: &mut Vec<u8>) -> Result<(), Undecode
 
 fn deflate(body: &[u8], limit: usize, out: &mut Vec<u8>) -> Result<(), Undecoded> {
     match inflate(true, body, limit, out) {
-        // Its checksum makes a wrapper sure; the other way round nothing does.
+        // The checksum proves that there is a wrapper. Nothing proves that there is none.
         Err(Undecoded::Malformed) => {
             out.clear();
             inflate(false, body, limit, out)
@@ -194,7 +195,7 @@ fn brotli(body: &[u8], limit: usize, out: &mut Vec<u8>) -> Result<(), Undecoded>
     }
 }
 
-/// Frames one after the other are one text, and some of them say nothing (RFC 8878, 3.1).
+/// Frames one after the other are one text, and skippable frames are empty (RFC 8878, 3.1).
 fn zstd(mut body: &[u8], limit: usize, out: &mut Vec<u8>) -> Result<(), Undecoded> {
     let mut decoder = FrameDecoder::new();
     decoder.set_max_window_size(ZSTD_WINDOW_MAX);

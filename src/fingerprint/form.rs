@@ -1,9 +1,9 @@
 //! Form pairs, of a query or of a body: decoded bytes, sorted by name.
 //!
-//! The order of different names does not matter, that of equal names does, and of those that some API reads as one
-//! ([`arrange`]). Values are compared as decoded bytes, never as
-//! repaired text: two different broken UTF-8 sequences stay different. A `%` that begins no escape makes the whole text
-//! unreadable (`None`), because upstreams disagree on it; it is then compared byte by byte.
+//! The order of different names does not matter. The order of equal names matters, and the order of names that some API reads
+//! as one ([`arrange`]). Values are compared as decoded bytes and never repaired, so two different broken UTF-8 sequences stay
+//! different. A text with a `%` that begins no escape is not read (`None`) and is compared byte by byte, because upstreams
+//! disagree on it.
 
 use std::borrow::Cow;
 
@@ -12,7 +12,7 @@ use super::json::write_length;
 /// A pair as decoded.
 pub(crate) type Pair<'a> = (Cow<'a, [u8]>, Cow<'a, [u8]>);
 
-/// Reads pairs in the order in which they stand. `None`: a `%` that begins no escape.
+/// Reads pairs in their order. `None`: a `%` that begins no escape.
 pub(crate) fn pairs(text: &[u8]) -> Option<Vec<Pair<'_>>> {
     let mut pairs = Vec::new();
     for piece in text.split(|b| *b == b'&').filter(|piece| !piece.is_empty()) {
@@ -57,24 +57,24 @@ fn digit(letter: u8) -> Option<u8> {
 /// Which pairs count.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Selection {
-    /// Only those of these names, where there are any.
+    /// Only the pairs with these names, if there are any.
     pub(crate) only: Vec<String>,
-    /// And none of these names.
+    /// Without the pairs with these names.
     pub(crate) ignore: Vec<String>,
 }
 
-/// What a selection left of a text.
+/// The result of a selection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Selected {
     /// All but what is ignored.
     Whole,
-    /// What is named.
+    /// The named pairs.
     Picked,
 }
 
-/// Writes the pairs that count in canonical order. `None`: it cannot be read; nothing was written.
+/// Writes the pairs that count in canonical order. `None`: the text cannot be read, and nothing was written.
 ///
-/// Where `only` names nothing that is there, all pairs count: what was not foreseen is compared, not overlooked.
+/// If `only` matches nothing, all pairs count, so that an unexpected text is compared and not ignored.
 pub(crate) fn write(text: &[u8], selection: &Selection, out: &mut Vec<u8>) -> Option<Selected> {
     let mut decoded = Vec::with_capacity(text.len());
     let mut pairs = Vec::with_capacity(text.len() / 32 + 1);
@@ -108,10 +108,10 @@ pub(crate) fn write(text: &[u8], selection: &Selection, out: &mut Vec<u8>) -> Op
     Some(if picked { Selected::Picked } else { Selected::Whole })
 }
 
-/// Sorts fields by their names, as far as their order means nothing. `start`: where a field stood.
+/// Sorts fields by their names if their order has no meaning. `start` is the original place of a field.
 ///
-/// Equal names stay in their order, and so do names that some API reads as one place, or as a list: `a[][x]` and `a[][y]` fill
-/// the elements of a list one after the other, `a` takes the place of `a[x]`, and `a.b` is `A_B` to one API or another.
+/// Equal names keep their order. So do names that some API reads as one place or as a list: `a[][x]` and `a[][y]` fill the
+/// elements of a list one after the other, `a` replaces `a[x]`, and some APIs read `a.b` as `A_B`.
 pub(crate) fn arrange<'n, T>(
     fields: &mut [T],
     name: impl Fn(&T) -> &'n [u8],
@@ -131,14 +131,15 @@ pub(crate) fn arrange<'n, T>(
     }
 }
 
-/// What all names that may be one begin with: what stands before a bracket, without what APIs overlook.
+/// The root of a name: the part before a bracket, without the characters that APIs ignore.
 fn root(name: &[u8]) -> impl Iterator<Item = u8> {
     let letters = name.iter().take_while(|byte| **byte != b'[').filter(|byte| **byte != b'\\');
     letters.map(|byte| if matches!(byte, b'.' | b' ') { b'_' } else { byte.to_ascii_lowercase() })
 }
 
-/// Whether the order of two names of one root may matter. They stand next to each other when sorted: so where any two of a
-/// root meet, a pair of neighbours does.
+/// Whether the order of two names of one root may matter. It is enough to compare neighbours, because sorting puts the names
+/// of
+/// one root next to each other.
 fn meet(one: &[u8], other: &[u8]) -> bool {
     let plain = |name: &'_ [u8]| name.iter().take_while(|byte| **byte != b'[').count();
     let listed = |name: &[u8]| name.windows(2).any(|pair| pair == b"[]");

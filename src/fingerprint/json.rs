@@ -1,14 +1,15 @@
-//! JSON as far as two texts mean the same: one canonical text, and a tree over it where parts are asked for.
+//! JSON: one canonical text for all texts of one meaning, and a tree over it for settings that pick parts.
 //!
-//! Member order, white space, string escapes and the spelling of numbers do not survive; everything else does. Numbers are
-//! exact decimals: they never go through floating point.
+//! The canonical text removes the differences of member order, white space, string escapes and the spelling of numbers, and no
+//! others. Numbers are exact decimals and never floating point.
 //!
-//! What must stay true: two different documents never have one canonical form. So the canonical form is JSON itself, and
-//! whatever parsers are known to read differently is not read here at all, but left to be compared byte by byte: duplicate
-//! member names, lone surrogates, a byte order mark, bad UTF-8, exponents beyond 64 bits, nesting beyond [`DEPTH_MAX`].
+//! Invariant: two different documents never have the same canonical form. So the canonical form is JSON itself, and a text
+//! that
+//! parsers are known to read differently has no canonical form and is compared byte by byte: duplicate member names, lone
+//! surrogates, a byte order mark, bad UTF-8, exponents beyond 64 bits, nesting beyond [`DEPTH_MAX`].
 //!
-//! There is one reader of what callers send, [`canonical()`]. The tree reads its text only, and so need not doubt it. The depth
-//! is bounded before anything recurses, so no body can exhaust the stack.
+//! Only [`canonical()`] reads the bodies of callers. The tree reads its output. The depth is checked before anything recurses,
+//! so no body can exhaust the stack.
 
 mod canonical;
 
@@ -19,13 +20,13 @@ use serde_json_path::{JsonPath, PathElement};
 
 pub(crate) use canonical::canonical;
 
-/// How many arrays and objects may lie within each other.
+/// How deep arrays and objects may be nested.
 pub const DEPTH_MAX: usize = 128;
 
 /// Bytes of the text.
 type Span = Range<usize>;
 
-/// Which node of a tree. Parts come before their whole.
+/// The index of a node in a tree. Children come before their parent.
 pub(crate) type NodeId = usize;
 
 /// A value that has no parts, as derived keys use it.
@@ -67,22 +68,22 @@ pub(crate) struct Tree {
 /// Which parts of a document count.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Selection {
-    /// Only what these name, where they name anything.
+    /// Only the parts that these name, if they name any.
     pub(crate) only: Vec<JsonPath>,
-    /// And nothing that these name.
+    /// Without the parts that these name.
     pub(crate) ignore: Vec<JsonPath>,
 }
 
-/// What a selection left of a document.
+/// The result of a selection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Selected {
     /// All but what is ignored, as JSON text.
     Whole,
-    /// What is named, each at its place: see [`Writer::picked`].
+    /// The named parts with their places: see [`Writer::picked`].
     Picked,
 }
 
-/// Writes what counts of a body. `None`: it cannot be read; nothing was written.
+/// Writes the parts of a body that count. `None`: it cannot be read, and nothing was written.
 pub(crate) fn write(body: &[u8], selection: &Selection, out: &mut Vec<u8>) -> Option<Selected> {
     let text = canonical(body)?;
     if selection.only.is_empty() && selection.ignore.is_empty() {
@@ -201,8 +202,8 @@ impl Tree {
         }
     }
 
-    /// Writes what counts. Where `only` names nothing that is there, all of the document counts: what was not foreseen is
-    /// compared, not overlooked.
+    /// Writes the parts that count. If `only` matches nothing, the whole document counts, so that an unexpected document is
+    /// compared and not ignored.
     pub(crate) fn write(&self, selection: &Selection, out: &mut Vec<u8>) -> Selected {
         let value = self.to_value();
         let dropped = self.located(&selection.ignore, &value);
@@ -218,7 +219,7 @@ impl Tree {
         Selected::Whole
     }
 
-    /// By address, not by path: a path of long names would be walked for each of its many matches.
+    /// Compares addresses and not paths, because walking a path of long names for each match would be slow.
     fn located(&self, paths: &[JsonPath], value: &Value) -> Located {
         let found = paths.iter().flat_map(|path| path.query(value));
         let mut found: Vec<*const Value> = found.map(std::ptr::from_ref).collect();
@@ -271,11 +272,11 @@ impl Tree {
     }
 }
 
-/// What paths name, by node; empty where they name nothing.
+/// For each node whether a path names it; empty if the paths name nothing.
 #[derive(Debug, Default)]
 struct Located {
     named: Vec<bool>,
-    /// Whether something that is named lies in it.
+    /// Whether it contains a named node.
     holding: Vec<bool>,
 }
 
@@ -292,14 +293,14 @@ fn unspelt(text: &[u8]) -> String {
     serde_json::from_str(&format!("\"{text}\"")).unwrap_or_default()
 }
 
-/// Reads a canonical text, which is as it should be.
+/// Reads a canonical text, which is known to be valid.
 struct Reader<'t> {
     text: &'t [u8],
     at: usize,
     nodes: Vec<Node>,
     items: Vec<NodeId>,
     members: Vec<(Span, NodeId)>,
-    /// Elements and members of what is not closed yet, innermost last.
+    /// Elements and members of the open arrays and objects, innermost last.
     open_items: Vec<NodeId>,
     open_members: Vec<(Span, NodeId)>,
 }
@@ -388,7 +389,7 @@ impl Writer<'_> {
         !is(&self.dropped.named, id)
     }
 
-    /// A node without what is dropped, as JSON text.
+    /// A node without the dropped parts, as JSON text.
     fn value(&mut self, id: NodeId) {
         let tree = self.tree;
         if !self.keeps(id) {
@@ -418,8 +419,9 @@ impl Writer<'_> {
         }
     }
 
-    /// What is picked of a node: as JSON text, but that elements carry their index and that there is nothing else.
-    /// So two documents that have the same values at other places differ.
+    /// Only the picked parts of a node, as JSON text in which elements carry their index. So two documents with the same
+    /// values
+    /// at different places differ.
     fn picked(&mut self, id: NodeId, picked: &Located) {
         let tree = self.tree;
         if is(&picked.named, id) {

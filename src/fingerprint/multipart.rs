@@ -1,17 +1,19 @@
-//! Multipart bodies as far as two of them mean the same: taken apart at their boundary, which is a new one at each attempt.
+//! Multipart bodies: the canonical form does not contain the boundary, which clients choose anew for each attempt.
 //!
-//! `multipart/form-data` is a form: parts are sorted by the names of their fields, and parts of one name keep their order.
-//! Of every other multipart (`related`, as SOAP with attachments; `mixed`) the order of all parts counts, and so do the
-//! parameters of Content-Type but for the boundary. Of a part count all headers, as names and values whose spelling does
-//! not matter, and the content, byte for byte: what its transfer encoding or its own type says of the content is not looked
-//! at.
+//! `multipart/form-data` is a form: parts are sorted by the names of their fields, and parts of one name keep their order. In
+//! all other types (`related`, as SOAP with attachments; `mixed`) the order of all parts counts, and the parameters of
+//! Content-Type except the boundary. All headers of a part count, as names and values whose spelling does not matter. Its
+//! content
+//! counts byte by byte: neither its transfer encoding nor its own type is interpreted.
 //!
-//! What must stay true: two different bodies never have one canonical form. So every piece carries its length, and whatever
-//! readers are known to take apart in different ways is not taken apart here, but compared byte by byte: a boundary that stands
-//! anywhere but in a delimiter line, lines that end in a bare LF, a missing closing delimiter, a field without a name, a header
-//! that counts twice, a boundary or a name that is said in the way of RFC 2231 too (`boundary*`).
+//! Invariant: two different bodies never have the same canonical form. So every piece carries its length, and a body that
+//! parsers
+//! are known to split differently is compared byte by byte: a boundary outside of a delimiter line, lines that end in a bare
+//! LF,
+//! a missing closing delimiter, a field without a name, a header that counts twice, a boundary or a name that is also given in
+//! the form of RFC 2231 (`boundary*`).
 //!
-//! Time is linear but for the sorting of parts and headers: the search for the boundary never goes back.
+//! Time is linear except for sorting: the search for the boundary never goes back.
 
 use memchr::memmem;
 
@@ -19,7 +21,7 @@ use super::form::{Selected, Selection, arrange};
 use super::json::write_length;
 use super::parameters::{ParameterizedValue, is_token, trim};
 
-/// Writes the canonical form of what counts: of a form, the fields that are selected. `None`: nothing was written.
+/// Writes the canonical form; of a form only the selected fields. `None`: nothing was written.
 pub(crate) fn write(
     content_type: &[u8],
     body: &[u8],
@@ -89,11 +91,11 @@ fn is_boundary(text: &[u8]) -> bool {
     (1..=70).contains(&text.len()) && text.iter().all(allowed) && !text.ends_with(b" ")
 }
 
-/// What stands between the delimiter lines. `None`: readers may differ on where they are.
+/// The parts between the delimiter lines. `None`: parsers may differ on where these lines are.
 fn split<'a>(boundary: &[u8], body: &'a [u8]) -> Option<Vec<&'a [u8]>> {
     let delimiter = [b"--", boundary].concat();
     let mut parts = Vec::new();
-    // Where the part began that is not ended yet; what stands before the first is no part.
+    // The start of the open part. The preamble before the first delimiter is no part.
     let mut begun = None;
     let mut closed = false;
     for at in memmem::find_iter(body, &delimiter) {
@@ -151,7 +153,7 @@ impl<'a> Part<'a> {
         part.is_clear().then_some(part)
     }
 
-    /// Whether all readers find the same type and the same disposition.
+    /// Whether all parsers find the same type and the same disposition.
     fn is_clear(&self) -> bool {
         let twice = |pair: &[(Vec<u8>, Vec<u8>)]| match pair {
             [(a, _), (b, _)] => a == b && is_parametered(a),

@@ -1,13 +1,14 @@
 //! Header values with parameters, `value; name=text; name="text"`: of the request's Content-Type, and within multipart.
 //!
-//! The spelling of names (case), the quotes, the blanks and the order of different names do not survive. What stands between
-//! quotes does, backslashes included, because readers differ on them: Windows paths are sent unescaped. What is not of this
-//! form, or names a parameter twice, is not read at all.
+//! Case of names, quotes, blanks and the order of different names do not count. The text between quotes counts with its
+//! backslashes, because parsers differ on them: some clients send Windows paths unescaped. A value that does not have this
+//! form,
+//! or has a parameter twice, is not read.
 
 /// A value and its parameters.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct ParameterizedValue<'a> {
-    /// What stands before the first `;`, without blanks around it.
+    /// The text before the first `;`, without blanks around it.
     pub(crate) value: &'a [u8],
     /// Sorted by their names, which are in lower case.
     pub(crate) parameters: Vec<(Vec<u8>, &'a [u8])>,
@@ -36,8 +37,8 @@ impl<'a> ParameterizedValue<'a> {
         (rest.is_empty() && distinct).then_some(Self { value: trim(value), parameters })
     }
 
-    /// Whether a parameter is said in pieces or in another encoding (RFC 2231: `name*`, `name*0`): some readers take that
-    /// for it.
+    /// Whether a parameter is given in pieces or in another encoding (RFC 2231: `name*`, `name*0`), which only some parsers
+    /// read.
     pub(crate) fn is_continued(&self, name: &str) -> bool {
         let continues = |known: &[u8]| known.strip_prefix(name.as_bytes())?.first().copied();
         self.parameters.iter().any(|(known, _)| continues(known) == Some(b'*'))
@@ -86,7 +87,7 @@ fn closing_quote(text: &[u8]) -> Option<usize> {
     None
 }
 
-/// Without the blanks around it: those of HTTP and of mail, no others.
+/// Removes the blanks of HTTP and mail around a text, and no others.
 pub(crate) fn trim(text: &[u8]) -> &[u8] {
     let text = trim_start(text);
     let kept = text.iter().rposition(|b| !is_blank(*b)).map_or(0, |last| last + 1);

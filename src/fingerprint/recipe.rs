@@ -6,17 +6,17 @@ use serde_json_path::JsonPath;
 use super::{Hash, VERSION, form, json, xml};
 use crate::record::RecipeId;
 
-/// How many bytes a body may decode to, if nothing else is said.
+/// The default limit of a decoded body, in bytes.
 pub(super) const DECODED_MAX: usize = 8 << 20;
 
 /// A route's `fingerprint` settings as configured.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Settings {
-    /// What of the body counts, where it names anything that is there: entries as of `ignore`.
+    /// The parts of the body that count, if they match any. Entries as in `ignore`.
     pub only: Vec<String>,
-    /// What of the body does not count: a JSONPath (`$...`), an XML path (`/...`), else the name of a form field.
+    /// Parts of the body that do not count: a JSONPath (`$...`), an XML path (`/...`), or the name of a form field.
     pub ignore: Vec<String>,
-    /// What of an XML body does not count, as XML paths, or `ws-security` for what a signer of messages adds.
+    /// Parts of an XML body that do not count: XML paths, or `ws-security` for the parts that a signer adds.
     pub ignore_xml: Vec<String>,
     /// The namespaces of prefixes in XML paths.
     pub xml_namespaces: xml::Given,
@@ -24,7 +24,7 @@ pub struct Settings {
     pub headers: Vec<String>,
     /// Names of query pairs that do not count.
     pub ignore_query: Vec<String>,
-    /// How many bytes a body may decode to; one that is larger counts as it came.
+    /// The limit of a decoded body, in bytes. A larger body counts as received.
     pub decoded_max: Option<usize>,
 }
 
@@ -82,20 +82,20 @@ impl Recipe {
         })
     }
 
-    /// Whether it picks or leaves out parts of bodies by path.
+    /// Whether it selects parts of bodies by path.
     #[must_use]
     pub fn looks_into_bodies(&self) -> bool {
         !(self.json.only.is_empty() && self.json.ignore.is_empty())
     }
 
-    /// Names version and settings: the order of entries does not matter.
+    /// The id of version and settings. The order of entries does not matter.
     #[must_use]
     pub fn id(&self) -> RecipeId {
         self.id
     }
 }
 
-/// Entries of `only` or `ignore`, each for the kind of body that it speaks of.
+/// The entries of `only` or `ignore`, by kind of body.
 #[derive(Debug, Default)]
 struct Entries {
     json: Vec<JsonPath>,
@@ -135,7 +135,7 @@ impl Entries {
     }
 }
 
-/// How often a JSONPath descends, in its filters too; what stands between quotes does not count.
+/// The number of descents (`..`) in a JSONPath and its filters, without the text between quotes.
 pub(super) fn descents(path: &str) -> usize {
     let (mut count, mut quoted, mut before) = (0, None, ' ');
     let mut letters = path.chars();
@@ -161,7 +161,7 @@ fn recipe_id(
 ) -> RecipeId {
     let mut hash = Hash::new(VERSION);
     let headers = headers.iter().map(HeaderName::as_str).collect();
-    // XML paths count by the namespaces that their prefixes stand for.
+    // XML paths are compared by the namespaces of their prefixes.
     let others = |list: &[String]| {
         list.iter().filter(|entry| !entry.starts_with('/')).cloned().collect::<Vec<_>>()
     };

@@ -1,4 +1,4 @@
-//! What a fingerprint is made of, to be shown: by the functions that make it.
+//! Shows the parts of a fingerprint. It uses the functions that make the fingerprint.
 
 use http::{HeaderMap, HeaderName};
 
@@ -26,7 +26,7 @@ pub fn bytes(recipe: &Recipe, parts: &Parts<'_>) -> Vec<u8> {
     plain(recipe, parts.headers, parts.body).into_owned()
 }
 
-/// The canonical form of a query: pairs, each half with its length. `None`: it counts as it came.
+/// The canonical form of a query: pairs, each half with its length. `None`: it counts as received.
 #[must_use]
 pub fn query(recipe: &Recipe, query: &str) -> Option<Vec<u8>> {
     let mut pairs = Vec::new();

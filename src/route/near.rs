@@ -1,17 +1,17 @@
-//! Why a request takes a route, or takes none: for people. The lookups are those of [`Routes::find`].
+//! Explains why a request has a route or none. Searches as [`Routes::find`] does.
 
 use http::Method;
 use serde::Serialize;
 
 use super::{Routes, decoded_then_split, split_then_decoded, template};
 
-/// How many routes are named that nearly fit.
+/// How many routes are shown that nearly match.
 const NEAR_MAX: usize = 5;
 
-/// One reading of a path, and what it names.
+/// One reading of a path, and its route.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Reading {
-    /// The path as it is looked up: a segment's own slashes and percent signs are escaped.
+    /// The path in the spelling of the search: slashes and percent signs within a segment are escaped.
     pub path: String,
     /// The route that it names.
     pub route: Option<Named>,
@@ -28,17 +28,17 @@ pub struct Named {
     pub path: String,
 }
 
-/// A route that a request does not take, and what is missing.
+/// A route that does not match, and why.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Near {
     /// The route.
     #[serde(flatten)]
     pub route: Named,
-    /// What does not fit, as half a sentence.
+    /// The part that does not match, as half a sentence.
     pub why_not: String,
 }
 
-/// What the two readings of a path name, and which other routes nearly fit.
+/// The routes of both readings of a path, and other routes that nearly match.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Look {
     /// Split, then decoded.
@@ -51,7 +51,7 @@ pub struct Look {
 }
 
 impl Routes {
-    /// Looks as [`Routes::find`] does, and says what it saw.
+    /// Searches as [`Routes::find`] does, and describes the result.
     #[must_use]
     pub fn look(&self, method: &Method, path: &str) -> Look {
         let path = path.split('?').next().unwrap_or_default();
@@ -72,7 +72,7 @@ impl Routes {
         Some(Named { operation: route.operation.to_string(), methods, path: pattern.path.clone() })
     }
 
-    /// Those that would fit but for one thing, the nearest first.
+    /// The routes that differ in one thing only, the nearest first.
     fn near(&self, method: &Method, paths: [&str; 2], taken: [Option<usize>; 2]) -> Vec<Near> {
         let mut near: Vec<(u8, Near)> = Vec::new();
         let others = (0..self.routes.len()).filter(|index| !taken.contains(&Some(*index)));
@@ -102,7 +102,7 @@ impl Routes {
         near.into_iter().map(|(_, near)| near).collect()
     }
 
-    /// In what one thing a path differs from a template; `None`: in more.
+    /// The one thing in which a path differs from a template; `None`: it differs in more.
     fn differs(&self, pattern: &str, path: &str) -> Option<(u8, String)> {
         let template = template(pattern, self.ignore_case).ok()?;
         let folded = if self.ignore_case { path.to_ascii_lowercase() } else { path.to_owned() };
@@ -132,7 +132,7 @@ impl Routes {
                     );
                     return Some((1, why));
                 }
-                // With nothing in common but a wildcard or two it is just another path.
+                // A path that shares only wildcards with the template is a different path.
                 let common = pairs().any(|(want, give)| want == give);
                 common.then(|| (2, format!("the path says {give:?} and not {want:?}")))
             }

@@ -1,4 +1,4 @@
-//! Who asks, by credentials: nothing of them leaves this file but user names, tokens to be checked, and keyed digests.
+//! Identifies callers by their credentials. Only user names, tokens to be checked, and keyed digests leave this file.
 
 use std::fmt;
 
@@ -67,7 +67,7 @@ pub(super) fn basic_user(headers: &HeaderMap) -> Result<String, &'static str> {
 /// The token of Bearer credentials (RFC 6750). `None`: the request has no Authorization header.
 ///
 /// # Errors
-/// There are several, or they are of another kind: what is wrong, to stand after "the token".
+/// There are several, or they are of another kind. The text follows "the token".
 pub fn bearer(headers: &HeaderMap) -> Result<Option<&str>, &'static str> {
     const NONE: &str = "is not one of the Bearer scheme";
     let credential = credential(headers).map_err(|_| "stands beside another credential")?;
@@ -79,14 +79,13 @@ pub fn bearer(headers: &HeaderMap) -> Result<Option<&str>, &'static str> {
     if fits && !token.is_empty() { Ok(Some(token)) } else { Err(NONE) }
 }
 
-/// Whether the request carries more than one credential: another one may count for the upstream than for us.
+/// Whether the request has more than one credential. The upstream may use another one than the gateway.
 #[must_use]
 pub fn has_several_credentials(headers: &HeaderMap) -> bool {
     credential(headers).is_err()
 }
 
-/// Who asks: the subject of a checked token, else a keyed digest of the credential, of all of them where there are several.
-/// `None`: there is none.
+/// The caller: the subject of a checked token, or else a keyed digest of all credentials. `None`: there is no credential.
 #[must_use]
 pub fn caller(headers: &HeaderMap, token: Option<&Claims>, digest: &DigestKey) -> Option<Caller> {
     if let Some(subject) = token.and_then(Claims::subject) {

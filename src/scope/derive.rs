@@ -9,7 +9,7 @@ use crate::fingerprint::form;
 use crate::fingerprint::json::{Scalar, Tree};
 use crate::record::{Key, hex};
 
-/// How every derived key begins, and no sent one.
+/// The prefix of every derived key. A sent key must not have it.
 pub const DERIVED: &str = "derived:";
 
 /// The parts of a derived key, compiled.
@@ -36,7 +36,7 @@ impl Derive {
         parts.iter().map(|part| Part::parse(part)).collect::<Result<_, _>>().map(Self)
     }
 
-    /// Whether any part stands in the body.
+    /// Whether any part comes from the body.
     #[must_use]
     pub fn reads_body(&self) -> bool {
         self.0.iter().any(|part| matches!(part, Part::Json(_)))
@@ -66,7 +66,7 @@ impl Part {
         }
     }
 
-    /// The part's value as JSON text; `None` where it is absent, blank, or there several times.
+    /// The value of the part as JSON text; `None` if it is absent, blank or repeated.
     fn value(&self, asked: &RequestHead<'_>, body: Option<&Body>) -> Option<String> {
         let text = match self {
             Self::Json(path) => {
@@ -123,7 +123,7 @@ fn names_several(path: &str) -> bool {
     false
 }
 
-/// Makes a key from the parts that the route names. RequestHead only where the header is absent.
+/// Makes a key from the parts that the route names. Used only if the header is absent.
 /// `None`: a part is absent, and the request counts as having no key.
 #[must_use]
 pub fn derive_key(recipe: &Recipe, asked: &RequestHead<'_>, body: &[u8]) -> Option<Key> {

@@ -1,13 +1,14 @@
-//! Bearer tokens: a signed JWT (RFC 7515, 7519, 8725) is checked against keys that are handed in, and read only after that.
+//! Bearer tokens: checks a signed JWT (RFC 7515, 7519, 8725) with given keys, and reads its claims only after that.
 //!
-//! What must stay true:
+//! Invariants:
 //!
-//! - The algorithm is one that the configuration names and one that fits the kind of the key; a token only chooses among
-//!   them. There is no way to say `none`, and no way to take a public key for the secret of an HMAC.
-//! - A claim that is there in a wrong type makes the token invalid: it is never taken for absent.
-//! - Nothing in a token names where a key comes from: a `kid` is compared with those of known keys, and that is all.
+//! - The configuration must name the algorithm, and it must fit the kind of the key. A token only chooses among these. `none`
+//!   does
+//!   not exist, and a public key is never used as the secret of an HMAC.
+//! - A claim of a wrong type makes the token invalid. It never counts as absent.
+//! - A token cannot say where a key comes from. Its `kid` is only compared with the known keys.
 //!
-//! Pure: keys and the time are handed in.
+//! Pure: keys and time are arguments.
 
 use std::fmt;
 use std::time::Duration;
@@ -19,7 +20,7 @@ use serde_json::{Map, Value};
 
 use crate::fingerprint::json::Tree;
 
-/// Longest token that is looked at, in bytes.
+/// Longest token, in bytes.
 const TOKEN_MAX: usize = 16 * 1024;
 /// Most keys of a set; further ones are left out.
 const KEYS_MAX: usize = 100;
@@ -59,7 +60,7 @@ pub enum Algorithm {
     EdDsa,
 }
 
-/// What an algorithm does with which kind of key.
+/// The algorithms with their kind of key.
 enum Scheme {
     Hmac(hmac::Algorithm),
     Rsa(&'static signature::RsaParameters),
@@ -102,7 +103,7 @@ impl Algorithm {
         }
     }
 
-    /// By its name, letter by letter.
+    /// Finds an algorithm by its exact name.
     #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|algorithm| algorithm.as_str() == name)
@@ -163,7 +164,7 @@ enum Material {
 #[derive(Clone, PartialEq, Eq)]
 pub struct Key {
     id: Option<String>,
-    /// The only algorithm that it is for, where it says so.
+    /// The only algorithm of this key, if it names one.
     only: Option<Algorithm>,
     material: Material,
 }
@@ -181,14 +182,13 @@ impl Key {
         Self { id: None, only: None, material: Material::Secret(bytes.to_vec()) }
     }
 
-    /// A public key as `BEGIN PUBLIC KEY` holds it: a DER SubjectPublicKeyInfo. `None`: it is none, or of a kind that is
-    /// not read here.
+    /// A public key as in `BEGIN PUBLIC KEY`: a DER SubjectPublicKeyInfo. `None`: it is not one, or of an unsupported kind.
     #[must_use]
     pub fn public(der: &[u8]) -> Option<Self> {
         Some(Self { id: None, only: None, material: spki(der)? })
     }
 
-    /// Whether a token that is signed by `algorithm` may be checked with this key at all.
+    /// Whether this key may check a token with this `algorithm`.
     #[must_use]
     pub fn fits(&self, algorithm: Algorithm) -> bool {
         let kind = match (algorithm.scheme(), &self.material) {
@@ -231,7 +231,7 @@ impl Key {
 pub struct Keys(Vec<Key>);
 
 impl Keys {
-    /// One key, whatever its tokens say of its name.
+    /// One key for all tokens, whatever their `kid`.
     #[must_use]
     pub fn one(key: Key) -> Self {
         Self(vec![key])
@@ -249,8 +249,9 @@ impl Keys {
         self.0.len()
     }
 
-    /// Reads a JWK set (RFC 7517), with what was left out of it and why. What is left may be no key at all: that is a set too,
-    /// by which no token is good.
+    /// Reads a JWK set (RFC 7517). Returns also the keys that were left out, and why. A set without any key is allowed: no
+    /// token
+    /// is valid then.
     ///
     /// # Errors
     /// It is no such set.
@@ -383,10 +384,10 @@ fn spki(input: &[u8]) -> Option<Material> {
     (key.len() == curve.length()).then(|| Material::Point(curve, key.to_vec()))
 }
 
-/// What is expected of a token beside its signature.
+/// The requirements for a token besides its signature.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rules {
-    /// How it may be signed.
+    /// The allowed algorithms.
     pub algorithms: Vec<Algorithm>,
     /// Its `iss`.
     pub issuer: String,
@@ -399,9 +400,9 @@ pub struct Rules {
 /// Why a token is not accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenError {
-    /// It is no good: what is wrong, to stand after "the token".
+    /// It is not valid. The text follows "the token".
     Invalid(&'static str),
-    /// It may be good, and names a key that is not among those known.
+    /// It names a key that is not known. It may be valid.
     KeyUnknown,
 }
 
@@ -443,7 +444,7 @@ pub fn verify(text: &str, keys: &Keys, rules: &Rules, now: Duration) -> Result<C
     Ok(Claims(claims))
 }
 
-/// A JSON object in which no name stands twice.
+/// A JSON object without a repeated name.
 fn object(text: &[u8]) -> Option<Map<String, Value>> {
     Tree::parse(text)?;
     match serde_json::from_slice(text).ok()? {
@@ -454,7 +455,7 @@ fn object(text: &[u8]) -> Option<Map<String, Value>> {
     }
 }
 
-/// `JWT`, or `at+jwt` of RFC 9068, each also as a media type; other kinds of JWT are no access tokens (RFC 8725, 3.11).
+/// `JWT`, or `at+jwt` of RFC 9068, each also as a media type. Other kinds of JWT are not access tokens (RFC 8725, 3.11).
 fn is_access(kind: &Value) -> bool {
     let Some(kind) = kind.as_str() else { return false };
     let kind = kind.to_ascii_lowercase();
@@ -474,7 +475,7 @@ fn candidates<'k>(
         None => None,
     };
     match (named, fitting.as_slice()) {
-        // A key without a name that stands alone: from a file, for all tokens.
+        // A single key without a name comes from a file and is for all tokens.
         (_, [only]) if only.id.is_none() => Ok(fitting),
         (None, [_]) => Ok(fitting),
         (None, []) => Err(TokenError::KeyUnknown),
@@ -522,12 +523,12 @@ fn check(claims: &Map<String, Value>, rules: &Rules, now: Duration) -> Result<()
     Ok(())
 }
 
-/// Where a claim stands: a name at the top, or a JSON pointer.
+/// The place of a claim: a name at the top level, or a JSON pointer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClaimPath(Vec<String>);
 
 impl ClaimPath {
-    /// `tenant_id`, or `/org/id` (RFC 6901) for one that stands deeper. A name may hold dots and colons as it likes.
+    /// `tenant_id`, or `/org/id` (RFC 6901) for a nested claim. A name may contain dots and colons.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let plain = |part: &str| part.replace("~1", "/").replace("~0", "~");
@@ -540,7 +541,7 @@ impl ClaimPath {
 }
 
 impl Claims {
-    /// Who it is about, where it says so in a form that can be kept.
+    /// The subject, if it has a form that can be stored.
     #[must_use]
     pub fn subject(&self) -> Option<&str> {
         let subject = self.0.get("sub").and_then(Value::as_str)?;
@@ -548,8 +549,9 @@ impl Claims {
         (plain && subject.len() <= CLAIM_MAX).then_some(subject)
     }
 
-    /// A claim that is a text or a whole number, as text. The number 7 and the text "7" are one tenant: both are the
-    /// issuer's own word.
+    /// A claim that is a text or a whole number, as text. The number 7 and the text "7" are the same tenant, because the
+    /// issuer
+    /// decides on both.
     ///
     /// # Errors
     /// There is no such claim, or it is something else.
