@@ -51,7 +51,7 @@ fn each_of_several_mistakes_is_a_line_that_says_who_speaks() {
         assert_eq!((code, out.as_str()), (2, ""), "{args:?}: {errors}");
         let lines: Vec<&str> = errors.lines().collect();
         let begin = [
-            "oncegate: c.toml:2: upstream.url: has the port \"99999\"",
+            "oncegate: c.toml:2: upstream.url: has the invalid port \"99999\"",
             "oncegate: c.toml:4: policy.wait: ",
             "oncegate: c.toml:5: policy.retries: ",
         ];

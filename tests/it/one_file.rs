@@ -279,8 +279,8 @@ async fn a_file_that_must_be_there_is_not_made_and_a_url_that_means_nothing_is_r
         assert!(said.contains("x.db") && said.contains("must be there (mode=rw)"), "{said}");
         for (url, why) in [
             ("sqlite:x.db?mode=ro", "mode=ro is not possible"),
-            ("sqlite:x.db?cache=shared", "means nothing here; allowed is mode=rwc"),
-            ("sqlite::memory:", "forgotten with the process"),
+            ("sqlite:x.db?cache=shared", "has no meaning here; allowed is mode=rwc"),
+            ("sqlite::memory:", "lost with the process"),
             ("sqlite://", "names no file"),
         ] {
             let refused = in_folder(folder.path(), args, url);
