@@ -1,17 +1,16 @@
-//! The operators' listener: probes, metrics, records, events and sinks as JSON, and what is done to them by hand.
+//! The admin listener: probes, metrics, records, events and sinks as JSON, and the actions of operators on them.
 //!
-//! - It is a listener of its own: nothing here is reachable on the port that callers use.
-//! - `/healthz` says that the process runs, `/readyz` that it may be sent requests. Both are open to everybody and say
-//!   nothing about callers; why the store is away is for operators. Everything else needs the bearer token; where none is
-//!   configured (loopback only, the configuration sees to that), it needs a `Host` that names this machine, so that a web page
-//!   that points its own name at 127.0.0.1 reads nothing.
-//! - Every wait for the store is bounded: a store that hangs makes an answer 503, never a request that hangs.
-//! - A query parameter that is not known is refused by name, since a filter that is ignored shows the wrong records.
-//! - Keys, tenants and bodies are shown, escaped, and never logged.
+//! - It has its own address: the port of the callers serves none of these pages.
+//! - `/healthz` says that the process runs, `/readyz` that it accepts requests. Both are open to everyone. They show nothing
+//!   about callers, and only operators see why the store is away.
+//! - Every other page needs the bearer token. Without a configured token (on loopback only) it needs a `Host` that names this
+//!   machine, so that a web page whose own name points at 127.0.0.1 reads nothing.
+//! - Every wait for the store is bounded: if the store hangs, the answer is 503.
+//! - An unknown query parameter is refused by name, because an ignored filter would show the wrong records.
+//! - Keys, tenants and bodies are shown escaped, and never logged.
 //!
-//! Actions are POST routes behind the same `guard` (see `act`). It also
-//! refuses a foreign `Origin`, since a browser sends questions for other pages without their reading the answer. When the
-//! process dies here, nothing is lost: no state is kept.
+//! Actions are POST routes behind the same `guard` (see `act`). The guard also refuses a foreign `Origin`, because a browser
+//! sends requests of other pages even if they cannot read the answer. The listener keeps no state, so a crash loses nothing.
 
 mod act;
 pub mod action;

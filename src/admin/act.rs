@@ -1,11 +1,12 @@
-//! What operators do over the admin listener: release and complete records; redeliver and discard events, one or all dead
-//! ones of a filter; pause and resume sinks.
+//! Actions of the admin listener: release and complete records; redeliver and discard one event, or all dead events of a
+//! filter; pause and resume sinks.
 //!
-//! - A request says what it means in a JSON object, and says so by its `Content-Type`: a browser sends none of it for a page
-//!   of somebody else's without asking first, and is refused then.
-//! - A field that is not known is refused by name, since a filter that is ignored acts on the wrong events.
+//! - The body is a JSON object with the `Content-Type` of JSON. A browser sends that type for a foreign page only after a
+//!   preflight request, which is refused.
+//! - An unknown field is refused by name, because an ignored filter would change the wrong events.
 //!
-//! A caller that goes away in the middle of many dead events stops the rest of them; the audit table says how many were done.
+//! If the client closes the connection during an action on many dead events, the action stops. The audit table has the number
+//! of events that were changed.
 
 pub(super) mod records;
 

@@ -1,12 +1,12 @@
-//! What an operator says of a record: that it did not execute, or that it did and with which answer. Done here for the
-//! commands and for the admin listener alike.
+//! Releases and completes records by hand, for the commands and the admin listener.
 //!
-//! - An action names the attempt that was looked at; where the record has moved on since, nothing is changed.
-//! - The answer is checked before anything is written: it will be replayed to callers as if it came from the upstream, so it
-//!   may hold nothing that the gateway would have dropped.
+//! - An action names the attempt that the operator saw. If the record has changed since, nothing is changed.
+//! - The answer is checked before it is written: the gateway replays it like an answer of the upstream, so it must not hold a
+//!   header that the gateway would have dropped.
 //!
-//! The store decides whether a record may be touched, and audits it. When the process dies between the action and its report,
-//! the audit table tells whether it was done.
+//! The store decides whether a record may be changed, and writes the audit row. If the process dies after the action and
+//! before
+//! its report, the audit table shows whether the action was done.
 
 use std::time::Duration;
 
@@ -22,9 +22,9 @@ use crate::store::{self, Completion, Objection, Operator, RecordRow, Store};
 /// Largest body of an answer that an operator gives, in bytes.
 pub const BODY_MAX: usize = 16 << 20;
 
-/// What a completion by hand needs to know of the record's route.
+/// What a completion by hand needs from the record's route.
 pub trait Announce: Send + Sync {
-    /// What this answer announces by the route's templates, and for how long the route keeps it.
+    /// The events of this answer by the route's templates, and for how long the route keeps it.
     fn announced(&self, row: &RecordRow, answer: &Answer) -> Announced;
 }
 
@@ -34,12 +34,12 @@ impl<F: Fn(&RecordRow, &Answer) -> Announced + Send + Sync> Announce for F {
     }
 }
 
-/// What a record's route makes of an answer.
+/// The events and the retention of an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Announced {
     /// Its events.
     pub events: Vec<Event>,
-    /// How many of them say only why their template failed.
+    /// How many of them hold only the error of their template.
     pub failed: u64,
     /// For how long the answer is kept.
     pub retention: Duration,
@@ -55,7 +55,7 @@ pub struct Target {
 }
 
 impl Target {
-    /// The record as it stands, where it is still at the attempt that was seen.
+    /// Reads the record, if it is still at the attempt that the operator saw.
     async fn look(self, store: &dyn Store) -> Result<Result<RecordRow, Objection>, store::Error> {
         let Some(row) = store.show_record(self.id).await? else {
             return Ok(Err(Objection::NotFound));
@@ -65,10 +65,10 @@ impl Target {
     }
 }
 
-/// Frees a record's key. `completed`: also that of a completed record. What the record was.
+/// Frees a record's key; with `completed` also the key of a completed record. Returns the record as it was.
 ///
 /// # Errors
-/// The store's.
+/// An error of the store.
 pub async fn release(
     store: &dyn Store,
     target: Target,
@@ -87,18 +87,18 @@ pub async fn release(
 /// A record that an operator completed.
 #[derive(Clone, Debug)]
 pub struct CompletedByHand {
-    /// What it was.
+    /// The record as it was.
     pub was: RecordRow,
     /// What was written.
     pub completion: Completion,
-    /// How many of its events say only why their template failed.
+    /// How many of its events hold only the error of their template.
     pub failed: u64,
 }
 
 /// Completes a record with an answer that an operator knows.
 ///
 /// # Errors
-/// The store's.
+/// An error of the store.
 pub async fn complete(
     store: &dyn Store,
     target: Target,
@@ -123,26 +123,26 @@ pub async fn complete(
     Ok(completed.map(|()| CompletedByHand { was, completion, failed }))
 }
 
-/// What a release came to. Field names are promised.
+/// The result of a release. The field names are stable.
 #[derive(Clone, Debug, Serialize)]
 pub struct ReleaseReport {
     /// The record as it was.
     pub released: RecordView,
-    /// Who did it, as the audit log has it.
+    /// The operator, as in the audit table.
     pub by: String,
     /// Why.
     pub why: Option<String>,
 }
 
 impl ReleaseReport {
-    /// Of this record, by this operator.
+    /// The result for this record and operator.
     #[must_use]
     pub fn of(was: &RecordRow, by: &Operator) -> Self {
         Self { released: RecordView::brief(was), by: by.who.clone(), why: by.why.clone() }
     }
 }
 
-/// What a completion came to. Field names are promised.
+/// The result of a completion. The field names are stable.
 #[derive(Clone, Debug, Serialize)]
 pub struct CompleteReport {
     /// The record as it was.
@@ -151,11 +151,11 @@ pub struct CompleteReport {
     pub response_status: u16,
     /// The events of the answer.
     pub events: Vec<AnnouncedView>,
-    /// How many of them say only why their template failed with this answer.
+    /// How many of them hold only the error of their template.
     pub events_failed: u64,
     /// For how long the answer is replayed.
     pub retention_seconds: u64,
-    /// Who did it, as the audit log has it.
+    /// The operator, as in the audit table.
     pub by: String,
     /// Why.
     pub why: Option<String>,
@@ -173,7 +173,7 @@ pub struct AnnouncedView {
 }
 
 impl CompleteReport {
-    /// Of this completion, by this operator.
+    /// The result for this completion and operator.
     #[must_use]
     pub fn of(done: &CompletedByHand, by: &Operator) -> Self {
         let view = |event: &Event| AnnouncedView {
@@ -196,15 +196,15 @@ impl CompleteReport {
 /// What is wrong with an answer that an operator gives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AnswerMistake {
-    /// Its status is none of an answer's.
+    /// Its status is not final.
     Status,
-    /// A header, by its place, cannot be one of a stored answer.
+    /// The header at this index cannot be in a stored answer; why.
     Header(usize, &'static str),
-    /// It has a body, and its status allows none.
+    /// It has a body, and its status does not allow one.
     Body(StatusCode),
 }
 
-/// The answer that an operator describes; header lines are pairs of name and value.
+/// Makes the answer that an operator describes. Header lines are pairs of name and value.
 ///
 /// # Errors
 /// The first thing that is wrong with it.
@@ -226,7 +226,7 @@ pub fn answer(status: u16, lines: &[(&str, &str)], body: Bytes) -> Result<Answer
     Ok(Answer { status, headers, spelling, body: KeptBody::Whole(body) })
 }
 
-/// Headers that belong to one connection, or that the gateway makes itself.
+/// Headers that belong to one connection, or that only the gateway sets.
 fn is_the_gateways(name: &HeaderName) -> bool {
     const NAMES: [&str; 11] = [
         "connection",

@@ -1,4 +1,4 @@
-//! What a completion by hand announces, for the commands and for the admin listeners of `serve` and `relay`.
+//! Makes the events of a completion by hand, for the commands and the admin listeners of `serve` and `relay`.
 
 use std::time::Duration;
 
@@ -9,11 +9,11 @@ use crate::record::event::Origin;
 use crate::route::Routes;
 use crate::store::RecordRow;
 
-/// For how long a completion by hand is kept where the configuration no longer has the record's route.
+/// Retention of a completion by hand if the configuration no longer has the record's route.
 const RETENTION: Duration = Duration::from_secs(24 * 3600);
 
-/// The events of an answer by the templates of the record's route, and for how long that route keeps it. An operation that
-/// the configuration does not have any more announces nothing.
+/// Makes the events of an answer from the templates of the record's route, with the route's retention. If the configuration no
+/// longer has the operation, there are no events.
 pub(super) fn announced(routes: &Routes, row: &RecordRow, answer: &Answer) -> Announced {
     let Some(route) = routes.by_operation(row.scope.operation.as_str()) else {
         return Announced { events: Vec::new(), failed: 0, retention: RETENTION };

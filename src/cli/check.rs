@@ -33,8 +33,8 @@ enum StoreCheck {
 }
 
 /// What to do so that `check` reaches the store.
-const TO_LOOK: &str = "to have it checked as well, run this where `serve` runs: with its configuration and variables, and where \
-     the database can be reached";
+const TO_LOOK: &str = "to check the store as well, run `check` where `serve` runs: with its configuration and variables, and where \
+     it can reach the database";
 
 pub(super) async fn check(args: &ConfigArgs) -> ExitCode {
     let (config, mut warnings) = match load(args.config.as_deref(), None) {

@@ -1,6 +1,6 @@
-//! `oncegate records list|show|release|complete`: what happened to a request, and saying what did.
+//! `oncegate records list|show|release|complete`: show records, and resolve them by hand.
 //!
-//! What is done to a record is done by [`resolve`]; the words are here.
+//! [`resolve`] makes the changes. This file prints the results.
 
 use std::io::{Read as _, Write};
 use std::time::Duration;

@@ -73,7 +73,7 @@ async fn check_looks_at_a_store_that_is_there_and_makes_none(which: Which) {
     let (code, out, errors) = process::run(&["check", "--config", config]);
     assert!(code == 0 && out.contains("the store was not looked at: "), "{out}{errors}");
     assert!(out.lines().last().unwrap().starts_with("ok: "), "{out}");
-    assert!(out.contains("run this where `serve` runs"), "how it is made to look: {out}");
+    assert!(out.contains("run `check` where `serve` runs"), "how it is made to look: {out}");
     assert!(out.lines().last().unwrap().ends_with("the store was not looked at"), "{out}");
     let (_, out, _) = process::run(&["check", "--config", config, "--json"]);
     let out: serde_json::Value = serde_json::from_str(&out).unwrap();

@@ -1,4 +1,4 @@
-//! What operators say of records over the admin listener: that one did not execute, or that it did and with which answer.
+//! The admin listener's actions on records: release and complete.
 
 use std::collections::BTreeMap;
 
@@ -16,36 +16,36 @@ use super::super::state::State;
 use super::{RequestedBy, acted_in_time, read};
 use crate::record::{Answer, Attempt, RecordId};
 
-/// How long the body of a completion may be, in bytes: an answer's body of the largest size fits in base64.
+/// Largest request to complete a record, in bytes. The largest body of an answer fits in base64.
 const COMPLETE_MAX: usize = 24 << 20;
 
-/// What may be said about a record that did not execute.
+/// The fields of a release.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(in crate::admin) struct ReleaseBody {
-    /// Also a completed record: its answer is forgotten, and the next request executes again.
+    /// Also release a completed record: its answer is deleted, and the next request executes again.
     #[serde(default)]
     completed: bool,
-    /// The attempt that was seen: where the record has moved on, nothing is done.
+    /// The attempt that the operator saw. If the record has changed since, nothing is changed.
     attempt: Option<u32>,
     who: Option<String>,
     reason: Option<String>,
 }
 
-/// What must be said about a record that did execute.
+/// The fields of a completion.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(in crate::admin) struct CompleteBody {
     /// The answer's status.
     status: u16,
-    /// The answer's headers: by name, or as a list of pairs where a name stands twice.
+    /// The answer's headers: by name, or as a list of pairs if a name is repeated.
     #[serde(default)]
     headers: AnswerHeaders,
-    /// The answer's body, as text. Left out, beside `body_base64`: it has none.
+    /// The answer's body, as text. Without this and `body_base64` it has none.
     body: Option<String>,
     /// The answer's body, in base64.
     body_base64: Option<String>,
-    /// The attempt that was seen: where the record has moved on, nothing is done.
+    /// The attempt that the operator saw. If the record has changed since, nothing is changed.
     attempt: Option<u32>,
     who: Option<String>,
     reason: Option<String>,
