@@ -45,7 +45,7 @@ pub fn warnings(config: &Config) -> Vec<Warning> {
     }
     if let Some(names) = on(tenant_is_a_claim) {
         let text = format!(
-            "{names}: the tenant is what the caller says, and nobody verifies it. Whoever can name a tenant can read \
+            "{names}: the caller names the tenant, and it is not verified. Every caller that can name a tenant can read \
              its stored answers: let a proxy in front set it, read it from a token (jwt_claim), or set replay_auth"
         );
         warn("policy.tenant", text);

@@ -458,7 +458,7 @@ fn tokens_are_checked_with_keys_from_one_place_that_fit_their_algorithms() {
         ),
         (
             jwt_section("jwks_url = \"https://a/\"").replace("\"RS256\"", "\"none\""),
-            "jwt.algorithms[0]: a token that nobody signed proves nothing",
+            "jwt.algorithms[0]: a token without a signature proves nothing",
         ),
         (
             jwt_section("jwks_url = \"https://a/\"").replace("\"RS256\"", "\"rs256\""),

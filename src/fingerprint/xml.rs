@@ -1,18 +1,19 @@
-//! XML as far as two texts mean the same: canonical XML without comments, with blanks between elements left out.
+//! XML: canonical XML without comments and without blanks between elements.
 //!
-//! Encoding, declaration, the order and the quotes of attributes, blanks within tags, `<a/>` and `<a></a>`, CDATA sections,
-//! references, line ends, comments and declarations of namespaces that repeat what holds do not survive. Prefixes do: a
-//! prefix may be meant by text (`xsi:type="p:order"`), so documents that differ in them are two. So do processing instructions.
+//! These do not count: encoding, declaration, order and quotes of attributes, blanks within tags, `<a/>` or `<a></a>`, CDATA
+//! sections, references, line ends, comments, and namespace declarations that repeat a declaration in scope. Prefixes count,
+//! because text may refer to a prefix (`xsi:type="p:order"`). Processing instructions count.
 //!
-//! **Blanks** are left out where an element holds elements and, beside them, nothing but blanks; never where `xml:space` says
-//! otherwise, never where an element holds only text, and never among words. A comment within a text splits it: readers
-//! are known that take only the part before it.
+//! **Blanks** are left out in an element that holds only elements and blanks. They count under `xml:space="preserve"`, in an
+//! element that holds only text, and among words. A comment within a text splits it, because some parsers take only the part
+//! before it.
 //!
-//! The canonical form is itself XML, in UTF-8, and its own canonical form. So it can be shown to people, and two
-//! documents have one form only where they are one document. What is not well-formed, has a document type, nests deeper
-//! than [`DEPTH_MAX`](super::json::DEPTH_MAX) or may be decoded in two ways is compared byte by byte.
+//! The canonical form is XML in UTF-8, and its own canonical form. So two documents have the same form only if they are the
+//! same
+//! document. A text is compared byte by byte if it is not well-formed, has a document type, nests deeper than
+//! [`DEPTH_MAX`](super::json::DEPTH_MAX), or may be decoded in two ways.
 //!
-//! Time is linear but for the sorting of attributes; each path of the settings adds a fixed cost for each element.
+//! Time is linear except for the sorting of attributes. Each path of the settings adds a fixed cost for each element.
 
 mod decode;
 mod namespaces;
@@ -27,25 +28,25 @@ use self::read::{Attribute, Document, Layout, Letters, Name, Node};
 use super::json::write_length;
 use super::parameters::ParameterizedValue;
 
-/// What of a document counts.
+/// The parts of a document that count.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Selection {
-    /// Only these and what is in them, where they name anything; of the elements around them the names and namespaces.
+    /// Only these with their content, if they name any, and the names and namespaces of the elements around them.
     pub(crate) only: Vec<Path>,
-    /// And not these, nor what is in them.
+    /// Without these and their content.
     pub(crate) ignore: Vec<Path>,
 }
 
-/// What a selection left of a document.
+/// The result of a selection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Selected {
     /// All but what is ignored.
     Whole,
-    /// What is named, each at its place.
+    /// The named parts with their places.
     Picked,
 }
 
-/// Writes the canonical form of what counts. `None`: nothing was written.
+/// Writes the canonical form of the parts that count. `None`: nothing was written.
 pub(crate) fn write(
     body: &[u8],
     kind: &ParameterizedValue<'_>,
@@ -66,8 +67,8 @@ pub(crate) fn write(
     Some(Selected::Whole)
 }
 
-/// Parameters of Content-Type say what is asked (`action`, in SOAP 1.2), but for the charset: before the document, as an
-/// instruction of a name that no document can have.
+/// Writes the parameters of Content-Type except the charset, because SOAP 1.2 names the action there. They come before the
+/// document, as a processing instruction with a name that no document can have.
 fn write_type(kind: &ParameterizedValue<'_>, out: &mut Vec<u8>) {
     for (name, text) in kind.parameters.iter().filter(|(name, _)| name != b"charset") {
         out.extend_from_slice(b"<?xml:");
@@ -84,7 +85,7 @@ fn is_name(text: &str) -> bool {
     text.starts_with(read::begins_name) && text.chars().all(read::continues_name)
 }
 
-/// Stands for the comments beside a text, whatever they say.
+/// Replaces the comments beside a text, whatever their content.
 const COMMENT: &[u8] = b"<!---->";
 
 /// What was written last.
@@ -103,9 +104,9 @@ enum Before {
 enum Reason {
     /// It counts.
     Counts,
-    /// It is around one that counts.
+    /// It contains an element that counts.
     Around,
-    /// It may turn out to be around one; else what is written since here is taken back.
+    /// It may contain an element that counts. Otherwise the output since this place is removed.
     Perhaps(usize),
 }
 
@@ -120,7 +121,7 @@ struct Writer<'d, 'a> {
     ignore: Matcher<'d>,
     only: Option<Matcher<'d>>,
     open: Vec<Open>,
-    /// How many elements of a part that is ignored are open.
+    /// The number of open elements in an ignored part.
     hidden: usize,
     before: Before,
     /// Whether `only` named anything.
@@ -177,7 +178,7 @@ impl<'d, 'a> Writer<'d, 'a> {
         texts.into_iter().for_each(|text| self.out.extend_from_slice(text));
     }
 
-    /// Whether what stands directly in the innermost element counts.
+    /// Whether the direct content of the innermost element counts.
     fn counts(&self) -> bool {
         let innermost = self.open.last().map(|open| open.reason);
         innermost.map_or(self.only.is_none(), |reason| reason == Reason::Counts)
@@ -225,7 +226,7 @@ impl<'d, 'a> Writer<'d, 'a> {
         self.open.push(Open { name, layout, reason });
     }
 
-    /// The elements around the present place are written for good.
+    /// Marks the open elements as part of the output.
     fn keep_around(&mut self) {
         for open in self.open.iter_mut().rev() {
             if !matches!(open.reason, Reason::Perhaps(_)) {
@@ -254,7 +255,7 @@ impl<'d, 'a> Writer<'d, 'a> {
         }
     }
 
-    /// What follows is no text: a comment at the end of a text counts like one within it.
+    /// Ends a text. A comment at the end of a text counts like one within it.
     fn close_text(&mut self) {
         if self.before == Before::Split {
             self.out.extend_from_slice(COMMENT);
@@ -271,7 +272,7 @@ impl<'d, 'a> Writer<'d, 'a> {
             self.out.extend_from_slice(COMMENT);
         }
         self.before = Before::Text;
-        // Meant blanks where others are left out: written so that they are read as meant.
+        // Meant blanks where layout is left out: they are written as references, so that they still count when read again.
         match layout {
             Layout::Ignored => escape(text, blank, self.out),
             Layout::Counts => escape(text, plain, self.out),
@@ -279,7 +280,7 @@ impl<'d, 'a> Writer<'d, 'a> {
     }
 }
 
-/// What stands for a byte in text.
+/// The escape of a byte in text.
 fn plain(byte: u8) -> Option<&'static [u8]> {
     match byte {
         b'&' => Some(b"&amp;"),

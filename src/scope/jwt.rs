@@ -515,7 +515,7 @@ fn check(claims: &Map<String, Value>, rules: &Rules, now: Duration) -> Result<()
         None => false,
     };
     if !meant {
-        return Err("is meant for somebody else");
+        return Err("is meant for another audience");
     }
     if claims.get("sub").is_some_and(|subject| !subject.is_string()) {
         return Err("has a subject that is no text");

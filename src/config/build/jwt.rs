@@ -153,7 +153,7 @@ fn read_algorithm(text: &str) -> Result<Algorithm, String> {
     let known = || {
         let names: Vec<&str> = Algorithm::ALL.into_iter().map(Algorithm::as_str).collect();
         if text.eq_ignore_ascii_case("none") {
-            return "a token that nobody signed proves nothing".to_owned();
+            return "a token without a signature proves nothing".to_owned();
         }
         format!("{text:?} is not known here; known are {}", names.join(", "))
     };

@@ -1,23 +1,25 @@
 //! JSON text in one canonical spelling, written in one pass.
 //!
-//! No blanks; strings with the shortest escapes; numbers in the one spelling of their exact value; members sorted by the
-//! bytes of their names as they are spelt here. The result is JSON again, of the same meaning, so two documents that differ
-//! never have one canonical text. What parsers are known to read differently is not read: see [`super`].
+//! The canonical text has no blanks, strings with the shortest escapes, numbers in one spelling of their exact value, and
+//! members
+//! sorted by the bytes of their names in this spelling. It is JSON of the same meaning, so two different documents never have
+//! the
+//! same canonical text. A text that parsers are known to read differently is not read: see [`super`].
 //!
-//! Most of a text is canonical as it stands. So nothing is written for a token: the scanner goes on, and what lies between two
-//! deviations (a blank, an escape, an odd number) is copied as one run. A position is one in the text to be: what is written,
-//! and behind it the run that is not yet. Objects that turn out not to be sorted are noted, and a second pass copies
-//! the pieces in their order, each byte once. Both passes are linear but for the sorting of members.
+//! Most of a text is already canonical. So the scanner copies the text between two deviations (a blank, an escape, an odd
+//! number)
+//! as one run. A position counts the bytes of the output: the written bytes and the open run. The first pass notes objects
+//! that
+//! are not sorted, and a second pass copies their pieces in order, each byte once. Both passes are linear except for sorting.
 
 use std::ops::Range;
 
 use super::DEPTH_MAX;
 
-/// How many digits a number may have on one side of its point and still be written without exponent: no spelling
-/// grows beyond that.
+/// The most digits on one side of the point of a number that is written without exponent. This bounds the length of a number.
 const PLAIN_MAX: usize = 20;
 
-/// The largest body that is read: no text grows fivefold, so every position fits 32 bits.
+/// The largest body that is read. The output is less than five times as long, so every position fits into 32 bits.
 const BODY_MAX: usize = 512 << 20;
 
 /// Where something begins and ends.
@@ -88,7 +90,7 @@ pub(crate) fn canonical(body: &[u8]) -> Option<Vec<u8>> {
 struct Scanner<'a> {
     body: &'a [u8],
     at: usize,
-    /// What lies from here to `at` is canonical as it stands and not written yet.
+    /// The text from here to `at` is canonical and not written yet.
     run: usize,
     out: Vec<u8>,
     /// Members of the objects that are not closed yet, innermost last.
@@ -109,12 +111,12 @@ impl Scanner<'_> {
         fits
     }
 
-    /// Where in the text to be the scanner stands.
+    /// The position of the scanner in the output.
     fn position(&self) -> usize {
         self.out.len() + (self.at - self.run)
     }
 
-    /// Writes the run up to `end`; what follows begins a new one.
+    /// Writes the run up to `end`, and begins a new one after it.
     fn flush_to(&mut self, end: usize) {
         copy(self.body, self.run, end, &mut self.out);
         self.run = end;
@@ -212,7 +214,7 @@ impl Scanner<'_> {
         let begins = if self.run <= from {
             beginning(self.body, from + 1, self.at - 1)
         } else {
-            // It held an escape that is spelt otherwise here.
+            // It had an escape with another spelling.
             self.flush();
             beginning(&self.out, start + 1, name_end)
         };
@@ -231,7 +233,7 @@ impl Scanner<'_> {
         Some(Member { begins, name, span, inner })
     }
 
-    /// Sorts the members of an object that is complete; `None` where two have one name.
+    /// Sorts the members of a complete object; `None` if two have the same name.
     fn close(&mut self, opened: usize, number: usize, span: Span) -> Option<()> {
         let members = self.open.get(opened..)?;
         let plain = members.is_sorted_by(|a, b| a.begins < b.begins);
@@ -240,7 +242,7 @@ impl Scanner<'_> {
         if sorted {
             self.open.truncate(opened);
             if next == number + 1 {
-                // Nothing in it is out of order: it need not be known.
+                // Everything in it is in order, so it need not be noted.
                 self.objects.pop();
             }
             return Some(());
@@ -254,7 +256,7 @@ impl Scanner<'_> {
         Some(())
     }
 
-    /// Whether the members stood in order already.
+    /// Whether the members were already in order.
     fn sort(&mut self, opened: usize) -> Option<bool> {
         let members = self.open.get_mut(opened..)?;
         work(members.len());
@@ -392,7 +394,7 @@ impl Scanner<'_> {
         Some(())
     }
 
-    /// Writes the one spelling of a value; `None` where its exponent does not fit 64 bits.
+    /// Writes the canonical spelling of a number; `None` if its exponent does not fit into 64 bits.
     fn exact(
         &mut self,
         negative: bool,
@@ -433,7 +435,7 @@ impl Scanner<'_> {
         text
     }
 
-    /// Copies a piece, the objects in it arranged. No deeper than the document.
+    /// Copies a piece with sorted objects. The recursion is no deeper than the document.
     fn arrange(&self, piece: Span, inner: Span, text: &mut Vec<u8>) {
         let copy = |text: &mut Vec<u8>, start: u32, end: u32| {
             copy(&self.out, start as usize, end as usize, text);
@@ -463,7 +465,7 @@ impl Scanner<'_> {
     }
 }
 
-/// Copies a piece. Most are short, and a copy of a fixed size is the fastest: what is too much is taken back.
+/// Copies a piece. Most pieces are short, and a copy of a fixed size is the fastest; the extra bytes are removed again.
 fn copy(from: &[u8], start: usize, end: usize, to: &mut Vec<u8>) {
     const SHORT: usize = 32;
     let len = end - start;
@@ -568,7 +570,7 @@ fn write_letter(letter: char, out: &mut Vec<u8>) {
     out.extend_from_slice(letter.encode_utf8(&mut [0; 4]).as_bytes());
 }
 
-/// A string as it stands in a canonical text, without its quotes.
+/// A string in its canonical spelling, without quotes.
 pub(super) fn spelt(text: &str) -> Vec<u8> {
     let mut out = Vec::with_capacity(text.len());
     text.chars().for_each(|letter| write_letter(letter, &mut out));

@@ -1,9 +1,10 @@
 //! From the bytes of an XML body to UTF-8 text: byte order mark, declaration, charset.
 //!
-//! A byte order mark decides, then the charset of Content-Type and the declaration, which must agree where it matters.
-//! Without any of them it is UTF-8. Read are UTF-8, UTF-16 with its mark, and ISO-8859-1 and Windows-1252 where those two
-//! are the same. A text of ASCII alone is the same in every encoding that has a place here. All else, and every
-//! contradiction, is not read.
+//! A byte order mark decides, and then the charset of Content-Type and the declaration, which must agree if it matters.
+//! Without
+//! all of these the text is UTF-8. Supported are UTF-8, UTF-16 with its mark, and ISO-8859-1 and Windows-1252 for the bytes
+//! that
+//! both read alike. A text of ASCII alone is the same in all known encodings. Other encodings and contradictions are not read.
 
 use std::borrow::Cow;
 
@@ -14,7 +15,7 @@ enum Encoding {
     Utf16,
     /// ISO-8859-1 or Windows-1252.
     Western,
-    /// Has ASCII in the place of ASCII, and something else beyond.
+    /// A superset of ASCII.
     Ascii,
 }
 
@@ -33,7 +34,7 @@ impl Encoding {
     }
 }
 
-/// The text of a body after its declaration. `None`: it is not certain how to read it.
+/// The text of a body after its declaration. `None`: its encoding is not certain.
 pub(super) fn decode<'a>(body: &'a [u8], charset: Option<&[u8]>) -> Option<Cow<'a, str>> {
     let (body, mark) = unmarked(body)?;
     let (declared, start) = declaration(&body)?;
@@ -60,7 +61,7 @@ pub(super) fn decode<'a>(body: &'a [u8], charset: Option<&[u8]>) -> Option<Cow<'
     }
 }
 
-/// The body without its mark, as UTF-8 where the mark says that it is UTF-16.
+/// The body without its mark; UTF-16 is converted to UTF-8.
 fn unmarked(body: &[u8]) -> Option<(Cow<'_, [u8]>, Option<Encoding>)> {
     let wide = |units: &[u8], read: fn([u8; 2]) -> u16| {
         let (pairs, []) = units.as_chunks::<2>() else { return None };
@@ -76,21 +77,21 @@ fn unmarked(body: &[u8]) -> Option<(Cow<'_, [u8]>, Option<Encoding>)> {
     }
 }
 
-/// What both encodings read alike: 0x80 to 0x9f they do not.
+/// The bytes that both encodings read alike: all but 0x80 to 0x9f.
 fn western(bytes: &[u8]) -> Option<String> {
     let alike = bytes.iter().all(|b| !(0x80..0xa0).contains(b));
     alike.then(|| bytes.iter().map(|b| char::from(*b)).collect())
 }
 
-/// The encoding that the XML declaration names, and where the declaration ends; 0 where there is none.
+/// The encoding of the XML declaration, and the end of the declaration; 0 without one.
 fn declaration(text: &[u8]) -> Option<(Option<&[u8]>, usize)> {
     let Some(rest) = text.strip_prefix(b"<?xml") else { return Some((None, 0)) };
     if !matches!(rest, [b' ' | b'\t' | b'\n' | b'\r', ..]) {
-        // A processing instruction of another name, or nothing that is well-formed: found out later.
+        // Another processing instruction, or a text that is not well-formed. The reader finds that out.
         return Some((None, 0));
     }
     let (version, mut rest) = pseudo_attribute(rest, b"version")?;
-    // 1.1 reads other line ends and characters.
+    // XML 1.1 has other line ends and characters.
     if version != b"1.0" {
         return None;
     }
@@ -107,7 +108,7 @@ fn declaration(text: &[u8]) -> Option<(Option<&[u8]>, usize)> {
     }
     let rest = rest.trim_ascii_start().strip_prefix(b"?>")?;
     let end = text.len() - rest.len();
-    // A form feed is a blank to ASCII and not to XML.
+    // A form feed is white space in ASCII and not in XML.
     (!text.get(..end)?.contains(&0x0c)).then_some((declared, end))
 }
 

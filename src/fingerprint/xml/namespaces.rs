@@ -1,4 +1,4 @@
-//! Prefixes: those that paths in the configuration may use unasked, and those in scope at a place of a document.
+//! Namespace prefixes: the well-known ones for paths in the configuration, and the ones in scope at a place of a document.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -23,9 +23,9 @@ const WELL_KNOWN: &[(&str, &str)] = &[
     ("xsi", "http://www.w3.org/2001/XMLSchema-instance"),
 ];
 
-/// Of the prefix `xml`, and of no other.
+/// The namespace of the prefix `xml`. No other prefix may have it.
 const XML: &str = "http://www.w3.org/XML/1998/namespace";
-/// Of the prefix `xmlns`, which cannot be declared.
+/// The namespace of the prefix `xmlns`, which cannot be declared.
 const XMLNS: &str = "http://www.w3.org/2000/xmlns/";
 
 /// Prefixes that the configuration gives, and their namespaces.
@@ -63,9 +63,9 @@ const NONE: Uri = 0;
 const OF_XML: Uri = 1;
 const OF_XMLNS: Uri = 2;
 
-/// What is declared at a place of a document.
+/// The declarations in scope at a place of a document.
 ///
-/// Looking up, declaring and leaving an element take constant time for each declaration, however deep they stand.
+/// Each operation takes constant time for each declaration, however deep the element.
 #[derive(Debug)]
 pub(super) struct Scope<'a> {
     uris: Uris,
@@ -97,11 +97,11 @@ impl Uris {
     }
 }
 
-/// What a declaration does.
+/// The effect of a declaration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Declared {
     New,
-    /// It says what holds without it.
+    /// None: the same declaration is already in scope.
     Known,
 }
 
@@ -115,7 +115,7 @@ impl<'a> Scope<'a> {
         Self { uris, bound, undo: Vec::new() }
     }
 
-    /// The namespace of a prefix; that of the empty one is the default.
+    /// The namespace of a prefix. The empty prefix has the default namespace.
     pub(super) fn resolve(&self, prefix: &[u8]) -> Option<Uri> {
         self.bound.get(prefix).copied()
     }
@@ -139,12 +139,12 @@ impl<'a> Scope<'a> {
         Some(Declared::New)
     }
 
-    /// How much is declared, for `leave`.
+    /// The number of declarations, for `leave`.
     pub(super) fn mark(&self) -> usize {
         self.undo.len()
     }
 
-    /// Takes back what was declared since the mark.
+    /// Removes the declarations since the mark.
     pub(super) fn leave(&mut self, mark: usize) {
         for (prefix, before) in self.undo.drain(mark.min(self.undo.len())..).rev() {
             match before {

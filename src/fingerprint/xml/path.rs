@@ -1,18 +1,18 @@
-//! Which elements and attributes of a document a setting names: a small part of XPath, matched while the document passes by.
+//! Paths to elements and attributes in settings: a small part of XPath, matched while the document is read.
 //!
-//! Read are `/a/b` and `//b`, names as `b` (of no namespace), `p:b`, `p:*`, `*:b` (of any) and `*`, and at the end `@`
-//! before such a name for attributes. A prefix stands for its namespace, so that a document may use another one. Everything
+//! Supported are `/a/b` and `//b`, names as `b` (of no namespace), `p:b`, `p:*`, `*:b` (of any) and `*`, and at the end `@`
+//! before such a name for attributes. A prefix stands for its namespace, so the document may use another one. Everything
 //! else is refused when the configuration is read.
 
 use super::namespaces::{Given, namespace};
 
-/// The name of what WS-Security adds to a message when it is signed; see [`named`].
+/// The name for the parts that WS-Security adds to a signed message; see [`named`].
 pub(crate) const WS_SECURITY: &str = "ws-security";
 
-/// Whatever is in the header `wsse:Security` (tokens, time stamps, signatures), and the ids by which a signature refers to
-/// the body and to other headers: a signer draws new ones for each message. For the body some take an `Id` of no namespace, or
-/// `xml:id`, which mean nothing else there. An id within the body's content is not among them: there something that counts may
-/// refer to it.
+/// The content of the header `wsse:Security` (tokens, time stamps, signatures), and the ids by which a signature refers to the
+/// body and to other headers: a signer makes new ones for each message. For the body some signers use an `Id` without
+/// namespace
+/// or `xml:id`. Ids within the content of the body are not included, because content that counts may refer to them.
 const WS_SECURITY_PATHS: [&str; 10] = [
     "/soap:Envelope/soap:Header/wsse:Security",
     "/soap:Envelope/soap:Header/*/@wsu:Id",
@@ -26,13 +26,13 @@ const WS_SECURITY_PATHS: [&str; 10] = [
     "/soap12:Envelope/soap12:Body/@xml:id",
 ];
 
-/// The paths that a name stands for, whatever prefixes the configuration gives; `None`: it is no such name.
+/// The paths that a name stands for, whatever the prefixes in the configuration; `None`: the name is not known.
 pub(crate) fn named(text: &str) -> Option<Vec<Path>> {
     let paths = WS_SECURITY_PATHS.iter().filter_map(|path| Path::parse(path, &Given::new()).ok());
     (text == WS_SECURITY).then(|| paths.collect())
 }
 
-/// Steps to elements in one path: their places fit the bits of a word.
+/// The most steps to elements in one path: one bit of a word for each.
 const STEPS_MAX: usize = 32;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,7 +41,7 @@ enum Axis {
     Descendant,
 }
 
-/// What a name must be; `None` is any.
+/// The required name; `None`: any.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Test {
     namespace: Option<String>,
@@ -114,7 +114,7 @@ impl Path {
         Ok(path)
     }
 
-    /// The path with namespaces in the place of prefixes: one text for each meaning.
+    /// The path with namespaces in place of prefixes, so that equal paths have equal texts.
     pub(crate) fn spelled(&self) -> String {
         let mut text = String::new();
         let mut spell = |step: &Step, sign: &str| {
@@ -130,7 +130,7 @@ impl Path {
     }
 }
 
-/// Reads a name. The error is a sentence, or nothing where the name is not of the right form.
+/// Reads a name. The error is a sentence, or nothing if the name has the wrong form.
 fn test(text: &str, given: &Given) -> Result<Test, Option<String>> {
     let name = |text: &str| super::is_name(text).then(|| text.to_owned()).ok_or(None);
     let local = |text: &str| if text == "*" { Ok(None) } else { name(text).map(Some) };
@@ -152,20 +152,20 @@ fn test(text: &str, given: &Given) -> Result<Test, Option<String>> {
     }
 }
 
-/// How much of one path has been found at one element: bit `n` for its first `n` steps.
+/// The steps of one path that match at one element: bit `n` for the first `n` steps.
 #[derive(Clone, Copy, Debug)]
 struct Matched {
-    /// The last of these steps names the element itself.
+    /// The last of these steps matches the element itself.
     here: u64,
-    /// It names an element around it.
+    /// It matches an element around it.
     above: u64,
 }
 
-/// Follows a document and says what paths name. What it does for each element does not depend on what came before.
+/// Follows a document and finds the named elements. The cost of an element does not depend on the elements before it.
 #[derive(Debug)]
 pub(super) struct Matcher<'p> {
     paths: &'p [Path],
-    /// For each open element, and for the document around them, one entry for each path.
+    /// For the document and each open element, one entry for each path.
     levels: Vec<Matched>,
 }
 
@@ -174,7 +174,7 @@ impl<'p> Matcher<'p> {
         Self { paths, levels: vec![Matched { here: 1, above: 0 }; paths.len()] }
     }
 
-    /// Goes into an element. Whether a path names it.
+    /// Enters an element. Returns whether a path names it.
     pub(super) fn enter(&mut self, uri: &[u8], local: &[u8]) -> bool {
         let mut named = false;
         let parents = self.levels.len().saturating_sub(self.paths.len());

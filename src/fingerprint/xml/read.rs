@@ -1,11 +1,12 @@
-//! From text to a document: XML 1.0 with namespaces, without a document type, checked to the letter.
+//! A strict parser for XML 1.0 with namespaces and without a document type.
 //!
-//! Every rule of well-formedness is checked, since only what all readers read alike may be compared by meaning: names, nesting,
-//! attributes that stand twice (by name or by namespace), references, characters, prefixes that are not declared. A
-//! document type is not read, so no entity but the five of XML itself exists, and nothing is ever expanded or fetched.
+//! Every rule of well-formedness is checked, because only a document that all parsers read alike may be compared by meaning:
+//! names, nesting, repeated attributes (by name or by namespace), references, characters, undeclared prefixes. A document type
+//! is
+//! not read, so only the five entities of XML exist, and nothing is ever expanded or fetched.
 //!
-//! The document is a flat list of nodes in their order. Text stays where it is in the body unless it must be rewritten.
-//! Nothing here recurses, and the depth is bounded all the same.
+//! The document is a flat list of nodes in their order. Text is a range of the body unless it must be rewritten. Nothing here
+//! recurses, and the depth is bounded.
 
 use memchr::{memchr, memmem};
 
@@ -39,15 +40,15 @@ pub(super) struct Attribute {
 /// What a text consists of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Letters {
-    /// Something else than blanks.
+    /// Not only blanks.
     Words,
-    /// Blanks as they come from laying out a document.
+    /// Blanks of the layout.
     Blanks,
-    /// Blanks that somebody took the trouble to write as references or in a CDATA section.
+    /// Blanks that are written as references or in a CDATA section, and so are meant.
     Meant,
 }
 
-/// Whether blanks in an element stand only between its elements, and so mean nothing.
+/// Whether blanks in an element are layout: they are only between its elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Layout {
     Counts,
@@ -65,13 +66,13 @@ pub(super) enum Node {
     },
     End,
     Text(Piece, Letters),
-    /// Comments stood here: a text before them and one behind do not run together.
+    /// The place of comments. The texts before and after them are separate.
     Split,
     /// Target and data, as written.
     Instruction(Piece),
 }
 
-/// A document that is well-formed.
+/// A well-formed document.
 #[derive(Debug)]
 pub(super) struct Document<'a> {
     text: &'a [u8],
@@ -111,9 +112,9 @@ fn slice(from: &[u8], start: u32, end: u32) -> &[u8] {
     from.get(wide(start)..wide(end)).unwrap_or_default()
 }
 
-/// Reads a text behind its declaration. `None`: it is compared byte by byte.
+/// Reads a text after its declaration. `None`: it is compared byte by byte.
 pub(super) fn read(text: &str) -> Option<Document<'_>> {
-    // Every offset fits, also those into the own buffer: what is rewritten never becomes longer.
+    // Every offset fits, also into the own buffer, because rewritten text never becomes longer.
     u32::try_from(text.len()).ok()?;
     let controls = text.bytes().any(|b| b < 0x20 && !is_blank(b));
     if controls || !text.is_ascii() && text.contains(['\u{fffe}', '\u{ffff}']) {
@@ -134,7 +135,7 @@ pub(super) fn read(text: &str) -> Option<Document<'_>> {
     reader.document()
 }
 
-/// An element that is not closed yet.
+/// An open element.
 struct Open {
     node: usize,
     name: Name,
@@ -151,7 +152,7 @@ struct Reader<'a> {
     own: Vec<u8>,
     nodes: Vec<Node>,
     attributes: Vec<Attribute>,
-    /// Those of the tag that is being read.
+    /// The attributes of the tag that is being read.
     new: Vec<Attribute>,
     scope: Scope<'a>,
     open: Vec<Open>,
@@ -266,7 +267,7 @@ impl<'a> Reader<'a> {
         self.own.extend_from_slice(rest);
     }
 
-    /// A name without a colon; where it begins.
+    /// Reads a name without a colon. Returns its start.
     fn part(&mut self) -> Option<usize> {
         let start = self.at;
         let mut first = true;
@@ -377,7 +378,8 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Declares what the new attributes declare, finds their namespaces and keeps them by name. Whether blanks are kept.
+    /// Adds the namespace declarations among the new attributes, resolves their namespaces, and sorts them by name. Returns
+    /// whether blanks are kept.
     fn bind(&mut self, new: &mut [Attribute]) -> Option<(u32, u32, bool)> {
         new.sort_unstable_by(|a, b| self.name_bytes(a.name).cmp(self.name_bytes(b.name)));
         let order =
@@ -416,7 +418,7 @@ impl<'a> Reader<'a> {
         Some((narrow(first), narrow(self.attributes.len()), preserved))
     }
 
-    /// Whether no two prefixes make two names one.
+    /// Whether no two attributes have the same name and namespace.
     fn distinct(&self, attributes: &[Attribute]) -> bool {
         let prefixed = attributes.iter().filter(|attribute| attribute.uri != 0);
         let local = |name: Name| slice(self.text, name.local, name.end);
@@ -505,7 +507,7 @@ impl<'a> Reader<'a> {
 
     fn reference(&mut self) -> Option<()> {
         self.at += 1;
-        // The longest is a character with leading zeros; there is no use for many of them.
+        // The longest reference is a number with leading zeros. Many of them have no use.
         let rest = self.rest();
         let end = memchr(b';', rest.get(..REFERENCE_MAX).unwrap_or(rest))?;
         let text = rest.get(..end)?;
