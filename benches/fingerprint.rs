@@ -1,4 +1,4 @@
-//! What a fingerprint costs beside a plain SHA-256 of the same bytes, in one run: `cargo bench --bench fingerprint`.
+//! What a fingerprint costs beside a plain SHA-256 of the same bytes, in one run: `cargo bench --profile dist --bench fingerprint`.
 //!
 //! Each row is a whole fingerprint, both hashes of it, as the gateway computes it for each keyed request. A round measures
 //! SHA-256 and the fingerprint one right after the other, so that a change of the machine's pace hits both; the

@@ -1,5 +1,5 @@
 # The common part of the benchmarks, to be read by them from the project's folder: a working folder that goes at the end with all
-# that was started, the release build, and a private PostgreSQL.
+# that was started, the program as it is shipped, and a private PostgreSQL.
 
 here=$PWD/benches/load
 work=$(mktemp -d)
@@ -16,8 +16,8 @@ cleanup() {
 }
 trap cleanup EXIT
 
-cargo build --release --quiet
-gateway=$PWD/target/release/oncegate
+cargo build --locked --profile dist --quiet
+gateway=$PWD/target/dist/oncegate
 
 # A database server with full durability. $1: its port.
 start_postgres() {
