@@ -4,6 +4,7 @@ mod by_hand;
 mod check;
 pub mod events;
 pub mod explain;
+mod health;
 mod opening;
 pub mod print;
 pub mod records;
@@ -52,9 +53,11 @@ enum Command {
     /// Only deliver events: a relay in its own process; several relays can share one Postgres
     Relay(RelayArgs),
     /// Show how it works: run an API, a webhook consumer and the gateway in one process, and play the acceptance cases
-    Demo(DemoArgs),
+    Demo(demo::DemoArgs),
     /// Check a configuration for mistakes and unsafe settings
     Check(ConfigArgs),
+    /// Ask the process on this machine over its admin listener whether it runs, for the health check of a container
+    Health(health::HealthArgs),
     /// Show how the gateway reads a request: its route and why, its key, its canonical form and hash
     Explain(ExplainCommand),
     /// Bring the store's schema up to date
@@ -95,13 +98,6 @@ struct RelayArgs {
     /// The configuration file (TOML), the same as for `serve`
     #[arg(long, short, value_name = "FILE", env = "ONCEGATE_CONFIG")]
     config: Option<PathBuf>,
-}
-
-#[derive(Debug, Args)]
-struct DemoArgs {
-    /// Exit after the cases; the exit status says whether all of them passed
-    #[arg(long)]
-    exit: bool,
 }
 
 #[derive(Debug, Args)]
@@ -210,8 +206,9 @@ async fn run(command: Command) -> Result<ExitCode, Problem> {
     Ok(match command {
         Command::Serve(args) => return serve(args).await,
         Command::Relay(args) => return relay_alone(&args).await,
-        Command::Demo(args) => demo::run(args.exit).await,
+        Command::Demo(args) => demo::run(&args).await,
         Command::Check(args) => check::check(&args).await,
+        Command::Health(args) => health::health(&args).await,
         Command::Explain(args) => explain_request(&args).await,
         Command::Migrate(args) => migrate(&args).await,
         Command::Records(args) => {
@@ -458,8 +455,7 @@ impl Signals {
 
 async fn explain_request(args: &ExplainCommand) -> ExitCode {
     with_config(&args.config, async |config| {
-        let unreadable = |error: std::io::Error| (1, format!("the digest key: {error}"));
-        let digest = config.digest_key_file.look().map_err(unreadable)?;
+        let digest = config.digest_key.look().map_err(|none| (1, causes(&none)))?;
         if digest.is_none() && config.routes.iter().any(|r| r.scope.tenant == Source::Credential) {
             // `serve` makes the key at its first start, so that its user owns it.
             let note = "oncegate: there is no digest key yet: a tenant that is a digest will be another one";

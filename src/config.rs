@@ -14,19 +14,20 @@
 mod build;
 pub mod check;
 mod diagnostics;
+mod digest_key;
 mod file;
 mod section;
 mod tree;
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io::{self, Read as _, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use http::Method;
+
+pub use crate::config::digest_key::{DigestKeySource, NoDigestKey};
 
 use crate::config::build::Builder;
 use crate::config::diagnostics::{Diagnostic, Diagnostics, Location};
@@ -36,7 +37,6 @@ use crate::gateway::{self, accept, spill, tokens, upstream};
 use crate::record::Operation;
 use crate::relay;
 use crate::route::Routes;
-use crate::scope::DigestKey;
 use crate::store::sealed::Keys;
 use crate::store::{postgres, sqlite};
 use crate::sweep;
@@ -72,8 +72,8 @@ pub struct Config {
     pub jwt: Option<tokens::Settings>,
     /// The log.
     pub log: Log,
-    /// Where the key of the digests is.
-    pub digest_key_file: DigestKeyFile,
+    /// Where the key of the digests comes from.
+    pub digest_key: DigestKeySource,
 }
 
 /// Who delivers events.
@@ -187,71 +187,6 @@ pub struct Log {
     pub level: String,
 }
 
-/// Where the digest key is. It makes the digests of callers, and of tenants by credential.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum DigestKeyFile {
-    /// Named by `server.digest_key_file`, and readable when the configuration was loaded.
-    Given(PathBuf),
-    /// No file is named: the key is made at the first start, beside the database or the configuration.
-    Made(PathBuf),
-}
-
-impl DigestKeyFile {
-    /// Reads the key. A [`Self::Made`] key that is missing is made of random bytes, readable by its owner only.
-    ///
-    /// # Errors
-    /// The file cannot be read or made, or is too short to be a key.
-    pub fn open(&self) -> io::Result<DigestKey> {
-        match (self.look()?, self) {
-            (Some(key), _) => Ok(key),
-            (None, Self::Given(path) | Self::Made(path)) => checked(&make_key(path)?),
-        }
-    }
-
-    /// Reads the key. `None`: a [`Self::Made`] key that is not made yet.
-    ///
-    /// # Errors
-    /// The file cannot be read, or is too short to be a key.
-    pub fn look(&self) -> io::Result<Option<DigestKey>> {
-        let bytes = match self {
-            Self::Given(path) => std::fs::read(path)?,
-            Self::Made(path) => match std::fs::read(path) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-                read => read?,
-            },
-        };
-        checked(&bytes).map(Some)
-    }
-}
-
-fn checked(bytes: &[u8]) -> io::Result<DigestKey> {
-    if bytes.len() < 16 {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "the digest key is too short"));
-    }
-    Ok(DigestKey::from_bytes(bytes))
-}
-
-/// Writes 32 random bytes under another name first, so that a crash or a second process never leaves half a key.
-fn make_key(path: &Path) -> io::Result<Vec<u8>> {
-    let mut bytes = vec![0; 32];
-    std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
-    let draft = path.with_extension(format!("key.{}", std::process::id()));
-    let mut file = std::fs::OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(&draft)?;
-    file.write_all(&bytes)?;
-    file.sync_all()?;
-    let linked = std::fs::hard_link(&draft, path);
-    std::fs::remove_file(&draft)?;
-    match linked {
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => std::fs::read(path),
-        linked => linked.map(|()| bytes),
-    }
-}
-
 /// A warning: the configuration is valid, and something in it may be unsafe.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Warning {
@@ -358,6 +293,42 @@ impl Config {
     }
 }
 
+/// The address of the admin listener of a process with this configuration. Nothing else is read: no secret, and a mistake
+/// elsewhere (in a file that was edited while the process runs, for example) does not count.
+///
+/// # Errors
+/// The file cannot be read, or does not say.
+pub fn admin_address(
+    path: Option<&Path>,
+    variables: impl IntoIterator<Item = (String, String)>,
+) -> Result<String, Mistakes> {
+    let diagnostics = Diagnostics::default();
+    let mistakes = |diagnostics: Diagnostics| Mistakes {
+        file: path.map(Path::to_owned),
+        diagnostics: diagnostics.into_parts().0,
+    };
+    let text = match path.map(std::fs::read_to_string).transpose() {
+        Ok(text) => text.unwrap_or_default(),
+        Err(error) => {
+            diagnostics.mistake(&Location::default(), format!("cannot read the file: {error}"));
+            return Err(mistakes(diagnostics));
+        }
+    };
+    let mut tree = tree::parse(&text, &diagnostics);
+    if diagnostics.has_mistake_under(&Location::default()) {
+        return Err(mistakes(diagnostics));
+    }
+    overlay_variables(&mut tree, &variables.into_iter().collect(), &diagnostics);
+    let listen = file::read(&tree, &diagnostics).admin.listen;
+    if diagnostics.has_mistake_under(&Location::absent("admin.listen")) {
+        return Err(mistakes(diagnostics));
+    }
+    Ok(listen.map_or_else(|| DEFAULT_ADMIN.to_owned(), |spanned| spanned.value))
+}
+
+/// The default of `admin.listen`.
+const DEFAULT_ADMIN: &str = "127.0.0.1:9090";
+
 impl From<Diagnostic> for Warning {
     fn from(diagnostic: Diagnostic) -> Self {
         let location = diagnostic.location.variable.unwrap_or(diagnostic.location.path);
@@ -365,8 +336,12 @@ impl From<Diagnostic> for Warning {
     }
 }
 
-/// Variables of the command line. They belong to no section.
-const OTHER_VARIABLES: [&str; 2] = ["ONCEGATE_CONFIG", "ONCEGATE_UPSTREAM"];
+/// The default of `server.listen`, for images: a program in a container is called from outside of it.
+const DEFAULT_LISTEN_VARIABLE: &str = "ONCEGATE_DEFAULT_LISTEN";
+
+/// Variables that are not a field of a section.
+const OTHER_VARIABLES: [&str; 3] =
+    ["ONCEGATE_CONFIG", "ONCEGATE_UPSTREAM", DEFAULT_LISTEN_VARIABLE];
 
 /// `ONCEGATE_STORE_URL` is `store.url`: the section is the first word, the rest is the field.
 fn overlay_variables(

@@ -356,7 +356,7 @@ fn meaning_knows_no_runtime_and_each_crate_has_its_home() {
         ("async_nats::", &["relay/sink/nats"]),
         ("redis::aio::", &["relay/sink/redis"]),
         ("ring::", &["scope", "store/sealed/keys", "relay/sink", "admin", "demo"]),
-        ("clap::", &["cli", "main"]),
+        ("clap::", &["cli", "demo", "main"]),
         ("toml::", &["config"]),
         ("axum::", &["admin", "cli", "demo"]),
         ("prometheus_client::", &["telemetry"]),
@@ -466,7 +466,7 @@ fn a_test_that_cannot_fail_and_an_unfinished_place_are_refused() {
 
 /// Programs that each minimal system has, or that whoever runs `cargo test` has: the others stand in `tests/all.sh`, and are
 /// looked for by the tests themselves.
-const PROGRAMS: [&str; 3] = ["sh", "mkfifo", "git"];
+const PROGRAMS: [&str; 4] = ["sh", "mkfifo", "git", "systemd-analyze"];
 
 #[test]
 fn tests_start_no_program_that_a_minimal_system_lacks_and_a_drop_fails_nothing() {

@@ -43,10 +43,13 @@ pub(super) async fn check(args: &ConfigArgs) -> ExitCode {
     };
     let checked = look(&config).await;
     // The spill's folder may be missing because the store's folder is; the check of the store then reports that.
-    if !matches!(checked, StoreCheck::Unusable(_))
-        && let Err(unwritable) = spill::probe(&config.store.spill.dir)
-    {
-        return fail(USAGE, &format!("store.spill.dir: {}", causes(&unwritable)));
+    if !matches!(checked, StoreCheck::Unusable(_)) {
+        if let Err(unwritable) = spill::probe(&config.store.spill.dir) {
+            return fail(USAGE, &format!("store.spill.dir: {}", causes(&unwritable)));
+        }
+        if let Err(none) = config.digest_key.probe() {
+            return fail(USAGE, &causes(&none));
+        }
     }
     if let StoreCheck::Asked { pending, .. } = &checked {
         warnings.extend(pending.iter().map(not_named));

@@ -155,7 +155,7 @@ impl Shared {
             lease: self.lease.clone(),
             may_judge: may_judge(&self.contact),
             spill: self.spill.clone(),
-            digest: config.digest_key_file.open().map_err(StartError::DigestKey)?,
+            digest: config.digest_key.open()?,
             metrics: Arc::clone(&self.metrics),
             wake: Arc::clone(&self.wake),
             backlog: config.sweep.backlog.clone(),

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::config::{self, Listen, StoreKind};
+use crate::config::{self, Listen, NoDigestKey, StoreKind};
 use crate::gateway::spill::{DrainError, Unwritable};
 use crate::store::postgres::Postgres;
 use crate::store::sqlite::Sqlite;
@@ -46,8 +46,8 @@ pub enum StartError {
         cause: Box<Self>,
     },
     /// The key of the digests.
-    #[error("the digest key cannot be read or made")]
-    DigestKey(#[source] std::io::Error),
+    #[error(transparent)]
+    DigestKey(#[from] NoDigestKey),
     /// A part of the configuration cannot be used.
     #[error("{0}")]
     Config(String),

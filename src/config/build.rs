@@ -26,9 +26,13 @@ use std::time::Duration;
 use http::{HeaderName, Method, StatusCode};
 
 use crate::config::diagnostics::{Diagnostics, Location, Spanned};
+use crate::config::digest_key::LENGTH_MIN;
 use crate::config::file::{self, File, Setting};
 use crate::config::section::unknown;
-use crate::config::{Admin, Config, DEFAULT_UPSTREAM, DigestKeyFile, Listen, Log};
+use crate::config::{
+    Admin, Config, DEFAULT_ADMIN, DEFAULT_LISTEN_VARIABLE, DEFAULT_UPSTREAM, DigestKeySource,
+    Listen, Log,
+};
 use crate::config::{RelayMode, RouteFacts, Server, Store, StoreKind};
 use crate::fingerprint;
 use crate::gateway::headers::{Forwarding, HostPolicy, Network};
@@ -90,7 +94,7 @@ impl Builder<'_> {
             gateway: self.gateway(file, &store.kind),
             admin: self.admin(&file.admin),
             upstreams,
-            digest_key_file: self.digest_key(&file.server, &store, &routes),
+            digest_key: self.digest_key(&file.server, &store, &routes),
             store,
             routes,
             facts,
@@ -165,6 +169,18 @@ impl Builder<'_> {
         Listen { address: spanned.value.clone(), setting: format!("{setting}{from}") }
     }
 
+    /// Where nothing sets it, an image may say another default than that of a program on somebody's machine.
+    fn server_listen(&self, field: &Setting<String>) -> Listen {
+        let variable = DEFAULT_LISTEN_VARIABLE;
+        let image = self.variables.get(variable).filter(|_| field.is_none());
+        let Some(image) = image.filter(|value| !value.is_empty()) else {
+            return self.listen(field, "server.listen", "127.0.0.1:8080");
+        };
+        let location = Location { variable: Some(variable.to_owned()), ..Location::default() };
+        let field = Some(Spanned { value: image.clone(), location });
+        self.listen(&field, "server.listen", "127.0.0.1:8080")
+    }
+
     fn server(&self, raw: &file::Server) -> Server {
         let times = [&raw.header_timeout, &raw.idle_timeout, &raw.body_timeout, &raw.write_timeout];
         for time in times {
@@ -185,7 +201,7 @@ impl Builder<'_> {
             self.diagnostics.mistake(&spanned.location, "must be at least \"8KiB\"");
         }
         Server {
-            listen: self.listen(&raw.listen, "server.listen", "127.0.0.1:8080"),
+            listen: self.server_listen(&raw.listen),
             accept,
             shutdown_grace: value_or(&raw.shutdown_grace, 30 * SECOND),
         }
@@ -275,7 +291,7 @@ impl Builder<'_> {
     }
 
     fn admin(&self, raw: &file::Admin) -> Admin {
-        let listen = self.listen(&raw.listen, "admin.listen", "127.0.0.1:9090");
+        let listen = self.listen(&raw.listen, "admin.listen", DEFAULT_ADMIN);
         let address = listen.address.as_str();
         if let Some(spanned) = raw.listen.as_ref().filter(|_| address.starts_with("unix:")) {
             let wrong = "the admin listener has no unix socket; write \"127.0.0.1:9090\"";
@@ -448,28 +464,16 @@ impl Builder<'_> {
         }
     }
 
-    fn digest_key(&self, raw: &file::Server, store: &Store, routes: &Routes) -> DigestKeyFile {
+    fn digest_key(&self, raw: &file::Server, store: &Store, routes: &Routes) -> DigestKeySource {
         if let Some(spanned) = &raw.digest_key_file {
-            let path = self.folder.join(&spanned.value);
-            self.private(&spanned.location, &path);
-            match std::fs::read(&path) {
-                Ok(bytes) if bytes.len() < 16 => {
-                    self.diagnostics.mistake(
-                        &spanned.location,
-                        "holds fewer than 16 bytes; use 32 random ones",
-                    );
-                }
-                Ok(_) => {}
-                Err(error) => {
-                    let wrong = format!("cannot read {}: {error}", path.display());
-                    self.diagnostics.mistake(&spanned.location, wrong);
-                }
-            }
-            return DigestKeyFile::Given(path);
+            return self.digest_key_file(spanned);
         }
-        let folder = match &store.kind {
+        match &store.kind {
             StoreKind::Sqlite(location) => {
-                location.path.parent().unwrap_or(Path::new("")).to_owned()
+                let folder = location.path.parent().unwrap_or(Path::new(""));
+                let path = folder.join("oncegate.key");
+                self.private(&Location::absent("server.digest_key_file"), &path);
+                DigestKeySource::Made(path)
             }
             StoreKind::Postgres(_) => {
                 if routes.iter().any(keeps_digests) {
@@ -477,12 +481,26 @@ impl Builder<'_> {
                                  digest under this key, and every replica on the same database needs the same key";
                     self.diagnostics.mistake(&Location::absent("server.digest_key_file"), wrong);
                 }
-                self.folder.clone()
+                DigestKeySource::Process
             }
-        };
-        let path = folder.join("oncegate.key");
-        self.private(&Location::absent("server.digest_key_file"), &path);
-        DigestKeyFile::Made(path)
+        }
+    }
+
+    fn digest_key_file(&self, spanned: &Spanned<String>) -> DigestKeySource {
+        let path = self.folder.join(&spanned.value);
+        self.private(&spanned.location, &path);
+        match std::fs::read(&path) {
+            Ok(bytes) if bytes.len() < LENGTH_MIN => {
+                let wrong = "holds fewer than 16 bytes; use 32 random ones";
+                self.diagnostics.mistake(&spanned.location, wrong);
+            }
+            Ok(_) => {}
+            Err(error) => {
+                let wrong = format!("cannot read {}: {error}", path.display());
+                self.diagnostics.mistake(&spanned.location, wrong);
+            }
+        }
+        DigestKeySource::Given(path)
     }
 
     fn required<'f, T>(

@@ -350,20 +350,48 @@ fn secrets_come_from_a_file_a_variable_or_the_field() {
 }
 
 #[test]
-fn the_digest_key_is_made_once_and_only_for_its_owner() {
-    use std::os::unix::fs::PermissionsExt as _;
+fn an_image_may_say_where_to_listen_by_default_and_file_and_variable_say_it_first() {
+    let image = (DEFAULT_LISTEN_VARIABLE, "0.0.0.0:8080");
+    let listen = |text: &str, variables: &[(&str, &str)]| good(text, variables).server.listen;
+    let by_default = listen(&with(""), &[image]);
+    assert_eq!(by_default.address, "0.0.0.0:8080");
+    assert_eq!(by_default.setting, "server.listen, by ONCEGATE_DEFAULT_LISTEN");
+    let file = with("server.listen = \"127.0.0.1:1\"");
+    assert_eq!(listen(&file, &[image]).address, "127.0.0.1:1");
+    let variable = ("ONCEGATE_SERVER_LISTEN", "127.0.0.1:2");
+    assert_eq!(listen(&with(""), &[image, variable]).address, "127.0.0.1:2");
+    assert_eq!(listen(&with(""), &[(image.0, "")]).address, "127.0.0.1:8080");
+    let wrong = load(&with(""), &[(image.0, "everywhere")]).unwrap_err().lines();
+    assert_eq!(wrong.len(), 1, "{wrong:?}");
+    assert!(wrong[0].starts_with("ONCEGATE_DEFAULT_LISTEN: \"everywhere\" is not an address; "));
+}
+
+#[test]
+fn where_the_admin_listener_is_can_be_read_out_of_a_file_with_mistakes_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("oncegate.key");
-    let made = DigestKeyFile::Made(path.clone());
-    let first = made.open().unwrap().digest(b"x");
-    let bytes = std::fs::read(&path).unwrap();
-    assert_eq!(bytes.len(), 32);
-    assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-    assert_eq!(made.open().unwrap().digest(b"x"), first);
-    assert_eq!(std::fs::read(&path).unwrap(), bytes);
-    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "no draft is left");
-    std::fs::write(&path, b"short").unwrap();
-    assert!(made.open().is_err());
+    let file = folder.path().join("og.toml");
+    let read = |text: &str, variables: &[(&str, &str)]| {
+        std::fs::write(&file, text).unwrap();
+        let variables = variables.iter().map(|(name, value)| ((*name).into(), (*value).into()));
+        admin_address(Some(&file), variables)
+    };
+    let there = "admin.listen = \"0.0.0.0:9\"\nstore.password_file = \"gone\"\nnone = 1\n";
+    assert_eq!(read(there, &[]).as_deref(), Ok("0.0.0.0:9"));
+    let variable = ("ONCEGATE_ADMIN_LISTEN", "127.0.0.1:8");
+    assert_eq!(read(there, &[variable]).as_deref(), Ok("127.0.0.1:8"));
+    assert_eq!(read("", &[]).as_deref(), Ok("127.0.0.1:9090"));
+    let told = read("admin.listen = 9090", &[]).unwrap_err().to_string();
+    assert!(told.contains(":1: admin.listen: "), "{told}");
+    assert!(read("admin.listen = ", &[]).is_err());
+    assert_eq!(admin_address(None, []).as_deref(), Ok("127.0.0.1:9090"));
+}
+
+#[test]
+fn a_digest_key_is_made_beside_the_sqlite_file_and_on_postgres_nowhere() {
+    let key = |store: &str| good(&with(&format!("store.url = \"{store}\"")), &[]).digest_key;
+    let beside = DigestKeySource::Made(PathBuf::from("/var/lib/x/oncegate.key"));
+    assert_eq!(key("sqlite:/var/lib/x/o.db"), beside);
+    assert_eq!(key("postgres://u@h/d"), DigestKeySource::Process);
 }
 
 /// `[jwt]` with these lines beside issuer, audience and algorithms.

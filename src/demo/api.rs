@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::tasks;
 use axum::Router;
-use axum::extract::State;
+use axum::extract::{Query, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
@@ -17,38 +17,38 @@ use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use parking_lot::Mutex;
 use ring::hmac;
+use serde::Deserialize;
+use serde_json::json;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
 /// How long the API takes for an order: long enough for concurrent retries to arrive meanwhile.
 const WORK: Duration = Duration::from_millis(100);
 
-/// An API that makes a new order each time it is asked.
-pub(super) struct Orders {
-    pub(super) addr: SocketAddr,
-    orders: watch::Sender<u64>,
+/// An API that makes a new order each time it is asked, and tells how many it has made, or is making.
+///
+/// # Errors
+/// The address cannot be listened on.
+pub(super) async fn orders(listen: &str) -> std::io::Result<SocketAddr> {
+    let made = watch::Sender::new(0);
+    let router = Router::new().route("/orders", post(create).get(count)).with_state(made);
+    serve(listen, router).await
 }
 
-impl Orders {
-    pub(super) async fn start() -> std::io::Result<Self> {
-        let listener = TcpListener::bind("127.0.0.1:0").await?;
-        let addr = listener.local_addr()?;
-        let orders = watch::Sender::new(0);
-        let router = Router::new().route("/orders", post(create)).with_state(orders.clone());
-        serve(listener, router);
-        Ok(Self { addr, orders })
-    }
+/// What `GET /orders` asks: to be answered once so many orders are made, or being made.
+#[derive(Deserialize)]
+struct AtLeast {
+    #[serde(default)]
+    at_least: u64,
+}
 
-    /// How many orders were made.
-    pub(super) fn count(&self) -> u64 {
-        *self.orders.borrow()
-    }
-
-    /// Waits until this many orders are made or under way.
-    pub(super) async fn reached(&self, count: u64) {
-        // Err: the API has ended. The counts will show it.
-        drop(self.orders.subscribe().wait_for(|made| *made >= count).await);
-    }
+async fn count(
+    State(orders): State<watch::Sender<u64>>,
+    Query(AtLeast { at_least }): Query<AtLeast>,
+) -> Response {
+    let mut orders = orders.subscribe();
+    let made = orders.wait_for(|made| *made >= at_least).await.map_or(0, |made| *made);
+    axum::Json(json!({ "made": made })).into_response()
 }
 
 async fn create(State(orders): State<watch::Sender<u64>>) -> Response {
@@ -58,15 +58,8 @@ async fn create(State(orders): State<watch::Sender<u64>>) -> Response {
         id = *count;
     });
     tokio::time::sleep(WORK).await;
-    let order = serde_json::json!({ "id": format!("order-{id}"), "status": "created" });
+    let order = json!({ "id": format!("order-{id}"), "status": "created" });
     (StatusCode::CREATED, axum::Json(order)).into_response()
-}
-
-/// A webhook consumer that checks signatures and drops repeated events.
-pub(super) struct Consumer {
-    pub(super) addr: SocketAddr,
-    pub(super) secret: String,
-    counts: Arc<Counts>,
 }
 
 struct Counts {
@@ -76,34 +69,36 @@ struct Counts {
     seen: Mutex<HashSet<String>>,
 }
 
-impl Consumer {
-    pub(super) async fn start() -> std::io::Result<Self> {
-        let listener = TcpListener::bind("127.0.0.1:0").await?;
-        let addr = listener.local_addr()?;
-        let random: Vec<u8> = std::iter::repeat_with(|| fastrand::u8(..)).take(32).collect();
-        let secret = format!("whsec_{}", STANDARD.encode(&random));
-        let counts = Arc::new(Counts {
-            key: hmac::Key::new(hmac::HMAC_SHA256, &random),
-            received: AtomicU64::new(0),
-            forged: AtomicU64::new(0),
-            seen: Mutex::default(),
-        });
-        let router = Router::new().route("/hook", post(take)).with_state(Arc::clone(&counts));
-        serve(listener, router);
-        Ok(Self { addr, secret, counts })
-    }
+/// A webhook consumer that checks signatures, drops what it has seen, and tells what it has counted.
+///
+/// # Errors
+/// The secret is none, or the address cannot be listened on.
+pub(super) async fn consumer(listen: &str, secret: &str) -> std::io::Result<SocketAddr> {
+    let key = secret.trim().strip_prefix("whsec_").and_then(|key| STANDARD.decode(key).ok());
+    let none = || std::io::Error::new(std::io::ErrorKind::InvalidInput, NO_SECRET);
+    let counts = Arc::new(Counts {
+        key: hmac::Key::new(hmac::HMAC_SHA256, &key.ok_or_else(none)?),
+        received: AtomicU64::new(0),
+        forged: AtomicU64::new(0),
+        seen: Mutex::default(),
+    });
+    serve(listen, Router::new().route("/hook", post(take).get(taken)).with_state(counts)).await
+}
 
-    pub(super) fn received(&self) -> u64 {
-        self.counts.received.load(Ordering::Relaxed)
-    }
+const NO_SECRET: &str = "the secret must be whsec_ and base64";
 
-    pub(super) fn forged(&self) -> u64 {
-        self.counts.forged.load(Ordering::Relaxed)
-    }
+/// A secret of a consumer.
+pub(super) fn secret() -> String {
+    let random: Vec<u8> = std::iter::repeat_with(|| fastrand::u8(..)).take(32).collect();
+    format!("whsec_{}", STANDARD.encode(&random))
+}
 
-    pub(super) fn distinct(&self) -> usize {
-        self.counts.seen.lock().len()
-    }
+async fn taken(State(counts): State<Arc<Counts>>) -> Response {
+    let received = counts.received.load(Ordering::Relaxed);
+    let forged = counts.forged.load(Ordering::Relaxed);
+    let distinct = counts.seen.lock().len();
+    let counts = json!({ "received": received, "distinct": distinct, "forged": forged });
+    axum::Json(counts).into_response()
 }
 
 async fn take(State(counts): State<Arc<Counts>>, headers: HeaderMap, body: Bytes) -> StatusCode {
@@ -125,10 +120,13 @@ fn genuine<'h>(key: &hmac::Key, headers: &'h HeaderMap, body: &[u8]) -> Option<&
     hmac::verify(key, &signed, &signature).ok().map(|()| id)
 }
 
-/// Serves until the process ends.
-fn serve(listener: TcpListener, router: Router) {
+/// Serves until the process ends. Where.
+async fn serve(listen: &str, router: Router) -> std::io::Result<SocketAddr> {
+    let listener = TcpListener::bind(listen).await?;
+    let addr = listener.local_addr()?;
     tasks::short(async move {
         let service = axum::serve(listener, router);
         drop(service.await);
     });
+    Ok(addr)
 }

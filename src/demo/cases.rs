@@ -1,31 +1,57 @@
 //! The acceptance cases that the demo plays.
 
 use std::collections::HashSet;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http::{Request, StatusCode};
+use http::{Method, Request, StatusCode};
 use http_body_util::{BodyExt, Full};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 
-use super::api::{Consumer, Orders};
 use crate::store::{EventFilter, RecordFilter, Store};
 use crate::tasks;
 
 /// How long the demo waits for its events.
 const PATIENCE: Duration = Duration::from_secs(15);
 
-/// The parts that the cases use.
+/// What the cases are played on: addresses, each `host:port`, and the gateway's store.
 pub(super) struct Stage {
-    pub(super) gateway: SocketAddr,
-    pub(super) orders: Arc<Orders>,
-    pub(super) consumer: Arc<Consumer>,
+    pub(super) gateway: String,
+    pub(super) orders: String,
+    pub(super) consumer: String,
     pub(super) store: Arc<dyn Store>,
+    /// What the keys begin with: another one for each run on one store.
+    pub(super) run: String,
+}
+
+/// What the consumer has counted.
+#[derive(Clone, Copy, Deserialize)]
+pub(super) struct Taken {
+    pub(super) received: u64,
+    pub(super) distinct: u64,
+    pub(super) forged: u64,
+}
+
+impl Taken {
+    pub(super) fn since(self, before: Self) -> Self {
+        Self {
+            received: self.received - before.received,
+            distinct: self.distinct - before.distinct,
+            forged: self.forged - before.forged,
+        }
+    }
+}
+
+/// What the API has counted.
+#[derive(Deserialize)]
+struct Made {
+    made: u64,
 }
 
 /// A case with its counts.
@@ -68,8 +94,9 @@ impl Counts {
     }
 }
 
-/// Plays all cases, in order.
-pub(super) async fn play_all(stage: &Stage) -> Result<Vec<Played>, String> {
+/// Plays all cases, in order. With them, what the consumer took meanwhile.
+pub(super) async fn play_all(stage: &Stage) -> Result<(Vec<Played>, Taken), String> {
+    let before = stage.there().await?;
     let played = vec![
         stage.twenty_at_once().await?,
         stage.other_parameters().await?,
@@ -79,19 +106,44 @@ pub(super) async fn play_all(stage: &Stage) -> Result<Vec<Played>, String> {
     ];
     let events: u64 = played.iter().map(|case| case.events).sum();
     let begun = Instant::now();
-    while stage.consumer.distinct() as u64 != events && begun.elapsed() < PATIENCE {
+    loop {
+        let taken = stage.taken().await?.since(before);
+        if taken.distinct == events {
+            return Ok((played, taken));
+        }
+        if begun.elapsed() > PATIENCE {
+            return Err("not every event reached the consumer".to_owned());
+        }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    if stage.consumer.distinct() as u64 != events {
-        return Err("not every event reached the consumer".to_owned());
-    }
-    Ok(played)
 }
 
 impl Stage {
+    /// Waits until API and consumer are there, as they need not be when containers begin. What the consumer has counted.
+    async fn there(&self) -> Result<Taken, String> {
+        let begun = Instant::now();
+        loop {
+            match (self.made(0).await, self.taken().await) {
+                (Ok(_), Ok(taken)) => return Ok(taken),
+                (Err(why), _) | (_, Err(why)) if begun.elapsed() > PATIENCE => return Err(why),
+                (Err(_), _) | (_, Err(_)) => tokio::time::sleep(Duration::from_millis(100)).await,
+            }
+        }
+    }
+
+    /// How many orders the API has made, or is making, once there are so many.
+    async fn made(&self, at_least: u64) -> Result<u64, String> {
+        let made: Made = ask(&self.orders, &format!("/orders?at_least={at_least}")).await?;
+        Ok(made.made)
+    }
+
+    async fn taken(&self) -> Result<Taken, String> {
+        ask(&self.consumer, "/hook").await
+    }
+
     async fn twenty_at_once(&self) -> Result<Played, String> {
         let before = self.counts().await?;
-        let answers = self.at_once(&["acme"; 20], "demo-001").await?;
+        let answers = self.at_once(&["acme"; 20], "001").await?;
         let counts = self.counts().await?.since(before);
         let bodies: HashSet<_> = answers.iter().map(|answer| answer.body.clone()).collect();
         let created = answers.iter().all(|answer| answer.status == StatusCode::CREATED);
@@ -101,7 +153,7 @@ impl Stage {
 
     async fn other_parameters(&self) -> Result<Played, String> {
         let before = self.counts().await?;
-        let answer = self.send("acme", "demo-001", "1.00").await?;
+        let answer = self.send("acme", "001", "1.00").await?;
         let counts = self.counts().await?.since(before);
         let held = counts.are(0, 0, 0) && answer.status == StatusCode::CONFLICT;
         Ok(played("R3", "the same key with another amount", counts, &[answer], held))
@@ -110,7 +162,7 @@ impl Stage {
     async fn two_tenants(&self) -> Result<Played, String> {
         let before = self.counts().await?;
         let tenants: Vec<_> = ["acme", "globex"].into_iter().cycle().take(20).collect();
-        let answers = self.at_once(&tenants, "demo-002").await?;
+        let answers = self.at_once(&tenants, "002").await?;
         let counts = self.counts().await?.since(before);
         let bodies: HashSet<_> = answers.iter().map(|answer| answer.body.clone()).collect();
         let held = counts.are(2, 2, 4) && bodies.len() == 2;
@@ -119,8 +171,8 @@ impl Stage {
 
     async fn two_events(&self) -> Result<Played, String> {
         let before = self.counts().await?;
-        let first = self.send("acme", "demo-003", "129.90").await?;
-        let again = self.send("acme", "demo-003", "129.90").await?;
+        let first = self.send("acme", "003", "129.90").await?;
+        let again = self.send("acme", "003", "129.90").await?;
         let counts = self.counts().await?.since(before);
         let held = counts.are(1, 1, 2) && !first.replayed && again.replayed;
         Ok(played("R9", "one request with two events, and a replay", counts, &[first, again], held))
@@ -128,33 +180,32 @@ impl Stage {
 
     async fn lost_answer(&self) -> Result<Played, String> {
         let before = self.counts().await?;
-        let (gateway, orders) = (self.gateway, Arc::clone(&self.orders));
-        let made = orders.count();
-        let caller = tasks::short(async move { send(gateway, "acme", "demo-004", "129.90").await });
+        let (gateway, key) = (self.gateway.clone(), self.key("004"));
+        let caller = tasks::short(async move { send(&gateway, "acme", &key, "129.90").await });
         // The caller's connection breaks while the API works.
-        let reached = tokio::time::timeout(PATIENCE, orders.reached(made + 1)).await;
+        let reached = tokio::time::timeout(PATIENCE, self.made(before.executed + 1)).await;
         caller.abort();
-        reached.map_err(|_| "the request did not reach the API".to_owned())?;
-        let answer = self.send("acme", "demo-004", "129.90").await?;
+        reached.map_err(|_| "the request did not reach the API".to_owned())??;
+        let answer = self.send("acme", "004", "129.90").await?;
         let counts = self.counts().await?.since(before);
         let held = counts.are(1, 1, 2) && answer.replayed;
         Ok(played("R15", "the caller's connection dies; it sends again", counts, &[answer], held))
     }
 
-    async fn send(&self, tenant: &str, key: &str, amount: &str) -> Result<Answer, String> {
-        send(self.gateway, tenant, key, amount).await
+    fn key(&self, number: &str) -> String {
+        format!("{}-{number}", self.run)
+    }
+
+    async fn send(&self, tenant: &str, number: &str, amount: &str) -> Result<Answer, String> {
+        send(&self.gateway, tenant, &self.key(number), amount).await
     }
 
     /// Sends the same request for each of the tenants, all at once.
-    async fn at_once(
-        &self,
-        tenants: &[&'static str],
-        key: &'static str,
-    ) -> Result<Vec<Answer>, String> {
+    async fn at_once(&self, tenants: &[&'static str], number: &str) -> Result<Vec<Answer>, String> {
         let mut callers = JoinSet::new();
         for tenant in tenants.iter().copied() {
-            let gateway = self.gateway;
-            callers.spawn(async move { send(gateway, tenant, key, "129.90").await });
+            let (gateway, key) = (self.gateway.clone(), self.key(number));
+            callers.spawn(async move { send(&gateway, tenant, &key, "129.90").await });
         }
         let answers = callers.join_all().await;
         answers.into_iter().collect()
@@ -167,7 +218,7 @@ impl Stage {
         let records = self.store.list_records(&records).await.map_err(|error| error.to_string())?;
         let events = self.store.list_events(&events).await.map_err(|error| error.to_string())?;
         Ok(Counts {
-            executed: self.orders.count(),
+            executed: self.made(0).await?,
             records: records.len() as u64,
             events: events.len() as u64,
         })
@@ -192,30 +243,33 @@ fn played(
 }
 
 /// Sends one order on a new connection.
-async fn send(
-    gateway: SocketAddr,
-    tenant: &str,
-    key: &str,
-    amount: &str,
-) -> Result<Answer, String> {
-    exchange(gateway, tenant, key, amount).await.map_err(|error| error.to_string())
-}
-
-async fn exchange(
-    gateway: SocketAddr,
-    tenant: &str,
-    key: &str,
-    amount: &str,
-) -> Result<Answer, Box<dyn std::error::Error + Send + Sync>> {
-    let stream = TcpStream::connect(gateway).await?;
-    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
+async fn send(gateway: &str, tenant: &str, key: &str, amount: &str) -> Result<Answer, String> {
     let order = serde_json::json!({ "customer": "c-1029", "amount": amount });
     let request = Request::post("/orders")
-        .header("host", gateway.to_string())
+        .header("host", gateway)
         .header("content-type", "application/json")
         .header("x-tenant-id", tenant)
         .header("idempotency-key", key)
-        .body(Full::new(Bytes::from(order.to_string())))?;
+        .body(Full::new(Bytes::from(order.to_string())));
+    let request = request.map_err(|error| error.to_string())?;
+    exchange(gateway, request).await.map_err(|error| format!("{gateway}: {error}"))
+}
+
+/// Asks API or consumer what it has counted.
+async fn ask<T: DeserializeOwned>(address: &str, path: &str) -> Result<T, String> {
+    let request = Request::builder().method(Method::GET).uri(path).header("host", address);
+    let request = request.body(Full::default()).map_err(|error| error.to_string())?;
+    let told = |error: &dyn std::fmt::Display| format!("{address}{path}: {error}");
+    let answer = exchange(address, request).await.map_err(|error| told(&error))?;
+    serde_json::from_slice(&answer.body).map_err(|error| told(&error))
+}
+
+async fn exchange(
+    address: &str,
+    request: Request<Full<Bytes>>,
+) -> Result<Answer, Box<dyn std::error::Error + Send + Sync>> {
+    let stream = TcpStream::connect(address).await?;
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
     // The connection belongs to this future: dropping it closes the connection.
     let answer = async {
         let response = sender.send_request(request).await?;

@@ -35,7 +35,7 @@ mod cli;
 mod clocks;
 mod codings;
 mod commands;
-
+mod container;
 mod cors;
 mod crash;
 mod crash_points;
