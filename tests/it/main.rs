@@ -42,6 +42,7 @@ mod crash_points;
 mod database_setup;
 mod database_tls;
 mod dead;
+mod deploy;
 mod doubt;
 mod explain;
 mod files;
