@@ -64,6 +64,8 @@ pub struct Policy {
     pub retention: Duration,
     /// Longest request body, in bytes.
     pub request_body_max: usize,
+    /// Longest context that is kept of a request for its events and look-ups, in bytes.
+    pub context_max: usize,
     /// Longest response body that is kept, in bytes.
     pub response_body_max: usize,
     /// What a duplicate of an unknown outcome gets.
@@ -428,6 +430,7 @@ mod tests {
                     late_answer: Duration::ZERO,
                     retention: Duration::ZERO,
                     request_body_max: 0,
+                    context_max: 0,
                     response_body_max: 0,
                     on_unknown: OnUnknown::Hold,
                     mismatch_status: StatusCode::CONFLICT,

@@ -279,6 +279,7 @@ sections! {
         retention: duration,
         max_request_body: size,
         max_response_body: size,
+        context_max: size,
         on_unknown: text,
         lookup: optional(Lookup),
         mismatch_status: number(400..=499),

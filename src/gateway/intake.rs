@@ -31,7 +31,7 @@ use super::reserve::{KeyedRequest, Readers};
 use super::tokens::Tokens;
 use super::upstream::{Body, Upstream, whole};
 use crate::fingerprint;
-use crate::record::event::RequestParts;
+use crate::record::event::{Context, RequestParts};
 use crate::record::{Fence, Fingerprint, Key, Scope};
 use crate::route::{ReplayAuth, Route};
 use crate::scope::jwt::Claims;
@@ -61,6 +61,8 @@ pub(super) struct Keyed {
     hop: Hop,
     body: Bytes,
     pub(super) request: KeyedRequest,
+    /// What templates name of the request, all of it.
+    pub(super) context: Option<Bytes>,
     /// Of the answer.
     pub(super) accepts: Accepts,
     /// Held until the request is answered.
@@ -157,18 +159,18 @@ impl Intake {
         let key = match key {
             Some(key) => key,
             None if recipe.key_required => return Err(refused(scope::Refusal::KeyMissing)),
-            None => {
-                return Ok(unkeyed(untouched.unwrap_or(head), whole(body)));
-            }
+            None => return Ok(unkeyed(untouched.unwrap_or(head), whole(body))),
         };
         let known = match known {
             Some(known) => known,
             None => self.identify(route, &head.headers).await?,
         };
         request_head.token = known.token.as_ref();
-        let request = self.request(route, &request_head, key, &body).await.map_err(refused)?;
+        let (request, context) =
+            self.request(route, &request_head, key, &body).await.map_err(refused)?;
         let route = Arc::clone(route);
-        Ok(ReadRequest::Keyed(Box::new(Keyed { route, head, hop, body, request, accepts, permit })))
+        let keyed = Keyed { route, head, hop, body, request, context, accepts, permit };
+        Ok(ReadRequest::Keyed(Box::new(keyed)))
     }
 
     /// A key as logs name it.
@@ -223,21 +225,23 @@ impl Intake {
         request_head: &RequestHead<'_>,
         key: Key,
         body: &Bytes,
-    ) -> Result<KeyedRequest, scope::Refusal> {
+    ) -> Result<(KeyedRequest, Option<Bytes>), scope::Refusal> {
         let tenant = scope::read_tenant(&route.scope, request_head, &self.digest)?;
         let begun = Instant::now();
         let (fingerprint, context) = self.inspect(route, request_head, body, compared).await;
         self.metrics.took(Step::Fingerprint, begun.elapsed());
-        Ok(KeyedRequest {
+        let (whole, kept) = context.map(|context| (context.whole, context.kept)).unzip();
+        let request = KeyedRequest {
             scope: Scope { tenant, operation: route.operation.clone(), key },
             fingerprint,
             caller: scope::caller(request_head.headers, request_head.token, &self.digest),
             readers: readers(route),
-            context,
+            context: kept,
             on_unknown: route.policy.on_unknown.clone(),
             retention: route.policy.retention,
             emits_events: route.events.reach_sinks(),
-        })
+        };
+        Ok((request, whole))
     }
 
     /// Looks into a body: in place where that is short, else on a blocking thread.
@@ -323,7 +327,7 @@ fn compared(
     route: &Route,
     request_head: &RequestHead<'_>,
     body: &Bytes,
-) -> (Fingerprint, Option<Bytes>) {
+) -> (Fingerprint, Option<Context>) {
     let RequestHead { method, target, headers, .. } = *request_head;
     let parts = fingerprint::Parts { method, target, headers, body };
     let print = fingerprint::fingerprint(&route.fingerprint, &parts);
@@ -332,14 +336,8 @@ fn compared(
     }
     let params: Vec<_> = request_head.params.iter().collect();
     let body = plain(route, request_head, body);
-    let context = route.events.context(&RequestParts {
-        method,
-        target,
-        headers,
-        params: &params,
-        body: &body,
-    });
-    (print, context)
+    let parts = RequestParts { method, target, headers, params: &params, body: &body };
+    (print, route.events.context(&parts, route.policy.context_max))
 }
 
 /// Who asks, as far as it was checked.

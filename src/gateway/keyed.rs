@@ -130,7 +130,7 @@ impl Gateway {
             }
         };
         let _in_flight = self.metrics.in_flight();
-        let context = keyed.request.context.take();
+        let context = keyed.context.take();
         let upstream = self.upstream(&route);
         let request =
             keyed.outgoing(&self.settings.forwarding, &upstream, Some(reservation.fence()));

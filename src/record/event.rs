@@ -28,7 +28,7 @@ use serde_json::value::RawValue;
 use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 
-pub use self::context::RecordContext;
+pub use self::context::{Context, RecordContext};
 use self::subscription::{Subscriber, subscribed_to};
 use self::template::{Expression, Text, Tree};
 use crate::record::{Answer, Attempt, KeptBody, Operation, RecordId, Scope, hex};
@@ -108,7 +108,7 @@ pub struct Origin<'a> {
     pub attempt: Attempt,
     /// When it ended: the time in the messages.
     pub at: SystemTime,
-    /// What [`Templates::context`] made of the request.
+    /// What [`Templates::context`] made of the request: the whole of it, or what was kept.
     pub context: Option<&'a [u8]>,
     /// How it ended.
     pub answer: &'a Answer,
@@ -135,6 +135,7 @@ pub struct Templates {
 #[derive(Debug)]
 struct Compiled {
     kind: String,
+    names_request: bool,
     only_success: bool,
     when: Option<Expression>,
     data: Option<Tree>,
@@ -209,11 +210,11 @@ impl Templates {
         !self.needs.is_empty()
     }
 
-    /// What completion will need of the request, as JSON of at most 64 KiB; `None`: nothing. Where it would be longer it
-    /// says so instead, and the templates that name the request will give error events.
+    /// What completion will need of the request; `None`: nothing. At most `kept_max` bytes of JSON are kept with the record.
+    /// Where it is more, who completes the record in this process sees all of it, and any other writes events that say so.
     #[must_use]
-    pub fn context(&self, request: &RequestParts<'_>) -> Option<Bytes> {
-        self.need_request().then(|| context::extract(&self.needs, request))
+    pub fn context(&self, request: &RequestParts<'_>, kept_max: usize) -> Option<Context> {
+        self.need_request().then(|| context::extract(&self.needs, request, kept_max))
     }
 
     /// The events of a stored outcome, in the order of the configuration.
@@ -221,6 +222,7 @@ impl Templates {
     pub fn render(&self, origin: &Origin<'_>) -> Rendered {
         let reads = self.specs.iter().any(Compiled::reads);
         let variables = if reads { variables(origin) } else { Value::UNDEFINED };
+        let too_large = about(origin).too_large();
         let mut writer = Writer {
             origin,
             at: humantime::format_rfc3339_micros(latest(origin.at)).to_string(),
@@ -233,6 +235,10 @@ impl Templates {
             if spec.only_success && !origin.answer.status.is_success() {
                 continue;
             }
+            if let Some(why) = too_large.as_ref().filter(|_| spec.names_request) {
+                writer.event(spec, "", None, Err(why.clone()));
+                continue;
+            }
             match spec.when.as_ref().map_or(Ok(true), |when| when.is_true(&variables)) {
                 Ok(true) => writer.spec(spec, &variables),
                 Ok(false) => {}
@@ -243,9 +249,13 @@ impl Templates {
     }
 }
 
+fn about<'o>(origin: &Origin<'o>) -> RecordContext<'o> {
+    let Origin { record, scope, context, .. } = *origin;
+    RecordContext { record, scope, context }
+}
+
 fn variables(origin: &Origin<'_>) -> Value {
-    let Origin { record, scope, context, answer, .. } = *origin;
-    context::values(&context::of(&RecordContext { record, scope, context }, Some(answer)))
+    context::values(&context::of(&about(origin), Some(origin.answer)))
 }
 
 /// A time that can be written: a clock far off must not stop a completion.
@@ -271,11 +281,13 @@ fn compile(spec: &Spec, subscribers: &[Subscriber], compiler: &mut template::Com
         let key = spec.event_key.as_deref().unwrap_or_default();
         compiler.wrong("event_key", key, "it needs for_each");
     }
+    let before = std::mem::take(&mut compiler.needs);
     let when = compiler.expression("when", spec.when.as_deref());
     let for_each = compiler.expression("for_each", spec.for_each.as_deref());
     compiler.in_element = spec.for_each.is_some();
-    let compiled = Compiled {
+    let mut compiled = Compiled {
         kind: spec.kind.clone(),
+        names_request: false,
         only_success: false,
         when,
         data: spec.payload.as_ref().map(|tree| compiler.tree("payload", tree)),
@@ -285,6 +297,8 @@ fn compile(spec: &Spec, subscribers: &[Subscriber], compiler: &mut template::Com
         sinks: sinks_of(spec, subscribers),
     };
     compiler.in_element = false;
+    compiled.names_request = !compiler.needs.is_empty();
+    compiler.needs.extend(before);
     compiled
 }
 

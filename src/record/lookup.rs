@@ -143,6 +143,9 @@ impl Template {
     /// # Errors
     /// Why it cannot be asked about this record.
     pub fn request(&self, about: &RecordContext<'_>) -> Result<Request<()>, String> {
+        if let Some(why) = about.too_large().filter(|_| !self.needs.is_empty()) {
+            return Err(why);
+        }
         let variables = context::values(&context::of(about, None));
         let target = self.path.render(&variables)?;
         let mut request = Request::new(());
@@ -319,11 +322,11 @@ mod tests {
             r#"{"request":{"json":{"ref":null}}}"#,
             r#"{"request":{"json":{"ref":[1]}}}"#,
             r#"{"request":{"json":null}}"#,
-            r#"{"too_large":true}"#,
             "x",
         ] {
             assert!(ask(context).is_err(), "{context}");
         }
+        assert_eq!(ask(r#"{"too_large":"it was 9 bytes"}"#).unwrap_err(), "it was 9 bytes");
     }
 
     #[test]

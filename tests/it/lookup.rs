@@ -9,18 +9,19 @@ use http::{Response, StatusCode};
 use http_body_util::Full;
 use serde_json::json;
 
-use crate::support::client::{Answer, Ask, get};
+use crate::support::client::{Answer, Ask, get, post};
 use crate::support::fault::Fault;
 use crate::support::fleet::{self, command, order, sending};
 use crate::support::orders::{Execution, Orders};
 use crate::support::postgres::Cluster;
 use crate::support::process::{self, Gateway, eventually};
 use crate::support::rig::{self, Place, Rig, Which, on_both_stores};
-use crate::support::sink::{OK, Sink};
+use crate::support::sink::{OK, Seen, Sink};
 
 on_both_stores! {
     what_is_found_is_kept_and_announced_without_a_retry,
     a_duplicate_asks_and_gets_what_is_found,
+    what_is_too_long_to_be_kept_is_in_the_event_of_who_had_it_and_named_in_that_of_who_had_not,
     what_is_not_found_is_executed_once_more_by_the_next_duplicate,
     a_question_that_fails_leaves_the_outcome_unknown,
     before_it_has_settled_nobody_asks,
@@ -282,6 +283,34 @@ async fn a_duplicate_asks_and_gets_what_is_found(which: Which) {
     assert_eq!((shop.orders.runs_of("k"), shop.questions().len()), (1, 1));
     assert_eq!((attempt(&place, "k").await, place.events().await), (1, 1));
     assert!(order("k").to(gateway.addr).await.replayed());
+}
+
+async fn what_is_too_long_to_be_kept_is_in_the_event_of_who_had_it_and_named_in_that_of_who_had_not(
+    which: Which,
+) {
+    let sink = Sink::start(|_, _| OK).await;
+    let event = "context_max = \"1KiB\"\n[[route.event]]\ntype = \"order.created\"\n\
+        payload = { note = \"{{ request.json.note }}\" }\n";
+    let more = format!("{event}{}", fleet::sink(sink.port));
+    let (shop, place, gateway) = rig(which, "settle = \"0s\"", &more).await;
+    let note = "x".repeat(100_000);
+    let data = async |key: &str| {
+        let body = json!({ "ref": key, "note": note }).to_string();
+        post("/orders", &body).tenant("acme").key(key).to(gateway.addr).await;
+        completed(&place, key).await;
+        let of = |seen: &Seen| {
+            let message: serde_json::Value = serde_json::from_str(&seen.text()).unwrap();
+            (message["idempotency_key"] == key).then(|| message["data"].clone())
+        };
+        eventually("the event is delivered", async || sink.seen().iter().any(|s| of(s).is_some()))
+            .await;
+        sink.seen().iter().find_map(of).unwrap()
+    };
+    shop.change(|books| books.loses = false);
+    assert_eq!(data("answered").await, json!({ "note": note }));
+    shop.change(|books| books.loses = true);
+    let why = "the templates name 100032 bytes of the request, and policy.context_max keeps 1024";
+    assert_eq!(data("looked-up").await, json!({ "error": why }));
 }
 
 async fn what_is_not_found_is_executed_once_more_by_the_next_duplicate(which: Which) {

@@ -12,7 +12,7 @@ use crate::scope::jwt::ClaimPath;
 
 use super::texts::{covers, read_code, read_header, read_method, same_answer};
 use super::{
-    BTreeMap, BTreeSet, Builder, Code, DAY, DEFAULT_UPSTREAM, Derive, File, HeaderName, Lists,
+    BTreeMap, BTreeSet, Builder, Code, DAY, DEFAULT_UPSTREAM, Derive, File, HeaderName, KIB, Lists,
     Location, MIB, Method, Mode, OnUnknown, Operation, Pattern, Policy, Route, RouteFacts, Routes,
     SECOND, Setting, Source, Spanned, Spec, StatusCode, Templates, Tenant, file, fingerprint,
     lookup, payload_max, scope, unknown, upstream,
@@ -281,6 +281,7 @@ impl Builder<'_> {
             retention: pick_or(&route.retention, &policy.retention, DAY),
             request_body_max: pick_or(&route.max_request_body, &policy.max_request_body, MIB),
             response_body_max: pick_or(&route.max_response_body, &policy.max_response_body, MIB),
+            context_max: pick_or(&route.context_max, &policy.context_max, 64 * KIB),
             on_unknown,
             mismatch_status: mismatch.unwrap_or(StatusCode::CONFLICT),
             replay_drop,

@@ -16,6 +16,7 @@ pub(in crate::gateway) struct KeyedRequest {
     pub(in crate::gateway) fingerprint: Fingerprint,
     pub(in crate::gateway) caller: Option<Caller>,
     pub(in crate::gateway) readers: Readers,
+    /// What its record keeps of it for events and look-ups.
     pub(in crate::gateway) context: Option<Bytes>,
     pub(in crate::gateway) on_unknown: OnUnknown,
     pub(in crate::gateway) retention: Duration,

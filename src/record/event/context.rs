@@ -7,18 +7,30 @@ use std::collections::BTreeSet;
 use bytes::Bytes;
 use http::HeaderMap;
 use minijinja::value::{Serde, Value};
+use serde::Deserialize;
 use serde_json::{Map, Value as Json, json};
 
 use super::RequestParts;
 use crate::record::{Answer, KeptBody, RecordId, Scope};
 
-/// Longest context, in bytes.
-const CONTEXT_MAX: usize = 64 * 1024;
+/// What templates name of a request, as JSON: `{"request": {...}}`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Context {
+    /// For the process that has the request in memory.
+    pub whole: Bytes,
+    /// For the record: all that a look-up, an operator or another process knows of the request. Where it would be too long,
+    /// `{"too_large": "..."}` with the sentence that events get in its place.
+    pub kept: Bytes,
+}
 
-/// The context: `{"request": {...}}` with what is needed, or `{"too_large": true}`.
-pub(super) fn extract(needs: &BTreeSet<String>, request: &RequestParts<'_>) -> Bytes {
+/// The context, of which at most `kept_max` bytes are kept.
+pub(super) fn extract(
+    needs: &BTreeSet<String>,
+    request: &RequestParts<'_>,
+    kept_max: usize,
+) -> Context {
     let (path, query) = request.target.split_once('?').unwrap_or((request.target, ""));
-    let mut kept = Map::new();
+    let mut named = Map::new();
     let json = OnceCell::new();
     for need in needs {
         let mut steps = need.split('.');
@@ -42,13 +54,19 @@ pub(super) fn extract(needs: &BTreeSet<String>, request: &RequestParts<'_>) -> B
             Cow::Borrowed(json.get_or_init(read))
         };
         let steps = steps.collect::<Vec<_>>();
-        copy(&value, &steps, kept.entry(part).or_insert(Json::Null));
+        copy(&value, &steps, named.entry(part).or_insert(Json::Null));
     }
-    let context = json!({ "request": kept }).to_string();
-    if context.len() > CONTEXT_MAX {
-        return Bytes::from_static(br#"{"too_large":true}"#);
-    }
-    Bytes::from(context)
+    let whole = Bytes::from(json!({ "request": named }).to_string());
+    let length = whole.len();
+    let kept = if length <= kept_max {
+        whole.clone()
+    } else {
+        let why = format!(
+            "the templates name {length} bytes of the request, and policy.context_max keeps {kept_max}"
+        );
+        Bytes::from(json!({ "too_large": why }).to_string())
+    };
+    Context { whole, kept }
 }
 
 /// Copies what the steps lead to, with the maps on the way to it.
@@ -94,6 +112,20 @@ pub struct RecordContext<'a> {
     pub scope: &'a Scope,
     /// What was kept of the request.
     pub context: Option<&'a [u8]>,
+}
+
+impl RecordContext<'_> {
+    /// Why nothing was kept of the request, where that was too long.
+    pub(in crate::record) fn too_large(&self) -> Option<String> {
+        #[derive(Deserialize)]
+        struct TooLarge {
+            too_large: Json,
+        }
+        let TooLarge { too_large } = serde_json::from_slice(self.context?).ok()?;
+        // Records from before the sentence was kept say `true`.
+        let why = too_large.as_str().unwrap_or("the request was too long to be kept");
+        Some(why.to_owned())
+    }
 }
 
 /// What is known of a record, and of an answer where there is one.

@@ -22,21 +22,32 @@ fn compile(specs: &[Spec]) -> Result<Templates, Vec<String>> {
     Templates::compile(&Operation::parse("orders.create").unwrap(), specs, &sinks, 2000)
 }
 
-fn context_of(templates: &Templates, body: &str) -> Option<Bytes> {
+fn context_of(templates: &Templates, body: &str) -> Option<Context> {
     let mut headers = HeaderMap::new();
     headers.insert("x-shop", "berlin".parse().unwrap());
-    templates.context(&RequestParts {
+    let request = RequestParts {
         method: &Method::POST,
         target: "/accounts/7/orders?dry=1&dry=2",
         headers: &headers,
         params: &[("account", "7")],
         body: body.as_bytes(),
-    })
+    };
+    templates.context(&request, 1000)
 }
 
+/// The events that another process writes, which knows what was kept.
 fn render(specs: &[Spec], request: &str, status: u16, response: &str) -> Rendered {
     let templates = compile(specs).unwrap();
-    let context = context_of(&templates, request);
+    let context = context_of(&templates, request).map(|context| context.kept);
+    render_with(&templates, context.as_ref(), status, response)
+}
+
+fn render_with(
+    templates: &Templates,
+    context: Option<&Bytes>,
+    status: u16,
+    response: &str,
+) -> Rendered {
     let body = KeptBody::Whole(Bytes::copy_from_slice(response.as_bytes()));
     let status = StatusCode::from_u16(status).unwrap();
     templates.render(&Origin {
@@ -48,7 +59,7 @@ fn render(specs: &[Spec], request: &str, status: u16, response: &str) -> Rendere
         },
         attempt: Attempt::FIRST,
         at: SystemTime::UNIX_EPOCH + Duration::from_millis(1500),
-        context: context.as_deref(),
+        context: context.map(|context| &**context),
         answer: &Answer { status, headers: HeaderMap::new(), spelling: Spelling::default(), body },
     })
 }
@@ -129,11 +140,10 @@ fn the_context_holds_only_what_is_named() {
     let templates = compile(&[Spec { payload: Some(payload), ..spec("e") }]).unwrap();
     let context = context_of(&templates, r#"{"a":{"b":[1],"c":2},"card":"4111"}"#).unwrap();
     assert_eq!(
-        serde_json::from_slice::<Json>(&context).unwrap(),
+        serde_json::from_slice::<Json>(&context.kept).unwrap(),
         json!({"request": {"json": {"a": {"b": [1]}}, "query": {"dry": "1"}}})
     );
-    let long = format!(r#"{{"a":{{"b":"{}"}}}}"#, "x".repeat(70_000));
-    assert_eq!(context_of(&templates, &long).unwrap(), r#"{"too_large":true}"#);
+    assert_eq!(context.whole, context.kept);
 }
 
 #[test]
@@ -268,12 +278,33 @@ fn a_large_answer_is_not_built_again_for_each_element_and_the_events_together_ar
 }
 
 #[test]
-fn a_context_that_was_too_large_fails_into_error_events() {
+fn what_is_too_long_to_be_kept_is_seen_by_who_has_it_and_named_by_who_has_not() {
     let payload = json!({"v": "{{ request.json.a }}"});
-    let specs = [Spec { payload: Some(payload), ..spec("e") }, spec("f")];
-    let long = format!(r#"{{"a":"{}"}}"#, "x".repeat(70_000));
-    let rendered = render(&specs, &long, 201, "{}");
-    assert_eq!((rendered.events.len(), rendered.failed), (2, 1));
+    let templates = compile(&[Spec { payload: Some(payload), ..spec("e") }, spec("f")]).unwrap();
+    let context = |length: usize| {
+        context_of(&templates, &format!(r#"{{"a":"{}"}}"#, "x".repeat(length))).unwrap()
+    };
+    // {"request":{"json":{"a":"..."}}} around the text.
+    let least = context(0).kept.len();
+    let fits = context(1000 - least);
+    assert_eq!((fits.kept.len(), &fits.kept), (1000, &fits.whole));
+
+    let long = context(1001 - least);
+    let here = render_with(&templates, Some(&long.whole), 201, "{}");
+    assert_eq!((here.events.len(), here.failed), (2, 0));
+    assert_eq!(data(&here.events[0])["v"].as_str().unwrap().len(), 1001 - least);
+    let elsewhere = render_with(&templates, Some(&long.kept), 201, "{}");
+    assert_eq!((elsewhere.events.len(), elsewhere.failed), (2, 1));
+    let why = "the templates name 1001 bytes of the request, and policy.context_max keeps 1000";
+    assert_eq!(data(&elsewhere.events[0]), json!({ "error": why }));
+    // From before the sentence was kept.
+    let before = Bytes::from_static(br#"{"too_large":true}"#);
+    let why = "the request was too long to be kept";
+    let before = render_with(&templates, Some(&before), 201, "{}");
+    assert_eq!(data(&before.events[0]), json!({ "error": why }));
+    let keys =
+        |rendered: &Rendered| rendered.events.iter().map(|e| e.key.clone()).collect::<Vec<_>>();
+    assert_eq!(keys(&here), keys(&elsewhere), "under the same keys");
 }
 
 #[test]
