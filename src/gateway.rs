@@ -178,6 +178,7 @@ impl Gateway {
         let Parts { routes, upstreams, store, lease, may_judge, spill, digest, .. } = parts;
         let Parts { tokens, servers, metrics, wake, backlog, .. } = parts;
         let default = Arc::clone(upstreams.get(&settings.default_upstream)?);
+        routes.iter().for_each(|route| metrics.serves(route.operation.as_str()));
         let flight_settings = reserve::Settings {
             reserve_timeout: settings.reserve_timeout,
             doubt_window: settings.doubt_window,

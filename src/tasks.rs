@@ -167,6 +167,7 @@ impl Registered {
         let (runs, seen) = (AtomicU64::new(0), Mutex::new(seen));
         let status = Arc::new(Status { name, of, runs, seen });
         REGISTRY.lock().push(Arc::clone(&status));
+        telemetry::task_begun(name);
         Self(status)
     }
 }

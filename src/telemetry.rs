@@ -1,17 +1,20 @@
 //! Metrics, the log, and the text of errors. All names of metrics are in this module.
 
+mod exposition;
 mod labels;
 pub mod log;
 mod metrics;
 pub mod pace;
 mod process;
+mod procfs;
 
+pub use self::exposition::Exposition;
 pub use self::labels::{
     Delivery, Drained, LateAnswer, LookupEnd, Loss, Probe, Reply, Step, Swept, TunnelEnd, Way,
     WentBack, Would,
 };
 pub use self::metrics::{GaugeGuard, Metrics};
-pub use self::process::task_ended;
+pub use self::process::{task_begun, task_ended};
 
 /// An error and its causes in one line, outermost first, without repetitions.
 #[must_use]

@@ -6,7 +6,7 @@ use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, RawQuery, Request, State as Extract};
 use axum::response::{IntoResponse as _, Response};
 use futures_util::FutureExt as _;
-use http::header::CONTENT_TYPE;
+use http::header::{CONTENT_TYPE, VARY};
 use http::{HeaderMap, StatusCode, Uri};
 use serde_json::json;
 
@@ -20,7 +20,7 @@ use super::tasks::TaskPage;
 use super::view::{EventPage, EventView, RecordPage, RecordView};
 use super::{action, explain};
 use crate::record::RecordId;
-use crate::telemetry::causes;
+use crate::telemetry::{Exposition, causes};
 
 /// How long `/readyz` waits for the store.
 const PING_TIMEOUT: Duration = Duration::from_secs(1);
@@ -57,9 +57,10 @@ pub(super) async fn readyz(
     as_json(status, "application/json", &body)
 }
 
-pub(super) async fn metrics(Extract(state): Extract<State>) -> Response {
-    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    ([(CONTENT_TYPE, kind)], state.metrics.render()).into_response()
+pub(super) async fn metrics(Extract(state): Extract<State>, headers: HeaderMap) -> Response {
+    let exposition = Exposition::accepted(&headers);
+    let about = [(CONTENT_TYPE, exposition.content_type()), (VARY, "accept")];
+    (about, state.metrics.render(exposition)).into_response()
 }
 
 pub(super) async fn config(Extract(state): Extract<State>) -> Json {

@@ -442,7 +442,9 @@ impl SinkWorker {
         }
         fault::point(Point::BeforeDelivery).await;
         let _under_way = self.metrics.delivering(self.sink.name());
+        let begun = Instant::now();
         let delivered = self.deliver_guarded(event).await;
+        self.metrics.delivery_took(self.sink.name(), begun.elapsed());
         if let Some(ahead) = self.sink.clock_ahead() {
             self.metrics.sink_clock(self.sink.name(), ahead);
         }

@@ -3,15 +3,16 @@
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{prometheus_text, text};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
+use super::exposition::Exposition;
 use super::labels::*;
-use super::process;
+use super::{process, procfs};
 
 type Seconds = Gauge<f64, AtomicU64>;
 
@@ -26,10 +27,13 @@ macro_rules! metrics {
 
         impl Metrics {
             fn registered() -> Self {
-                let mut registry = Registry::with_prefix("oncegate");
+                let mut registry = Registry::default();
+                procfs::register(&mut registry);
+                let ours = registry.sub_registry_with_prefix("oncegate");
+                process::register(ours);
                 $(
                     let $field: $kind = metrics!(@made $($made)?);
-                    registry.register($name, $help, $field.clone());
+                    ours.register($name, $help, $field.clone());
                 )*
                 Self { registry, $($field,)* }
             }
@@ -42,7 +46,7 @@ macro_rules! metrics {
 metrics! {
     requests: Family<ByOperation, Counter> => "requests", "Requests by operation and by how they were answered";
     observed: Family<ByWould, Counter> => "observed", "Requests that were only observed, by operation and by what would have become of them";
-    steps: Family<ByStep, Histogram> = Family::new_with_constructor(step_histogram) => "step_seconds", "Time taken by each step of a request";
+    steps: Family<ByStep, Histogram> = Family::new_with_constructor(durations) => "step_seconds", "Time taken by each step of a request";
     in_flight: Gauge => "in_flight", "Reserved requests that are being worked on";
     waiting: Gauge => "waiting", "Duplicates that wait for an execution";
     settling: Gauge => "settling", "Outcomes that the database has not taken yet";
@@ -58,6 +62,7 @@ metrics! {
     cached_bytes: Gauge => "replay_cache_bytes", "Size of the answers held in memory for replay";
 
     deliveries: Family<ByDelivery, Counter> => "deliveries", "Delivery attempts by sink and result";
+    delivery_durations: Family<BySink, Histogram> = Family::new_with_constructor(durations) => "delivery_duration_seconds", "Time from the begin of a delivery to the sink's answer, or to its failure";
     pending: Family<BySink, Gauge> => "outbox_pending", "Pending events of a sink";
     outbox_refused: Counter => "outbox_refused", "Reservations refused because too many events are pending";
     oldest: Family<BySink, Seconds> => "outbox_oldest_age_seconds", "Age of the oldest pending event of a sink";
@@ -83,8 +88,7 @@ metrics! {
 
 impl Default for Metrics {
     fn default() -> Self {
-        let mut metrics = Self::registered();
-        process::register(&mut metrics.registry);
+        let metrics = Self::registered();
         // Shown from the start: an alert on a series that is absent never fires.
         for result in WentBack::ALL {
             drop(metrics.store_went_back.get_or_create(&ByWentBack { result: *result }));
@@ -94,13 +98,21 @@ impl Default for Metrics {
 }
 
 /// Buckets from half a millisecond to half a minute.
-fn step_histogram() -> Histogram {
+fn durations() -> Histogram {
     Histogram::new([
         0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
     ])
 }
 
 impl Metrics {
+    /// Requests of an operation are to come: how they are answered is shown from here on.
+    pub fn serves(&self, operation: &str) {
+        for reply in Reply::ALL {
+            let by = ByOperation { operation: operation.to_owned(), reply: *reply };
+            drop(self.requests.get_or_create(&by));
+        }
+    }
+
     /// One more request was answered.
     pub fn replied(&self, operation: &str, reply: Reply) {
         self.requests.get_or_create(&ByOperation { operation: operation.to_owned(), reply }).inc();
@@ -184,6 +196,12 @@ impl Metrics {
     /// A delivery ended.
     pub fn delivered(&self, sink: &str, result: Delivery) {
         self.deliveries.get_or_create(&ByDelivery { sink: sink.to_owned(), result }).inc();
+    }
+
+    /// A delivery to a sink took this long, however it ended.
+    pub fn delivery_took(&self, sink: &str, time: Duration) {
+        let by = BySink { sink: sink.to_owned() };
+        self.delivery_durations.get_or_create(&by).observe(time.as_secs_f64());
     }
 
     /// Whether a sink is paused now for this reason.
@@ -279,15 +297,19 @@ impl Metrics {
         self.spill_left_files.set(clamp(count));
     }
 
-    /// All metrics in the OpenMetrics text format.
+    /// All metrics, as text.
     #[must_use]
-    pub fn render(&self) -> String {
-        let mut text = String::new();
-        // Writing to a String does not fail. If it did, the page would be cut, and the scraper would notice.
-        if encode(&mut text, &self.registry).is_err() {
-            text.clear();
+    pub fn render(&self, exposition: Exposition) -> String {
+        let mut page = String::new();
+        let written = match exposition {
+            Exposition::OpenMetrics => text::encode(&mut page, &self.registry),
+            Exposition::Prometheus => prometheus_text::encode(&mut page, &self.registry),
+        };
+        // Writing to a String does not fail. If it did, the page would be empty, and the scraper would notice.
+        if written.is_err() {
+            page.clear();
         }
-        text
+        page
     }
 }
 

@@ -1,12 +1,19 @@
-//! Metrics of the process, which has one log and one set of background tasks for all registries.
+//! Metrics of the process, which has one build, one log and one set of background tasks for all registries.
 
 use std::sync::LazyLock;
 
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
 use super::labels::{ByLoss, ByTask, Loss};
+
+/// The commit of this build, if the build had this variable.
+const REVISION: &str = match option_env!("ONCEGATE_REVISION") {
+    Some(revision) if !revision.is_empty() => revision,
+    Some(_) | None => "unknown",
+};
 
 /// Lost log lines.
 static LINES_LOST: LazyLock<Family<ByLoss, Counter>> = LazyLock::new(|| {
@@ -33,6 +40,11 @@ pub(super) fn panicked() {
     PANICS.inc();
 }
 
+/// Shows a background task from its begin on, with 0 ends.
+pub fn task_begun(task: &'static str) {
+    drop(TASK_ENDS.get_or_create(&ByTask { task }));
+}
+
 /// Counts a background task that ended although nothing stopped it.
 pub fn task_ended(task: &'static str) {
     TASK_ENDS.get_or_create(&ByTask { task }).inc();
@@ -40,6 +52,8 @@ pub fn task_ended(task: &'static str) {
 
 /// Adds these metrics to a registry.
 pub(super) fn register(registry: &mut Registry) {
+    let build = [("version", env!("CARGO_PKG_VERSION")), ("revision", REVISION)];
+    registry.register("build", "Which program this is", Info::new(build.to_vec()));
     registry.register(
         "log_lines_lost",
         "Log lines that could not be written, by the reason",

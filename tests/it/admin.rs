@@ -190,15 +190,21 @@ async fn without_a_token_only_the_names_of_this_machine_are_answered() {
 }
 
 #[tokio::test]
-async fn metrics_are_open_metrics_text() {
+async fn metrics_come_in_the_format_that_is_asked_for() {
     let admin = Admin::start(Shelf::default(), None).await;
     admin.metrics.replied("orders.create", Reply::Replayed);
-    let reply = admin.get("/metrics").await;
-    let kind = "content-type: application/openmetrics-text; version=1.0.0; charset=utf-8";
-    assert!(reply.head.contains(kind), "{}", reply.head);
-    let line = "oncegate_requests_total{operation=\"orders.create\",reply=\"replayed\"} 1";
-    assert!(reply.body.contains(line), "{}", reply.body);
-    assert!(reply.body.ends_with("# EOF\n"));
+    let open = "accept: application/openmetrics-text; version=1.0.0\r\n";
+    for (accept, kind, end) in [
+        (open, "application/openmetrics-text; version=1.0.0; charset=utf-8", "# EOF\n"),
+        ("accept: */*\r\n", "text/plain; version=0.0.4; charset=utf-8", "\n"),
+    ] {
+        let reply = admin.with("/metrics", "localhost", accept).await;
+        assert!(reply.head.contains(&format!("content-type: {kind}")), "{}", reply.head);
+        let line = "oncegate_requests_total{operation=\"orders.create\",reply=\"replayed\"} 1";
+        assert!(reply.body.contains(line), "{}", reply.body);
+        assert!(reply.body.ends_with(end));
+        assert_eq!(reply.body.contains("# EOF"), end.contains("EOF"));
+    }
 }
 
 #[tokio::test]

@@ -13,7 +13,7 @@ use oncegate::store::{
     Store, Verdict,
 };
 use oncegate::sweep;
-use oncegate::telemetry::Metrics;
+use oncegate::telemetry::{Exposition, Metrics};
 use tokio::time::Instant;
 use tokio_postgres::{Client, NoTls};
 use tokio_util::sync::CancellationToken;
@@ -699,7 +699,7 @@ async fn f52_what_has_piled_up_is_worked_off_while_more_comes_and_the_lag_is_tol
     let stop = CancellationToken::new();
     let metrics = sweeper(&store, Duration::from_secs(3600), 500, &stop);
     let behind = || {
-        let text = metrics.render();
+        let text = metrics.render(Exposition::Prometheus);
         let line = text.lines().find(|line| line.starts_with("oncegate_sweep_behind_seconds "));
         line.unwrap().rsplit(' ').next().unwrap().parse::<f64>().unwrap()
     };

@@ -56,6 +56,7 @@ mod lease;
 mod logging;
 mod lookup;
 mod losses;
+mod metrics;
 mod negotiation;
 mod observe;
 mod one_file;

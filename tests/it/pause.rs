@@ -12,6 +12,7 @@ use oncegate::store::{
     EventStatus, Lane, OnDead, Order, PauseReason, Reclaim, SinkChange, SinkOrder, SinkState,
     Sinks, Trouble, Verdict,
 };
+use oncegate::telemetry::Exposition;
 use serde_json::Value;
 use tokio::time::Instant;
 use uuid::Uuid;
@@ -106,7 +107,11 @@ async fn f16_f21_f23_an_outage_costs_a_few_probes_and_no_attempts_and_ends_witho
     assert!(requests <= 5 + 2 * 8 + probes + 1, "{requests} {used} {probes}");
     assert!(used <= 5 + 8, "{requests} {used} {probes}");
     let paused = r#"oncegate_sink_paused{sink="main",reason="failing"} 1"#;
-    assert!(running.metrics.render().contains(paused), "{}", running.metrics.render());
+    assert!(
+        running.metrics.render(Exposition::Prometheus).contains(paused),
+        "{}",
+        running.metrics.render(Exposition::Prometheus)
+    );
     eventually("more probes", LONG, || failed_probes(&fake) >= probes + 4).await;
     assert_eq!(attempts(&fake), used, "a failed probe is no attempt");
     let [(at_once, 0)] = pauses(&fake)[..] else { panic!("{:?}", pauses(&fake)) };
@@ -414,7 +419,10 @@ async fn f32_a_sink_that_is_gone_is_left_alone_until_it_is_resumed_and_loses_not
     let strict = sink::Settings { attempts_max: 1, age_max: Duration::ZERO, ..hasty(&sink) };
     let running = Running::start(&fake, vec![strict]);
     let gone = r#"oncegate_sink_paused{sink="main",reason="gone"} 1"#;
-    eventually("it is known", LONG, || running.metrics.render().contains(gone)).await;
+    eventually("it is known", LONG, || {
+        running.metrics.render(Exposition::Prometheus).contains(gone)
+    })
+    .await;
     let quiet = || fake.rows.lock().unwrap().values().all(|row| row.leased <= Instant::now());
     eventually("what was under way is back", LONG, quiet).await;
     status.store(200, SeqCst);
@@ -525,7 +533,9 @@ async fn f16_f23_relays_on_one_database_pause_together_and_probe_one_at_a_time()
     relays.push(relay());
     happens("more probes", LONG, async || probes().await >= before + 6).await;
     let paused = r#"oncegate_sink_paused{sink="main",reason="failing"} 1"#;
-    assert!(relays.iter().all(|relay| relay.metrics.render().contains(paused)));
+    assert!(
+        relays.iter().all(|relay| relay.metrics.render(Exposition::Prometheus).contains(paused))
+    );
     let seen = sink.seen();
     let failed = (probes().await - before) as usize;
     assert!(seen.len() <= requests + failed + 2, "{} {requests} {failed}", seen.len());

@@ -10,7 +10,7 @@ use oncegate::record::{Lease, LeaseView, OwnerId};
 use oncegate::relay::sink::{Target, http};
 use oncegate::relay::{self, Claimant, Settings, sink};
 use oncegate::store::{EventStatus, Lane, Order, Store, Verdict, Woken};
-use oncegate::telemetry::Metrics;
+use oncegate::telemetry::{Exposition, Metrics};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -193,7 +193,10 @@ async fn f11_a_late_verdict_changes_nothing_of_the_new_claim_and_is_counted() {
     // Another relay has it by now, and its attempt failed.
     fake.rows.lock().unwrap().get_mut(&id).unwrap().claim_no = 7;
     let lost = r#"oncegate_deliveries_total{sink="main",result="lost_claim"} 1"#;
-    eventually("a lost claim", LONG, || running.metrics.render().contains(lost)).await;
+    eventually("a lost claim", LONG, || {
+        running.metrics.render(Exposition::Prometheus).contains(lost)
+    })
+    .await;
     assert_eq!((fake.row(id).status, fake.row(id).attempts), (EventStatus::Pending, 0));
     running.stop().await;
 }
@@ -246,11 +249,14 @@ async fn f12_an_acknowledgement_in_doubt_counts_once() {
     let sink = Sink::start(|_, _| OK).await;
     let running = Running::start(&fake, vec![settings(&sink)]);
     let one = r#"oncegate_deliveries_total{sink="main",result="sent"} 1"#;
-    eventually("counted as sent", LONG, || running.metrics.render().contains(one)).await;
+    eventually("counted as sent", LONG, || {
+        running.metrics.render(Exposition::Prometheus).contains(one)
+    })
+    .await;
     // What is in flight is finished at a stop: it is counted no more after it.
     let metrics = Arc::clone(&running.metrics);
     running.stop().await;
-    let counts = metrics.render();
+    let counts = metrics.render(Exposition::Prometheus);
     assert!(counts.contains(one) && !counts.contains("lost_claim"), "{counts}");
     assert_eq!(sink.seen().len(), 1, "it is not sent again");
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use oncegate::lease::Contact;
 use oncegate::store::{Backlog, Gauges};
 use oncegate::sweep::{self, Duty, Settings};
-use oncegate::telemetry::Metrics;
+use oncegate::telemetry::{Exposition, Metrics};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -87,7 +87,7 @@ async fn gauges_follow_the_store_also_down_to_nothing() {
     let running = start(&fake, Contact::sole(started()));
     let shown = |text: &'static str| {
         let metrics = Arc::clone(&running.metrics);
-        move || metrics.render().contains(text)
+        move || metrics.render(Exposition::Prometheus).contains(text)
     };
     eventually("seven", LONG, shown("oncegate_outbox_pending{sink=\"main\"} 7")).await;
     eventually("two", LONG, shown("oncegate_unknown_records 2")).await;

@@ -17,6 +17,7 @@ use oncegate::relay::sink::http::{Format, Identity, Resolve};
 use oncegate::relay::sink::{self, Target, http};
 use oncegate::relay::verdict::Evidence;
 use oncegate::store::Claimed;
+use oncegate::telemetry::Exposition;
 use serde_json::{Value, json};
 use standardwebhooks::Webhook;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -208,7 +209,7 @@ async fn f36_an_event_that_meets_the_end_of_an_idle_connection_arrives_in_its_fi
     let one = sink::Settings { concurrency: 1, ..settings(&sink) };
     let running = Running::start(&fake, vec![one]);
     sent(&fake, 12).await;
-    let shown = running.metrics.render();
+    let shown = running.metrics.render(Exposition::Prometheus);
     running.stop().await;
     assert!(ids.iter().all(|id| fake.row(*id).attempts == 1));
     assert!(!shown.contains(r#"result="failed""#), "{shown}");
@@ -305,7 +306,7 @@ async fn f44_a_sinks_clock_that_is_far_off_is_told() {
     let running = Running::start(&fake, vec![settings(&sink)]);
     eventually("a refusal", LONG, || fake.row(id).attempts > 0).await;
     assert!(fake.row(id).error.contains("why?"), "what the sink says: {}", fake.row(id).error);
-    let shown = running.metrics.render();
+    let shown = running.metrics.render(Exposition::Prometheus);
     let line = shown.lines().find(|line| line.starts_with("oncegate_sink_clock_ahead_seconds{"));
     let ahead: i64 = line.unwrap().rsplit(' ').next().unwrap().parse().unwrap();
     assert!((-605..=-599).contains(&ahead), "{line:?}");
