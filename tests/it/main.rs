@@ -24,6 +24,7 @@ mod acceptance;
 mod acceptance_relay;
 mod admin;
 mod admin_records;
+mod alerts;
 mod attacks;
 mod backlog;
 mod brokers;
