@@ -67,4 +67,4 @@ if ! cmp -s tests/requirements.txt target/python/requirements.txt; then
   target/python/bin/pip install --quiet --disable-pip-version-check -r tests/requirements.txt
   cp tests/requirements.txt target/python/requirements.txt
 fi
-exec unshare --net -- target/python/bin/python tests/image.py "$work" "$pgbin"
+exec unshare --net --mount -- target/python/bin/python tests/image.py "$work" "$pgbin"
