@@ -43,7 +43,7 @@ use std::collections::HashMap;
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use http::header::CONNECTION;
 use http::{HeaderValue, Request, Response};
@@ -219,6 +219,7 @@ impl Gateway {
 
     /// Answers one request.
     async fn answer(self: Arc<Self>, request: Request<Incoming>) -> Response<Body> {
+        let begun = Instant::now();
         if let Err(refused) = headers::check_framing(&request) {
             let problem = Problem::new(Name::RequestRefused).status(refused.status);
             let mut response = problem.detail(refused.detail).into_response(None);
@@ -238,17 +239,36 @@ impl Gateway {
                 observe::tell(&self.metrics, &split, Would::Refuse, None, Some(&problem));
                 self.pass(&self.upstream(&split), request).await
             }
-            RouteMatch::Keyed { route, params } => match route.policy.mode {
-                Mode::Protect => {
-                    let exposed = self.settings.expose_headers;
-                    let mut response = self.keyed(route, &params, request).await;
-                    if exposed {
-                        reply::expose_own(response.headers_mut());
-                    }
-                    response
+            RouteMatch::Keyed { route, params } => {
+                let metrics = Arc::clone(&self.metrics);
+                let response = self.routed(Arc::clone(&route), params, request).await;
+                if let Some(reply) = response.extensions().get::<Reply>() {
+                    metrics.request_took(route.operation.as_str(), *reply, begun.elapsed());
                 }
-                Mode::Observe => self.observe(route, params, request).await,
-            },
+                response
+            }
+        }
+    }
+
+    /// Answers a request that a route names. Its answer carries the [`Reply`] that was counted.
+    async fn routed(
+        self: Arc<Self>,
+        route: Arc<Route>,
+        params: Params,
+        request: Request<Body>,
+    ) -> Response<Body> {
+        match route.policy.mode {
+            Mode::Protect => {
+                let exposed = self.settings.expose_headers;
+                let mut response = self.keyed(route, &params, request).await;
+                if exposed {
+                    reply::expose_own(response.headers_mut());
+                }
+                response
+            }
+            Mode::Observe => {
+                reply::counted_as(Reply::Passed, self.observe(route, params, request).await)
+            }
         }
     }
 
@@ -312,7 +332,7 @@ impl Gateway {
             Err(failure) => reply::bypass_failed(failure).into_response(Some(&route.operation)),
         };
         bypass::mark(&mut answer);
-        answer
+        reply::counted_as(Reply::Bypassed, answer)
     }
 
     async fn pass(&self, upstream: &Upstream, request: Request<Body>) -> Response<Body> {
@@ -326,8 +346,9 @@ impl Gateway {
     }
 
     fn refuse(&self, route: &Route, problem: Problem) -> Response<Body> {
-        self.metrics.replied(route.operation.as_str(), problem.counted());
-        problem.into_response(Some(&route.operation))
+        let counted = problem.counted();
+        self.metrics.replied(route.operation.as_str(), counted);
+        reply::counted_as(counted, problem.into_response(Some(&route.operation)))
     }
 
     fn overloaded(&self, route: &Route) -> Response<Body> {

@@ -94,11 +94,13 @@ impl Gateway {
             Granted::Replay(replay, grant) => {
                 self.metrics.replied(operation.as_str(), replayed);
                 let sent = decoded.as_ref().unwrap_or(&replay.answer);
-                reply::replay(&replay, sent, accepts, operation, grant)
+                let response = reply::replay(&replay, sent, accepts, operation, grant);
+                reply::counted_as(replayed, response)
             }
             Granted::Share(shared) => {
                 self.metrics.replied(operation.as_str(), Reply::Released);
-                reply::shared(&shared, decoded.as_ref(), accepts, operation)
+                let response = reply::shared(&shared, decoded.as_ref(), accepts, operation);
+                reply::counted_as(Reply::Released, response)
             }
         };
         match held {
@@ -135,6 +137,7 @@ impl Gateway {
                 let (decoded, held) = decoded.map(|it| (it.answer, it.held)).unzip();
                 let sent = decoded.as_ref().unwrap_or(&replay.answer);
                 let response = write(replay, sent, &keyed.accepts, operation);
+                let response = reply::counted_as(counted, response);
                 match held {
                     Some(held) => response.map(|body| held.carry(body, body_bytes(sent))),
                     None => response,
@@ -191,7 +194,7 @@ impl Gateway {
             }
         };
         self.metrics.replied(route.operation.as_str(), reply);
-        response
+        reply::counted_as(reply, response)
     }
 }
 

@@ -25,6 +25,7 @@ use super::forward::{self, Bounds};
 use super::intake::{Keyed, ReadRequest};
 use super::lookup::AfterLookup;
 use super::problem::{Name, Problem};
+use super::reply;
 use super::reserve::{self, Admission, Leader, Role};
 use super::upstream::Body;
 use crate::fault::{self, Point};
@@ -45,7 +46,7 @@ impl Gateway {
             ReadRequest::Unkeyed(request) => {
                 self.metrics.replied(route.operation.as_str(), Reply::Passed);
                 let upstream = self.upstream(&route);
-                return self.pass(&upstream, request).await;
+                return reply::counted_as(Reply::Passed, self.pass(&upstream, request).await);
             }
             ReadRequest::Refused(problem) => return self.refuse(&route, problem),
         };

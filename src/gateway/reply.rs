@@ -26,6 +26,13 @@ use super::vary;
 use crate::record::outcome::Failure;
 use crate::record::{Answer, Attempt, Fence, KeptBody, Operation};
 use crate::route::{OnUnknown, Policy};
+use crate::telemetry::Reply;
+
+/// Notes with an answer how its request was counted, so that the request is timed under the same name at its end.
+pub(super) fn counted_as(reply: Reply, mut response: Response<Body>) -> Response<Body> {
+    response.extensions_mut().insert(reply);
+    response
+}
 
 /// Lets pages of other origins read what the gateway itself says with an answer, where the answer is for them.
 pub(super) fn expose_own(headers: &mut HeaderMap) {

@@ -45,6 +45,7 @@ macro_rules! metrics {
 
 metrics! {
     requests: Family<ByOperation, Counter> => "requests", "Requests by operation and by how they were answered";
+    request_durations: Family<ByOperation, Histogram> = Family::new_with_constructor(durations) => "request_duration_seconds", "Time from a request's head to the begin of its answer, by operation and by how it was answered";
     observed: Family<ByWould, Counter> => "observed", "Requests that were only observed, by operation and by what would have become of them";
     steps: Family<ByStep, Histogram> = Family::new_with_constructor(durations) => "step_seconds", "Time taken by each step of a request";
     in_flight: Gauge => "in_flight", "Reserved requests that are being worked on";
@@ -105,6 +106,12 @@ fn durations() -> Histogram {
 }
 
 impl Metrics {
+    /// A request took this long until its answer began.
+    pub fn request_took(&self, operation: &str, reply: Reply, time: Duration) {
+        let by = ByOperation { operation: operation.to_owned(), reply };
+        self.request_durations.get_or_create(&by).observe(time.as_secs_f64());
+    }
+
     /// Requests of an operation are to come: how they are answered is shown from here on.
     pub fn serves(&self, operation: &str) {
         for reply in Reply::ALL {

@@ -8,16 +8,17 @@ use http::StatusCode;
 use oncegate::clock;
 use serde_json::Value;
 
-use crate::support::client::{Answer, get};
+use crate::support::client::{Answer, get, post};
 use crate::support::fleet::{self, ONE_EVENT, order};
-use crate::support::process::eventually;
+use crate::support::process::{self, eventually};
 use crate::support::python;
-use crate::support::rig::{Rig, Which, on_both_stores};
+use crate::support::rig::{self, Rig, Which, on_both_stores};
 use crate::support::sink::{Act, OK, Sink};
 
 on_both_stores! {
     both_formats_say_the_same_to_the_official_parser,
     each_delivery_is_timed_however_it_ends,
+    each_request_is_timed_by_operation_and_reply,
 }
 
 /// What Prometheus 3 sends by default.
@@ -128,6 +129,48 @@ async fn each_delivery_is_timed_however_it_ends(which: Which) {
     assert_eq!((bucket("30"), bucket("+Inf")), (2.0, 2.0));
     let sum = value(&page, r#"oncegate_delivery_duration_seconds_sum{sink="main"}"#).unwrap();
     assert!(sum >= 0.3, "{sum}");
+}
+
+/// The values of a family of this operation by reply, as far as they are not 0.
+fn by_reply(page: &str, name: &str) -> BTreeMap<String, f64> {
+    let start = format!("{name}{{operation=\"orders.create\",reply=\"");
+    let series = page.lines().filter_map(|line| line.strip_prefix(&start)?.split_once("\"} "));
+    let values = series.map(|(reply, value)| (reply.to_owned(), value.parse().unwrap()));
+    values.filter(|(_, value)| *value != 0.0).collect()
+}
+
+async fn each_request_is_timed_by_operation_and_reply(which: Which) {
+    let rig = Rig::with(which, "", "require_key = false", "").await;
+    let (to, admin) = (rig.gateway.addr, rig.gateway.admin);
+    for _ in 0..3 {
+        assert_eq!(order("k").to(to).await.status, StatusCode::CREATED);
+    }
+    assert_eq!(order("k").body("{}").to(to).await.problem(), "request-mismatch");
+    assert_eq!(order("").to(to).await.problem(), "key-invalid");
+    post("/orders", "{}").tenant("acme").to(to).await;
+    let nobody = format!("http://127.0.0.1:{}", process::free_port());
+    let (_place, before_nobody) = rig::gateway(which, &nobody, "", "").await;
+    assert_eq!(order("k").to(before_nobody.addr).await.problem(), "upstream-unreachable");
+
+    let shown = page(admin).await;
+    let counted = by_reply(&shown, "oncegate_requests_total");
+    let wanted = [
+        ("executed", 1.0),
+        ("invalid", 1.0),
+        ("mismatch", 1.0),
+        ("passed", 1.0),
+        ("replayed", 2.0),
+    ];
+    assert_eq!(counted, wanted.map(|(reply, count)| (reply.to_owned(), count)).into());
+    assert_eq!(by_reply(&shown, "oncegate_request_duration_seconds_count"), counted);
+    let took = by_reply(&shown, "oncegate_request_duration_seconds_sum")["executed"];
+    let forward = value(&shown, "oncegate_step_seconds_sum{step=\"forward\"}").unwrap();
+    assert!(took >= forward && forward > 0.0, "a request takes as long as its steps: {shown}");
+
+    let released = page(before_nobody.admin).await;
+    let counted = by_reply(&released, "oncegate_requests_total");
+    assert_eq!(counted, [("released".to_owned(), 1.0)].into());
+    assert_eq!(by_reply(&released, "oncegate_request_duration_seconds_count"), counted);
 }
 
 #[tokio::test(flavor = "multi_thread")]
