@@ -311,16 +311,16 @@ fn say(line: &str) {
     drop(writeln!(std::io::stdout(), "{line}"));
 }
 
-/// The first steps of `serve` and `relay`: load the configuration, start the log, listen for signals.
+/// The first steps of `serve` and `relay`: listen for signals, load the configuration, start the log.
 fn begin(config: Option<&Path>, upstream: Option<&str>) -> Result<(Config, Signals), ExitCode> {
+    let signals =
+        Signals::new().map_err(|error| fail(1, &format!("cannot listen for signals: {error}")))?;
     let (config, warnings) = load(config, upstream)?;
     log::start(config.log.format, &config.log.level)
         .map_err(|error| fail(1, &format!("cannot start the log: {error}")))?;
     for warning in warnings {
         tracing::warn!("{warning}");
     }
-    let signals =
-        Signals::new().map_err(|error| fail(1, &format!("cannot listen for signals: {error}")))?;
     Ok((config, signals))
 }
 
@@ -347,9 +347,27 @@ async fn serve(args: ServeArgs) -> Result<ExitCode, Problem> {
     let listen = running.addr.map_or(listen, |addr| addr.to_string());
     let ready = serde_json::json!({ "listen": listen, "admin": running.admin.to_string() });
     tell_ready(&ready);
-    let why = signals.next_or_fatal().await;
+    let mut why = signals.next_or_fatal().await;
+    if let Stopped::Signal = why {
+        why = serve_on(running.begin_stop(), &mut signals).await;
+    }
     tracing::info!("stopping: requests in progress are finished first");
     stopped(Ok(why.into()), running.stop(), &mut signals).await
+}
+
+/// Goes on for the delay of a shutdown. A second signal ends the delay, and a third one the process.
+async fn serve_on(delay: Duration, signals: &mut Signals) -> Stopped {
+    if delay.is_zero() {
+        return Stopped::Signal;
+    }
+    tracing::info!(
+        ?delay,
+        "stopping: not ready any more, and requests are still taken for server.shutdown_delay"
+    );
+    tokio::select! {
+        () = tokio::time::sleep(delay) => Stopped::Signal,
+        why = signals.next_or_fatal() => why,
+    }
 }
 
 /// The error of a start that failed after the process began to listen. It is logged at once, because open requests can delay
@@ -418,27 +436,42 @@ impl From<Stopped> for ExitCode {
     }
 }
 
-/// The signals that stop the process. Created before the store connects, so that a signal during the start ends it.
+/// The signals that stop the process, and those that would kill it if nothing caught them. Created before anything else, so
+/// that a signal during the start ends it, too. Rust itself ignores SIGPIPE.
 struct Signals {
     terminate: Signal,
     interrupt: Signal,
-    /// Caught and ignored: a file at its size limit then fails its write, and does not kill the process.
-    _too_large: Signal,
+    hangup: Signal,
+    /// Caught and ignored. After SIGXFSZ, a file at its size limit fails its write.
+    _ignored: [Signal; 3],
 }
+
+/// What a caller of SIGHUP may expect instead.
+const RESTART: &str = "to take a changed configuration, start the process again";
 
 /// SIGXFSZ, on all systems that this runs on.
 const TOO_LARGE: i32 = 25;
 
 impl Signals {
     fn new() -> std::io::Result<Self> {
-        let terminate = signal(SignalKind::terminate())?;
-        let interrupt = signal(SignalKind::interrupt())?;
-        let too_large = signal(SignalKind::from_raw(TOO_LARGE))?;
-        Ok(Self { terminate, interrupt, _too_large: too_large })
+        let user = [SignalKind::user_defined1(), SignalKind::user_defined2()];
+        let [first, second] = user.map(signal);
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            hangup: signal(SignalKind::hangup())?,
+            _ignored: [first?, second?, signal(SignalKind::from_raw(TOO_LARGE))?],
+        })
     }
 
     async fn next(&mut self) {
-        tokio::select! { _ = self.terminate.recv() => {}, _ = self.interrupt.recv() => {} }
+        loop {
+            tokio::select! {
+                _ = self.terminate.recv() => return,
+                _ = self.interrupt.recv() => return,
+                _ = self.hangup.recv() => tracing::warn!("SIGHUP changes nothing: {RESTART}"),
+            }
+        }
     }
 
     /// Waits for a signal, or for the end of a background task that cannot be started again.

@@ -108,7 +108,9 @@ pub struct Server {
     pub listen: Listen,
     /// The limits of the listener.
     pub accept: accept::Settings,
-    /// How long a shutdown waits for open requests and deliveries.
+    /// How long a shutdown goes on taking requests after readiness is off.
+    pub shutdown_delay: Duration,
+    /// How long a shutdown then waits for open requests and deliveries.
     pub shutdown_grace: Duration,
 }
 

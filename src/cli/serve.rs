@@ -3,9 +3,9 @@
 //! Order of the start, on both stores: lock, migrate, drain the spill, mark the records that the last process left, listen,
 //! be ready. If a Postgres is away, the process listens before its store is open: see `opening`. Until then every use of the
 //! store fails, and the tasks that need it have not begun.
-//! Order of the end: be not ready, stop accepting requests and claiming events, let requests and deliveries finish within the
-//! grace, spill the outcomes that the database has not taken, end the lease. It takes at most the grace and three seconds,
-//! whatever the database does.
+//! Order of the end: be not ready, go on for the delay, stop accepting requests and claiming events, let requests and
+//! deliveries finish within the grace, spill the outcomes that the database has not taken, end the lease. After the delay it
+//! takes at most the grace and three seconds, whatever the database does.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -55,6 +55,7 @@ pub struct Running {
     tasks: TaskTracker,
     lease: TaskTracker,
     gateway: Arc<Gateway>,
+    delay: Duration,
     grace: Duration,
     spill: Spill,
     /// The start on a store that is not open.
@@ -204,13 +205,13 @@ pub async fn start(mut config: Config) -> Result<Running, StartError> {
     };
     keep_admin(&tasks, admin_listener, admin::router(state), &stop.rest);
     let service = Serve(Arc::clone(&gateway));
-    let grace = server.shutdown_grace;
+    let (delay, grace) = (server.shutdown_delay, server.shutdown_grace);
     let accepting = accept::serve(listener, server.accept, service, stop.accept.clone(), grace);
     tasks.spawn(tasks::vital(Vital::Listener, stop.accept.clone(), accepting));
     gateway.keep_keys(&tasks, &stop.rest);
     let (spill, lease) = (shared.spill.clone(), TaskTracker::new());
     let mut running =
-        Running { addr, admin, stop, tasks, lease, gateway, grace, spill, waiting: None };
+        Running { addr, admin, stop, tasks, lease, gateway, delay, grace, spill, waiting: None };
     let after = AfterOpening { shared, ttl: config.store.lease, relay, relay_mode, sweep };
     if opened {
         running.serve(after);
@@ -407,6 +408,13 @@ impl Running {
         keep_sweeper(tasks, &store, sweep, &contact, &metrics, &stop.rest);
         gateway.begin_loops(tasks, &stop.rest, &stop.accept);
         stop.ready.serving();
+    }
+
+    /// Turns readiness off and serves on. Returns for how long, before [`Self::stop`]: load balancers send requests until they
+    /// have noticed.
+    pub fn begin_stop(&self) -> Duration {
+        self.stop.ready.draining();
+        self.delay
     }
 
     /// Stops. Requests finish within the grace, and each outcome that is known is durable in the database or in the spill.

@@ -203,6 +203,7 @@ impl Builder<'_> {
         Server {
             listen: self.server_listen(&raw.listen),
             accept,
+            shutdown_delay: value_or(&raw.shutdown_delay, Duration::ZERO),
             shutdown_grace: value_or(&raw.shutdown_grace, 30 * SECOND),
         }
     }

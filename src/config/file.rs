@@ -182,6 +182,7 @@ sections! {
         expose_headers: flag,
         ignore_path_case: flag,
         trusted_proxies: texts,
+        shutdown_delay: duration,
         shutdown_grace: duration,
         in_flight_max: number(1..=1_000_000),
         waiting_max: number(0..=1_000_000),

@@ -15,6 +15,8 @@ const IN_FLIGHT: usize = 50;
 
 on_both_stores! {
     a24_a_graceful_stop_finishes_what_is_in_flight,
+    requests_are_taken_for_the_delay_while_readiness_is_off,
+    signals_that_ask_for_nothing_change_nothing,
     what_the_grace_does_not_finish_is_unknown,
     a_second_key_of_a_killed_process_waits_for_an_operator,
 }
@@ -176,6 +178,88 @@ async fn a24_a_graceful_stop_finishes_what_is_in_flight(which: Which) {
     assert_eq!(rig.place.records().await, IN_FLIGHT as i64, "nothing else was reserved");
     assert_eq!(rig.place.events().await, 2 * IN_FLIGHT as i64);
     assert_eq!(rig.orders.runs(), IN_FLIGHT);
+}
+
+/// With a delay that no test waits for.
+async fn with_a_delay(which: Which) -> Rig {
+    let mut rig = Rig::start(which, "").await;
+    let toml = std::fs::read_to_string(&rig.gateway.config).unwrap();
+    let toml = toml.replace("[server]", "[server]\nshutdown_delay = \"1h\"");
+    std::fs::write(&rig.gateway.config, toml).unwrap();
+    rig.gateway.kill9();
+    rig.gateway = tokio::task::block_in_place(|| rig.gateway.restart());
+    rig
+}
+
+async fn requests_are_taken_for_the_delay_while_readiness_is_off(which: Which) {
+    let mut rig = with_a_delay(which).await;
+    rig.orders.hold();
+    let before = sending(order("before"), rig.gateway.addr);
+    rig.orders.asked(1).await;
+    rig.gateway.terminate();
+    eventually("readiness tells", async || {
+        ready(&rig.gateway).await == StatusCode::SERVICE_UNAVAILABLE
+    })
+    .await;
+    rig.orders.go();
+    assert_eq!(before.await.unwrap().status, StatusCode::CREATED);
+    // Each on a connection of its own, which stays open: nothing tells the caller to leave.
+    for key in ["first", "second"] {
+        let answer = order(key).to(rig.gateway.addr).await;
+        assert_eq!((answer.status, answer.header("connection")), (StatusCode::CREATED, None));
+    }
+    rig.orders.hold();
+    let last = sending(order("last"), rig.gateway.addr);
+    rig.orders.asked(4).await;
+    // The second signal ends the delay, and no more: what is in flight has its grace.
+    rig.gateway.terminate();
+    eventually("new connections are refused", async || {
+        order("new").send(rig.gateway.addr).await.is_err()
+    })
+    .await;
+    rig.orders.go();
+    let last = last.await.unwrap();
+    assert_eq!((last.status, last.header("connection")), (StatusCode::CREATED, Some("close")));
+    assert!(rig.gateway.exited().success(), "{}", rig.gateway.log());
+    assert_eq!((rig.orders.runs(), rig.place.records().await), (4, 4));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_delay_that_is_over_is_followed_by_the_stop_without_another_signal() {
+    let mut rig = with_a_delay(Which::Sqlite).await;
+    let toml = std::fs::read_to_string(&rig.gateway.config).unwrap();
+    std::fs::write(&rig.gateway.config, toml.replace("\"1h\"", "\"200ms\"")).unwrap();
+    rig.gateway.kill9();
+    rig.gateway = tokio::task::block_in_place(|| rig.gateway.restart());
+    let took = ends(&mut rig.gateway);
+    assert!(took >= Duration::from_millis(200), "{took:?}");
+}
+
+async fn signals_that_ask_for_nothing_change_nothing(which: Which) {
+    let mut rig = Rig::start(which, "").await;
+    rig.orders.hold();
+    let first = sending(order("k"), rig.gateway.addr);
+    rig.orders.asked(1).await;
+    for name in ["HUP", "USR1", "USR2", "PIPE", "HUP"] {
+        rig.gateway.signal(name);
+    }
+    tokio::task::block_in_place(|| rig.gateway.says("SIGHUP changes nothing"));
+    rig.orders.go();
+    assert_eq!(first.await.unwrap().status, StatusCode::CREATED);
+    assert_eq!(ready(&rig.gateway).await, StatusCode::OK);
+    // Nor while it drains.
+    rig.orders.hold();
+    let second = sending(order("l"), rig.gateway.addr);
+    rig.orders.asked(2).await;
+    rig.gateway.terminate();
+    tokio::task::block_in_place(|| rig.gateway.says("stopping: requests in progress"));
+    for name in ["HUP", "USR1", "USR2", "PIPE"] {
+        rig.gateway.signal(name);
+    }
+    rig.orders.go();
+    assert_eq!(second.await.unwrap().status, StatusCode::CREATED);
+    let status = tokio::task::block_in_place(|| rig.gateway.exited());
+    assert!(status.success(), "{status}:\n{}", rig.gateway.log());
 }
 
 async fn what_the_grace_does_not_finish_is_unknown(which: Which) {

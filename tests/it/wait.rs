@@ -76,6 +76,9 @@ fn says_ready(gateway: &Gateway) -> usize {
 /// It is not ready, says why in these words, and does what it can without its database.
 async fn works_without(gateway: &Gateway, orders: &Orders, why: &str) {
     listens(gateway).await;
+    for ignored in ["HUP", "USR1", "USR2"] {
+        gateway.signal(ignored);
+    }
     let because = async || {
         let told = readyz(gateway).await;
         assert_eq!(told.status, StatusCode::SERVICE_UNAVAILABLE, "{told:?}");

@@ -16,6 +16,8 @@ pub fn send(pid: u32, name: &str) -> bool {
         "CONT" => Signal::CONT,
         "HUP" => Signal::HUP,
         "USR1" => Signal::USR1,
+        "USR2" => Signal::USR2,
+        "PIPE" => Signal::PIPE,
         _ => panic!("{name}: add it to the signals that are sent"),
     };
     process(pid).is_some_and(|pid| kill_process(pid, signal).is_ok())
