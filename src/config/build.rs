@@ -7,6 +7,7 @@
 //! Invariant: all defaults are here, and `config/oncegate.toml` shows every one of them. A test compares the two.
 
 mod brokers;
+mod common;
 mod jwt;
 mod lookup;
 mod replay_auth;

@@ -13,7 +13,7 @@ use http::header::{
 use http::{HeaderName, Method, StatusCode};
 use serde_json::{Value, json};
 
-use super::routes::Common;
+use super::common::Common;
 use super::texts::read_header;
 use super::{Builder, SECOND, file};
 use crate::record::LookupDelay;

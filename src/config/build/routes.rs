@@ -10,6 +10,7 @@ use std::time::Duration;
 use crate::record::event::subscription::Subscriber;
 use crate::scope::jwt::ClaimPath;
 
+use super::common::Common;
 use super::texts::{covers, read_code, read_header, read_method, same_answer};
 use super::{
     BTreeMap, BTreeSet, Builder, Code, DAY, DEFAULT_UPSTREAM, Derive, File, HeaderName, KIB, Lists,
@@ -28,13 +29,6 @@ fn pick<'f, T>(route: &'f Setting<T>, policy: &'f Setting<T>) -> &'f Setting<T> 
 
 fn pick_or<T: Clone>(route: &Setting<T>, policy: &Setting<T>, default: T) -> T {
     super::value_or(pick(route, policy), default)
-}
-
-/// What all routes need.
-pub(super) struct Common<'f> {
-    pub(super) file: &'f File,
-    sinks: &'f [Subscriber],
-    upstreams: &'f BTreeMap<String, upstream::Settings>,
 }
 
 impl Builder<'_> {
@@ -188,22 +182,6 @@ impl Builder<'_> {
     fn route_upstream(&self, raw: &file::Route, common: &Common<'_>) -> String {
         let named = self.named_upstream(raw.upstream.as_ref(), common);
         named.unwrap_or_else(|| DEFAULT_UPSTREAM.to_owned())
-    }
-
-    pub(super) fn named_upstream(
-        &self,
-        named: Option<&Spanned<String>>,
-        common: &Common<'_>,
-    ) -> Option<String> {
-        let named = named?;
-        let defined = named.value == DEFAULT_UPSTREAM
-            || common.file.upstreams.iter().any(|(name, _)| *name == named.value);
-        if !defined {
-            let names = common.upstreams.keys().map(String::as_str);
-            let hint = unknown("no such upstream", &named.value, names);
-            self.diagnostics.mistake(&named.location, hint);
-        }
-        Some(named.value.clone())
     }
 
     fn events(
