@@ -6,16 +6,13 @@
 //! type is hashed as it is; a body that cannot be decoded is hashed as received. Neither is an error.
 //!
 //! The raw hash covers the request as received. The recipe's id names version and settings. If it differs between two
-//! requests,
-//! the settings or the program changed between them, and the raw hash decides. So `RAW_VERSION` never changes: every version
-//! of
-//! this program recognises old records by the raw hash.
+//! requests, the settings or the program changed between them, and the raw hash decides. So `RAW_VERSION` never changes: every
+//! version of this program recognises old records by the raw hash.
 //!
 //! To save time, a body without a canonical form counts by the hash of the request as received without its query, which counts
 //! as pairs. Without a query that is the raw hash.
-//!
-//! A new form needs a new variant of `Form` and a new `VERSION`.
 
+mod body;
 pub mod coding;
 pub mod form;
 pub mod json;
@@ -25,13 +22,12 @@ mod recipe;
 pub mod show;
 pub mod xml;
 
-use std::borrow::Cow;
-
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use http::{HeaderMap, Method};
 use sha2::{Digest as _, Sha256};
 
-use self::parameters::ParameterizedValue;
+use self::body::{Content, Form, canonical_body, essence};
+pub use self::body::{canonical, plain};
 pub use self::recipe::{Recipe, Settings};
 use crate::record::{Digest, Fingerprint};
 
@@ -51,68 +47,6 @@ pub struct Parts<'a> {
     pub headers: &'a HeaderMap,
     /// Its whole body, as received.
     pub body: &'a [u8],
-}
-
-/// The form in which a body is hashed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Form {
-    Json,
-    UrlEncoded,
-    Multipart,
-    Xml,
-    Raw,
-}
-
-impl Form {
-    fn of(essence: &[u8]) -> Self {
-        if essence == b"application/json" || essence.ends_with(b"+json") {
-            Self::Json
-        } else if essence == b"application/x-www-form-urlencoded" {
-            Self::UrlEncoded
-        } else if essence.starts_with(b"multipart/") {
-            Self::Multipart
-        } else if essence == b"application/xhtml+xml" {
-            // Blanks between its elements are text.
-            Self::Raw
-        } else if matches!(essence, b"application/xml" | b"text/xml") || essence.ends_with(b"+xml")
-        {
-            Self::Xml
-        } else {
-            Self::Raw
-        }
-    }
-}
-
-/// A body without its content codings.
-#[derive(Debug)]
-enum Content<'a> {
-    /// As received: it had none.
-    Plain(&'a [u8]),
-    Decoded(Vec<u8>),
-    /// As received: its codings cannot be decoded.
-    Encoded(&'a [u8]),
-}
-
-impl<'a> Content<'a> {
-    fn of(headers: &HeaderMap, body: &'a [u8], decoded_max: usize) -> Self {
-        let codings = coding::codings(headers);
-        if codings.as_ref().is_ok_and(Vec::is_empty) {
-            return Self::Plain(body);
-        }
-        match codings.and_then(|codings| coding::decode(&codings, body, decoded_max)) {
-            Ok(body) => Self::Decoded(body),
-            Err(_) => Self::Encoded(body),
-        }
-    }
-}
-
-/// The decoded body, or the body as received if it cannot be decoded within the recipe's limit.
-#[must_use]
-pub fn plain<'a>(recipe: &Recipe, headers: &HeaderMap, body: &'a [u8]) -> Cow<'a, [u8]> {
-    match Content::of(headers, body, recipe.decoded_max) {
-        Content::Plain(body) | Content::Encoded(body) => Cow::Borrowed(body),
-        Content::Decoded(body) => Cow::Owned(body),
-    }
 }
 
 /// The fingerprint of a request.
@@ -167,55 +101,6 @@ pub fn fingerprint(recipe: &Recipe, parts: &Parts<'_>) -> Fingerprint {
     Fingerprint { canonical: hash.finish(), raw, recipe: recipe.id }
 }
 
-/// The canonical form of a body, and its name. `None`: it is compared byte by byte.
-#[must_use]
-pub fn canonical(recipe: &Recipe, parts: &Parts<'_>) -> Option<(&'static [u8], Vec<u8>)> {
-    let content = Content::of(parts.headers, parts.body, recipe.decoded_max);
-    canonical_body(recipe, &essence(parts.headers), parts.headers, &content)
-}
-
-/// The form that the type asks for, and its tag. `None`: the bytes count as they are.
-fn canonical_body(
-    recipe: &Recipe,
-    essence: &[u8],
-    headers: &HeaderMap,
-    content: &Content<'_>,
-) -> Option<(&'static [u8], Vec<u8>)> {
-    let body = match content {
-        Content::Plain(body) => *body,
-        Content::Decoded(body) => body.as_slice(),
-        Content::Encoded(_) => return None,
-    };
-    let mut kinds = headers.get_all(CONTENT_TYPE).iter();
-    let (Some(kind), None) = (kinds.next(), kinds.next()) else { return None };
-    let mut text = Vec::new();
-    let tag: &[u8] = match Form::of(essence) {
-        Form::Json => match json::write(body, &recipe.json, &mut text)? {
-            json::Selected::Whole => b"json",
-            json::Selected::Picked => b"json-only",
-        },
-        Form::UrlEncoded => match form::write(body, &recipe.form, &mut text)? {
-            form::Selected::Whole => b"form",
-            form::Selected::Picked => b"form-only",
-        },
-        Form::Multipart => {
-            match multipart::write(kind.as_bytes(), body, &recipe.form, &mut text)? {
-                form::Selected::Whole => b"multipart",
-                form::Selected::Picked => b"multipart-only",
-            }
-        }
-        Form::Xml => {
-            let kind = ParameterizedValue::parse(kind.as_bytes())?;
-            match xml::write(body, &kind, &recipe.xml, &mut text)? {
-                xml::Selected::Whole => b"xml",
-                xml::Selected::Picked => b"xml-only",
-            }
-        }
-        Form::Raw => return None,
-    };
-    Some((tag, text))
-}
-
 /// The hash of a request as received, under a target.
 fn received(parts: &Parts<'_>, target: &str, essence: &[u8], body: &[u8]) -> Digest {
     let mut hash = Hash::new(RAW_VERSION);
@@ -224,19 +109,6 @@ fn received(parts: &Parts<'_>, target: &str, essence: &[u8], body: &[u8]) -> Dig
     hash.part(essence);
     hash.part(body);
     hash.finish()
-}
-
-/// The media type without parameters, in lower case. With several header lines it has all of them, so that none is ignored.
-fn essence(headers: &HeaderMap) -> Vec<u8> {
-    let mut essence = Vec::with_capacity(32);
-    for (index, value) in headers.get_all(CONTENT_TYPE).iter().enumerate() {
-        if index > 0 {
-            essence.push(b'\n');
-        }
-        let kind = value.as_bytes().split(|b| *b == b';').next().unwrap_or_default();
-        essence.extend(kind.trim_ascii().iter().map(u8::to_ascii_lowercase));
-    }
-    essence
 }
 
 /// A SHA-256 of parts, each with its length, so that no part runs into the next.

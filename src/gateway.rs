@@ -12,6 +12,7 @@ mod budget;
 mod bypass;
 pub mod complete;
 mod deliver;
+mod evidence;
 pub mod explain;
 mod first;
 pub mod forward;
@@ -60,7 +61,7 @@ use self::intake::{Intake, Keyed};
 use self::late::LateReads;
 use self::pass::PassError;
 use self::problem::{Name, Problem};
-use self::reserve::{MayJudge, Refusal, SingleFlight, Unreserved};
+use self::reserve::{MayMarkDead, Refusal, SingleFlight, Unreserved};
 use self::rights::Rights;
 use self::spill::Spill;
 use self::tokens::Tokens;
@@ -153,8 +154,8 @@ pub struct Parts {
     pub store: Arc<dyn Store>,
     /// This process's lease.
     pub lease: LeaseView,
-    /// Whether other owners may be judged by their leases.
-    pub may_judge: MayJudge,
+    /// Whether other owners may be taken for dead by their leases.
+    pub may_mark_dead: MayMarkDead,
     /// Where outcomes are kept that the store does not take.
     pub spill: Spill,
     /// For digests of credentials.
@@ -175,7 +176,7 @@ impl Gateway {
     /// Puts the gateway together. `None`: no upstream has the default's name.
     #[must_use]
     pub fn new(settings: Settings, parts: Parts) -> Option<Arc<Self>> {
-        let Parts { routes, upstreams, store, lease, may_judge, spill, digest, .. } = parts;
+        let Parts { routes, upstreams, store, lease, may_mark_dead, spill, digest, .. } = parts;
         let Parts { tokens, servers, metrics, wake, backlog, .. } = parts;
         let default = Arc::clone(upstreams.get(&settings.default_upstream)?);
         routes.iter().for_each(|route| metrics.serves(route.operation.as_str()));
@@ -185,8 +186,15 @@ impl Gateway {
             cache_bytes: settings.cache_bytes,
         };
         let (asked, counted) = (Arc::clone(&store), Arc::clone(&metrics));
-        let single_flight =
-            SingleFlight::new(flight_settings, asked, lease, may_judge, spill, backlog, counted);
+        let single_flight = SingleFlight::new(
+            flight_settings,
+            asked,
+            lease,
+            may_mark_dead,
+            spill,
+            backlog,
+            counted,
+        );
         let budget =
             Budget::new(settings.in_flight_max, settings.waiting_max, settings.buffered_bytes_max);
         let tokens = tokens.map(Arc::new);

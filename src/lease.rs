@@ -216,7 +216,7 @@ impl Contact {
 
     /// Whether other owners may be judged by their leases at `now`.
     #[must_use]
-    pub fn may_judge(&self, now: Instant) -> bool {
+    pub fn may_mark_dead(&self, now: Instant) -> bool {
         let reach = self.0.read();
         let Some(lease) = reach.lease else { return true };
         let long = |since| now.saturating_duration_since(since) >= lease;
@@ -243,25 +243,25 @@ mod tests {
         let contact = Contact::begin(LEASE, start);
         for second in (4..16).step_by(4) {
             contact.reached(at(second));
-            assert!(!contact.may_judge(at(second)), "{second}");
+            assert!(!contact.may_mark_dead(at(second)), "{second}");
         }
         contact.reached(at(16));
-        assert!(contact.may_judge(at(16)));
-        assert!(!contact.may_judge(at(30)), "nothing was heard since");
+        assert!(contact.may_mark_dead(at(16)));
+        assert!(!contact.may_mark_dead(at(30)), "nothing was heard since");
         contact.reached(at(30));
-        assert!(!contact.may_judge(at(30)), "a gap begins anew");
+        assert!(!contact.may_mark_dead(at(30)), "a gap begins anew");
         for second in (34..=46).step_by(4) {
             contact.reached(at(second));
         }
-        assert!(contact.may_judge(at(46)));
+        assert!(contact.may_mark_dead(at(46)));
         contact.lost();
         contact.reached(at(47));
-        assert!(!contact.may_judge(at(47)), "a failure begins anew");
+        assert!(!contact.may_mark_dead(at(47)), "a failure begins anew");
     }
 
     #[test]
     fn the_only_process_on_a_database_judges_at_once() {
         let now = Instant::now();
-        assert!(Contact::sole(now).may_judge(now));
+        assert!(Contact::sole(now).may_mark_dead(now));
     }
 }

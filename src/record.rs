@@ -30,10 +30,20 @@ pub use self::answer::{
     Answer, KeptBody, NotHeaders, Spelling, append_headers, decode_headers, encode_headers,
     encoded_length,
 };
-pub use self::ids::{
-    Caller, KEY_MAX, Key, Operation, OwnerId, RecordId, Scope, TENANT_MAX, Tenant,
-};
+pub use self::ids::{Caller, KEY_MAX, Key, Operation, OwnerId, RecordId, TENANT_MAX, Tenant};
 pub use self::lease::{Lease, LeaseView};
+pub use self::lookup::LookupDelay;
+
+/// Where a record is looked up, replayed, listed and swept: never by the key alone.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Scope {
+    /// Whose key.
+    pub tenant: Tenant,
+    /// For which operation.
+    pub operation: Operation,
+    /// The key itself.
+    pub key: Key,
+}
 
 /// Which execution of a record: counts from 1 within one id and never goes back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -138,27 +148,18 @@ impl Status {
     }
 }
 
-/// How long the upstream is left alone before it is asked what became of an attempt.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LookupDelay {
-    /// Counted from the moment in which the outcome was lost.
-    pub after_loss: Duration,
-    /// Counted from the end of a dead owner's lease, until which it may have been sending.
-    pub after_lease: Duration,
-}
-
 /// A completed record's answer with the end of its retention.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Completed {
     /// What is replayed.
     pub answer: Answer,
-    /// When the retention ends, by the database's clock; told to callers.
+    /// When the retention ends, by the database's clock; callers get it in a header.
     pub expires_at: SystemTime,
     /// What was left of the retention when the row was read, by the database's clock; zero: it has expired.
     pub time_left: Duration,
 }
 
-/// How a record stands, as the gateway reads it.
+/// The state of a record, as the gateway reads it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum State {
     /// Somebody works on it.
@@ -183,6 +184,6 @@ pub struct Record {
     pub fingerprint: Fingerprint,
     /// Who asked for its current attempt.
     pub caller: Option<Caller>,
-    /// How it stands.
+    /// Its state.
     pub state: State,
 }

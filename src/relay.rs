@@ -19,6 +19,7 @@
 
 mod acknowledge;
 pub mod address;
+mod claim;
 mod claimant;
 mod pauses;
 mod probe;

@@ -204,7 +204,7 @@ impl Sweeper {
                 self.metrics.swept(Swept::Events, rows);
                 Ok(rows)
             }
-            Job::DeadOwners if self.contact.may_judge(now()) => {
+            Job::DeadOwners if self.contact.may_mark_dead(now()) => {
                 let rows = self.store.mark_dead(None, limit).await?;
                 if rows > 0 {
                     tracing::warn!(rows, "records of dead owners are unknown now");

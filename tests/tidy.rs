@@ -157,7 +157,7 @@ fn allowed(module: &str) -> Option<&'static [&'static str]> {
             "fault",
         ]),
         "lease" => Some(&["lease", "backoff", "record", "store", "tasks", "telemetry"]),
-        // The sweeper asks the lease's `Contact` whether it may judge other owners.
+        // The sweeper asks the lease's `Contact` whether it may mark other owners dead.
         "sweep" => Some(&["sweep", "lease", "record", "store", "tasks", "telemetry"]),
         "admin" => Some(&[
             "admin",

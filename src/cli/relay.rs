@@ -139,7 +139,7 @@ impl Running {
     fn deliver(&mut self, after: AfterOpening) {
         let Self { tasks, lease, stop, .. } = self;
         let AfterOpening { store, metrics, view, ttl, contact, relay, sweep } = after;
-        let claimant = serve::claimant(&view, &serve::may_judge(&contact), false);
+        let claimant = serve::claimant(&view, &serve::may_mark_dead(&contact), false);
         serve::keep_lease(lease, &store, &view, ttl, &self.end_lease);
         // No part of this process writes events, so nothing wakes the relay: it polls.
         let parts = RelayParts { settings: relay, claimant, wake: Arc::new(Notify::new()) };

@@ -88,18 +88,18 @@ impl Stop {
 }
 
 /// Whether the leases of other owners may be judged now.
-pub(super) type MayJudge = Arc<dyn Fn() -> bool + Send + Sync>;
+pub(super) type MayMarkDead = Arc<dyn Fn() -> bool + Send + Sync>;
 
-pub(super) fn may_judge(contact: &Contact) -> MayJudge {
+pub(super) fn may_mark_dead(contact: &Contact) -> MayMarkDead {
     let contact = contact.clone();
-    Arc::new(move || contact.may_judge(Instant::now()))
+    Arc::new(move || contact.may_mark_dead(Instant::now()))
 }
 
 /// The owner of the relay's claims. A process alone on its store freed the claims of dead processes at its start; a lapse of
 /// its own lease frees nothing.
-pub(super) fn claimant(lease: &LeaseView, may_judge: &MayJudge, alone: bool) -> Claimant {
-    let may_judge = if alone { Arc::new(|| false) } else { Arc::clone(may_judge) };
-    Claimant { lease: lease.clone(), may_judge }
+pub(super) fn claimant(lease: &LeaseView, may_mark_dead: &MayMarkDead, alone: bool) -> Claimant {
+    let may_mark_dead = if alone { Arc::new(|| false) } else { Arc::clone(may_mark_dead) };
+    Claimant { lease: lease.clone(), may_mark_dead }
 }
 
 /// What all parts of the process share.
@@ -154,7 +154,7 @@ impl Shared {
             routes: std::mem::take(&mut config.routes),
             store: Arc::clone(&self.store),
             lease: self.lease.clone(),
-            may_judge: may_judge(&self.contact),
+            may_mark_dead: may_mark_dead(&self.contact),
             spill: self.spill.clone(),
             digest: config.digest_key.open()?,
             metrics: Arc::clone(&self.metrics),
@@ -397,7 +397,7 @@ impl Running {
     fn serve(&mut self, after: AfterOpening) {
         let Self { stop, tasks, gateway, .. } = self;
         let AfterOpening { shared, ttl, relay, relay_mode, sweep } = after;
-        let claimant = claimant(&shared.lease, &may_judge(&shared.contact), shared.alone);
+        let claimant = claimant(&shared.lease, &may_mark_dead(&shared.contact), shared.alone);
         let Shared { store, metrics, wake, lease, contact, .. } = shared;
         keep_lease(&self.lease, &store, &lease, ttl, &stop.lease);
         if relay_mode == RelayMode::InProcess {

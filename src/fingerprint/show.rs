@@ -2,7 +2,8 @@
 
 use http::{HeaderMap, HeaderName};
 
-use super::{Content, Parts, Recipe, canonical_body, essence, form, plain};
+use super::body::{Content, canonical_body, essence, plain};
+use super::{Parts, Recipe, form};
 
 impl Recipe {
     /// The headers that count, sorted by name.

@@ -1,25 +1,28 @@
 //! From evidence to a durable end: the answer and its events in one transaction, or a release, or `unknown`.
 //!
-//! The end is durable before the caller gets a byte of the answer. Where the database does not take an outcome in time,
-//! the spill does ([`Finish::Spilled`]) and the retrier goes on trying; where the spill cannot either, the caller is told
-//! ([`Finish::NotStored`]). Waiters are woken with what the store took.
+//! What must stay true:
 //!
-//! An end that changes no row found its record gone on: completed, at another attempt, or gone. What stands is read and
-//! counts for the caller; what the attempt itself came to goes to the audit table, so that it is never dropped.
+//! - The end is durable before the caller gets a byte of the answer. Where the database does not take an outcome in time
+//!   (it has died since the upstream answered, say), the outcome goes to the spill, and the caller gets its answer
+//!   ([`Finish::Spilled`]). The retrier goes on trying; should this process die, the next one reads the spill before anything
+//!   of this one is marked `unknown`. Where the spill takes it neither, the answer says so ([`Finish::NotStored`]).
+//! - Followers get what the store took, and not before it did.
+//! - An end that changes no row found its record gone on: completed, at another attempt, or gone. The answer that the record
+//!   has now counts for the caller; what the attempt itself came to goes to the audit table, so that it is never dropped.
+//! - After a time-out the record is `unknown` before the caller gets its 504. The exchange goes on as a [`LateExchange`];
+//!   `late` ends what it brings.
 //!
-//! After a time-out the record is `unknown` and the caller is told; the exchange goes on as a [`LateExchange`], and what it
-//! brings is ended by `late`.
-//!
-//! An application on the same database may complete the record in its own transaction. Then its answer is what counts,
-//! also where all that was seen from here is a connection that broke.
+//! An application on the same database may complete the record in its own transaction. Then its answer counts, also where
+//! all that was seen from here is a connection that broke.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use tokio::sync::Notify;
 
+use super::evidence::Evidence;
 use super::first::{FirstAnswer, FirstBody};
-use super::forward::{Evidence, OpenExchange};
+use super::forward::OpenExchange;
 use super::reserve::{
     Detached, FlightEnd, InFlight, PendingWrite, Replay, SettledEnd, Shared, SharedAnswer,
     SingleFlight,
@@ -38,14 +41,6 @@ use crate::telemetry::{Drained, Metrics, Reply, Step, causes};
 /// Pauses before a record is looked at again that a transaction of the application holds.
 const LOOKS: Backoff = Backoff::new(Duration::from_millis(20), Duration::from_millis(200));
 
-/// What became of an attempt whose outcome was not seen.
-enum UnknownEnd {
-    /// It is `unknown`, or will be.
-    Detached(Detached),
-    /// There is an answer in the store.
-    Completed(Detached, Arc<Replay>),
-}
-
 /// How an attempt ended, for the caller that started it.
 pub(super) enum Finish {
     /// Kept until then.
@@ -56,7 +51,7 @@ pub(super) enum Finish {
     NotStored { first: FirstAnswer, counted: Reply },
     /// The application completed this very attempt itself: this is its answer.
     Recorded(Arc<Replay>),
-    /// Somebody else completed the record meanwhile: this is what stands.
+    /// Somebody else completed the record meanwhile: this is its answer.
     Overtaken(Arc<Replay>),
     /// The upstream was asked, and it had executed an earlier attempt: this is kept.
     Found(Arc<Replay>),
@@ -102,11 +97,9 @@ impl Completer<'_> {
             Ok((Class::Released, first)) => (self.release_answered(in_flight, first).await, None),
             Ok((Class::Unknown, first)) => {
                 let fence = in_flight.fence;
-                let finish = match self.mark_unknown(in_flight).await {
-                    UnknownEnd::Completed(_, replay) => self.finish_stored(fence, replay),
-                    UnknownEnd::Detached(_) => Finish::Unknown { first },
-                };
-                (finish, None)
+                let (_, found) = self.mark_unknown(in_flight).await;
+                let finish = found.map(|replay| self.finish_stored(fence, replay));
+                (finish.unwrap_or(Finish::Unknown { first }), None)
             }
             Err(failure) => self.fail(in_flight, failure, open_exchange).await,
         }
@@ -142,12 +135,9 @@ impl Completer<'_> {
         tracing::warn!(%record, %operation, ?failure, "an attempt ended without an answer");
         let ending = match failure {
             Failure::Broken | Failure::TimedOut => {
-                let (detached, finish) = match self.mark_unknown(in_flight).await {
-                    UnknownEnd::Detached(detached) => (detached, Finish::Failed { fence, failure }),
-                    UnknownEnd::Completed(detached, replay) => {
-                        (detached, self.finish_stored(fence, replay))
-                    }
-                };
+                let (detached, found) = self.mark_unknown(in_flight).await;
+                let finish = found.map(|replay| self.finish_stored(fence, replay));
+                let finish = finish.unwrap_or(Finish::Failed { fence, failure });
                 // Only now may the connection be cut: the record says what happened. What the application kept by itself
                 // is this attempt's answer, so nothing else is awaited.
                 let awaited = !self.route.policy.late_answer.is_zero()
@@ -167,8 +157,8 @@ impl Completer<'_> {
             }
             Failure::LeaseEnded => FlightEnd::LookAgain,
         };
-        let (how, stands) = self.release(in_flight, ending, LateEnd::NotSent).await;
-        (stands.map_or(Finish::Failed { fence, failure }, |it| instead(how, it)), None)
+        let (how, found) = self.release(in_flight, ending, LateEnd::NotSent).await;
+        (found.map_or(Finish::Failed { fence, failure }, |found| instead(how, found)), None)
     }
 
     /// The upstream did not execute: passes its answer on.
@@ -182,13 +172,13 @@ impl Completer<'_> {
         let ending = share.map_or(FlightEnd::LookAgain, FlightEnd::Shared);
         let answer = first.kept(&self.route.policy.replay_drop);
         match self.release(in_flight, ending, LateEnd::Released { answer }).await {
-            (how, Some(stands)) => instead(how, stands),
+            (how, Some(found)) => instead(how, found),
             (Drained::FencedOff, None) => Finish::NotStored { first, counted: Reply::Released },
             (_, None) => Finish::Released { first },
         }
     }
 
-    /// Frees the attempt; those who waited for it get this ending. With what stands in its place, where there is an answer.
+    /// Frees the attempt; those who waited for it get this ending. With the answer that was found in its place, if any.
     async fn release(
         &self,
         mut in_flight: Box<InFlight>,
@@ -211,44 +201,21 @@ impl Completer<'_> {
         }
     }
 
-    /// Keeps what a look-up found, with the events, under the fence that was held for it.
-    pub(super) async fn complete_found(&self, in_flight: Box<InFlight>, answer: Answer) -> Finish {
-        let record = in_flight.fence.id;
-        let end = End::Complete(self.executed(&in_flight, answer, true));
-        match self.settle(&in_flight, &end, &FlightEnd::LookAgain).await {
-            Ok(settled) => {
-                let (_, replay) = self.conclude(in_flight, settled).await;
-                replay.map_or(Finish::StillUnknown { record }, Finish::Found)
-            }
-            Err(error) => {
-                self.hand_to_retrier(in_flight, end, FlightEnd::LookAgain, &error).await;
-                Finish::StillUnknown { record }
-            }
-        }
-    }
-
-    /// Ends a look-up that brought nothing: unknown again, unless the attempt was completed meanwhile.
-    pub(super) async fn give_up_lookup(&self, in_flight: Box<InFlight>) -> Finish {
-        let record = in_flight.fence.id;
-        match self.mark_unknown(in_flight).await {
-            UnknownEnd::Detached(_) => Finish::StillUnknown { record },
-            UnknownEnd::Completed(_, replay) => Finish::Found(replay),
-        }
-    }
-
-    /// Marks the record `unknown`: what comes now is late, unless it is completed already, whoever did it.
-    async fn mark_unknown(&self, in_flight: Box<InFlight>) -> UnknownEnd {
+    /// Marks the record `unknown`: what comes now is late. With the answer, where somebody has completed it already.
+    pub(super) async fn mark_unknown(
+        &self,
+        in_flight: Box<InFlight>,
+    ) -> (Detached, Option<Arc<Replay>>) {
         let (scope, fence) = (in_flight.scope.clone(), in_flight.fence);
         let end = End::Unknown { scope, fence, row: in_flight.row().cloned() };
         match self.once_unlocked(&in_flight, &end).await {
-            Ok(SettledEnd { ending: FlightEnd::Kept(replay), .. }) => UnknownEnd::Completed(
-                in_flight.detach(FlightEnd::Kept(Arc::clone(&replay))),
-                replay,
-            ),
-            Ok(settled) => UnknownEnd::Detached(in_flight.detach(settled.ending)),
+            Ok(SettledEnd { ending, .. }) => {
+                let replay = ending.kept();
+                (in_flight.detach(ending), replay)
+            }
             Err(error) => {
                 log_pending(&error);
-                UnknownEnd::Detached(in_flight.detach_pending(PendingWrite::of(end)))
+                (in_flight.detach_pending(PendingWrite::of(end)), None)
             }
         }
     }
@@ -271,7 +238,7 @@ impl Completer<'_> {
     }
 
     /// The first try to write the end of an attempt, for as long as the caller waits.
-    async fn settle(
+    pub(super) async fn settle(
         &self,
         in_flight: &InFlight,
         end: &End,
@@ -281,20 +248,13 @@ impl Completer<'_> {
         self.single_flight.retrier().settle(end, ending, deadline, || in_flight.was_held()).await
     }
 
-    /// An end is settled: those who waited are told, and what is late is noted. With the answer that counts.
-    async fn conclude(
+    /// An end is settled: the flight is over, and what is late is noted. With the answer that counts.
+    pub(super) async fn conclude(
         &self,
         in_flight: Box<InFlight>,
         SettledEnd { ending, how, late }: SettledEnd,
     ) -> (Drained, Option<Arc<Replay>>) {
-        let replay = match &ending {
-            FlightEnd::Kept(replay) => Some(Arc::clone(replay)),
-            FlightEnd::Shared(_)
-            | FlightEnd::Unknown(_)
-            | FlightEnd::Unavailable(_)
-            | FlightEnd::BacklogFull
-            | FlightEnd::LookAgain => None,
-        };
+        let replay = ending.kept();
         in_flight.settled(ending);
         if let Some(late) = late {
             self.single_flight.retrier().note(late).await;
@@ -305,9 +265,9 @@ impl Completer<'_> {
         (how, replay)
     }
 
-    /// The store has not taken an end: it goes to the spill before the caller is answered, and the retrier goes on. Whether it
-    /// is durable now.
-    async fn hand_to_retrier(
+    /// The store has not taken an end: what is known goes to the spill, a synced file, before the caller is answered. The
+    /// retrier writes it to the store later, or the next process does (`spill::drain`). Whether it is durable now.
+    pub(super) async fn hand_to_retrier(
         &self,
         in_flight: Box<InFlight>,
         end: End,
@@ -321,7 +281,7 @@ impl Completer<'_> {
         spilled
     }
 
-    /// The answer that stands for an attempt that did not write it from here.
+    /// The answer of a record that somebody else completed.
     fn finish_stored(&self, attempt: Fence, replay: Arc<Replay>) -> Finish {
         self.wake.notify_one();
         if replay.fence == attempt { Finish::Recorded(replay) } else { Finish::Overtaken(replay) }
@@ -352,7 +312,7 @@ impl Completer<'_> {
                 (Drained::Already, Some(replay)) if replay.answer == executed.completion.answer => {
                     Finish::Kept { first, expires_at: replay.expires_at }
                 }
-                (how, Some(stands)) => instead(how, stands),
+                (how, Some(found)) => instead(how, found),
                 (_, None) => not_stored(first),
             },
             Err(error) => {
@@ -367,7 +327,7 @@ impl Completer<'_> {
     }
 
     /// What is known of an attempt with this answer. `found`: by a look-up.
-    fn executed(&self, in_flight: &InFlight, answer: Answer, found: bool) -> Executed {
+    pub(super) fn executed(&self, in_flight: &InFlight, answer: Answer, found: bool) -> Executed {
         let events = self.events(in_flight, &answer);
         let completion = Arc::new(Completion {
             scope: in_flight.scope.clone(),
@@ -397,17 +357,17 @@ impl Completer<'_> {
     }
 }
 
-/// The caller of an attempt in whose place this answer stands.
-fn instead(how: Drained, stands: Arc<Replay>) -> Finish {
+/// For the caller of an attempt in whose place this answer was found.
+fn instead(how: Drained, found: Arc<Replay>) -> Finish {
     match how {
-        Drained::Already => Finish::Recorded(stands),
+        Drained::Already => Finish::Recorded(found),
         Drained::Completed | Drained::Released | Drained::FencedOff | Drained::Refused => {
-            Finish::Overtaken(stands)
+            Finish::Overtaken(found)
         }
     }
 }
 
-/// Whether an outcome that is in the spill will be what stands. Not so where somebody's transaction is about to complete its
+/// Whether an outcome that is in the spill will be the record's. Not so where somebody's transaction is about to complete its
 /// record, or has done so perhaps; and what is refused in every form becomes unknown.
 fn is_promised(error: &Unsettled) -> bool {
     matches!(error, Unsettled::Untaken(error) if !matches!(error, Error::Refused(_)))

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, response};
 
-use super::forward::{ForOrigin, Unasked};
+use super::evidence::{ForOrigin, Unasked};
 use super::reserve::{Shared, SharedAnswer};
 use super::{headers, notes, upstream};
 use crate::record::{Answer, Caller, KeptBody, RecordId, Spelling};

@@ -15,7 +15,8 @@ use tokio_util::task::TaskTracker;
 
 use super::Gateway;
 use super::complete::{Completer, Finish, LateExchange};
-use super::forward::{Evidence, OpenExchange};
+use super::evidence::Evidence;
+use super::forward::OpenExchange;
 use super::reserve::Detached;
 use crate::fault::{self, Point};
 use crate::record::Fence;

@@ -17,10 +17,11 @@ use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
 use super::Gateway;
-use super::complete::Finish;
-use super::forward::{self, Evidence};
+use super::complete::{Completer, Finish};
+use super::evidence::{Evidence, receive};
 use super::headers;
-use super::reserve::{KeyedRequest, LookupGuard, Raised, Reservation};
+use super::reserve::{FlightEnd, InFlight, KeyedRequest, LookupGuard, Raised, Reservation};
+use super::settle::End;
 use super::upstream::Upstream;
 use crate::backoff::jittered;
 use crate::fault::{self, Point};
@@ -139,6 +140,31 @@ impl Gateway {
     }
 }
 
+impl Completer<'_> {
+    /// Keeps what a look-up found, with the events, under the fence that was held for it.
+    async fn complete_found(&self, in_flight: Box<InFlight>, answer: Answer) -> Finish {
+        let record = in_flight.fence.id;
+        let end = End::Complete(self.executed(&in_flight, answer, true));
+        match self.settle(&in_flight, &end, &FlightEnd::LookAgain).await {
+            Ok(settled) => {
+                let (_, replay) = self.conclude(in_flight, settled).await;
+                replay.map_or(Finish::StillUnknown { record }, Finish::Found)
+            }
+            Err(error) => {
+                self.hand_to_retrier(in_flight, end, FlightEnd::LookAgain, &error).await;
+                Finish::StillUnknown { record }
+            }
+        }
+    }
+
+    /// Ends a look-up that brought nothing: unknown again, unless the attempt was completed meanwhile.
+    async fn give_up_lookup(&self, in_flight: Box<InFlight>) -> Finish {
+        let record = in_flight.fence.id;
+        let (_, found) = self.mark_unknown(in_flight).await;
+        found.map_or(Finish::StillUnknown { record }, Finish::Found)
+    }
+}
+
 /// Asks, once, and says what the answer means.
 async fn ask(
     route: &Route,
@@ -188,7 +214,7 @@ async fn exchange(
     let connection = upstream.dial().await.map_err(|error| causes(&error))?;
     // It reads only, so it may go out under any lease.
     let answer = connection.send(request, || true).await.map_err(|error| causes(&error))?;
-    match forward::receive(answer, body_max).await {
+    match receive(answer, body_max).await {
         Evidence::Answered { head, body, .. } => {
             if head.headers.contains_key(CONTENT_ENCODING) {
                 return Err("the answer is encoded, which was not asked for".to_owned());

@@ -18,9 +18,14 @@ mod acquisition;
 mod attempt;
 mod cache;
 mod confirmed;
+mod detached;
 mod flight;
 mod lookup_guard;
 mod retrier;
+mod settled;
+mod single_flight;
+mod takeover;
+mod undo;
 mod unfinished;
 mod vocabulary;
 
@@ -28,16 +33,18 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use self::acquisition::{Acquisition, Decision, POLLS};
-pub(super) use self::attempt::{Detached, InFlight, Reservation};
+use self::attempt::HeldRecord;
+pub(super) use self::attempt::{InFlight, Reservation};
 pub(super) use self::cache::Replay;
 pub(super) use self::confirmed::{Confirmed, ConfirmedCompletion, NumberedEnd};
+pub(super) use self::detached::Detached;
 use self::flight::{Flight, Progress, RECHECK_EVERY};
 pub(super) use self::flight::{Follower, Leader, Role};
-pub use self::flight::{MayJudge, Settings, SingleFlight};
 pub(super) use self::lookup_guard::{LookupGuard, Raised};
-pub(super) use self::retrier::{PendingWrite, SettledEnd};
+pub(super) use self::retrier::PendingWrite;
+pub use self::single_flight::{MayMarkDead, Settings, SingleFlight};
 pub(super) use self::vocabulary::{
-    FlightEnd, KeyedRequest, Readers, Refusal, Shared, SharedAnswer, Unreserved,
+    FlightEnd, KeyedRequest, Readers, Refusal, SettledEnd, Shared, SharedAnswer, Unreserved,
 };
 use super::settle::Stored;
 use crate::record::{Record, RecordId, State};
@@ -172,8 +179,8 @@ impl SingleFlight {
                         self.lookup_guard(held, request, leader, &lookup, context),
                     );
                 }
-                Decision::Doubt(pending) => {
-                    self.retrier.submit(*pending, move |ending| leader.end(ending));
+                Decision::Doubt(undo) => {
+                    self.retrier.submit(PendingWrite::Undo(undo), move |ending| leader.end(ending));
                     return Admission::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps));
                 }
                 Decision::Replay(replay) => {
@@ -186,18 +193,7 @@ impl SingleFlight {
                     return Admission::Refuse(Refusal::OutcomeUnknown { record, again });
                 }
                 Decision::Refuse(refusal) => {
-                    match refusal {
-                        Refusal::StoreUnavailable(unreserved) => {
-                            leader.end(FlightEnd::Unavailable(unreserved));
-                        }
-                        Refusal::BacklogFull => leader.end(FlightEnd::BacklogFull),
-                        Refusal::Mismatch { .. }
-                        | Refusal::Forbidden { .. }
-                        | Refusal::InProgress { .. }
-                        | Refusal::OutcomeUnknown { .. }
-                        // Others look for themselves: what they want to be kept may be something else.
-                        | Refusal::NotStorable => {}
-                    }
+                    leader.end(FlightEnd::of_refused(refusal));
                     return Admission::Refuse(refusal);
                 }
                 Decision::Again | Decision::Wait(_) => decision = acquisition.propose().await,
@@ -205,6 +201,18 @@ impl SingleFlight {
         }
         tracing::warn!("a record kept moving while it was being reserved");
         Admission::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps))
+    }
+}
+
+impl SingleFlight {
+    /// Of a record that is held.
+    fn reservation(
+        &self,
+        held: &HeldRecord,
+        request: &KeyedRequest,
+        leader: Leader,
+    ) -> Reservation {
+        Reservation::new(held, request, leader, self.lease.clone(), self.retrier.clone())
     }
 }
 

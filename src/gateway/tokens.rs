@@ -23,7 +23,7 @@ use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::forward::{self, Evidence};
+use super::evidence::{Evidence, receive};
 use super::upstream::{self, Upstream};
 use crate::backoff::jittered;
 use crate::clock;
@@ -242,7 +242,7 @@ impl Fetched {
         let connection = self.server.dial().await.map_err(|error| causes(&error))?;
         // It reads only, so it may go out under any lease.
         let answer = connection.send(request, || true).await.map_err(|error| causes(&error))?;
-        let (head, body) = match forward::receive(answer, SET_MAX).await {
+        let (head, body) = match receive(answer, SET_MAX).await {
             Evidence::Answered { head, body, .. } => (head, body),
             Evidence::Large { .. } => return Err("the set is too large".to_owned()),
             Evidence::Failed(_) => return Err("the answer broke off".to_owned()),

@@ -138,17 +138,6 @@ impl Key {
     }
 }
 
-/// Where a record is looked up, replayed, listed and swept: never by the key alone.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Scope {
-    /// Whose key.
-    pub tenant: Tenant,
-    /// For which operation.
-    pub operation: Operation,
-    /// The key itself.
-    pub key: Key,
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

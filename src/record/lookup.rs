@@ -9,6 +9,7 @@
 //! empty (an empty filter finds everything) and makes no dot segment; a header with a line break does not exist.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::CONTENT_TYPE;
@@ -23,6 +24,15 @@ use super::{Answer, KeptBody, Spelling};
 
 /// Longest target of a look-up, in bytes.
 const TARGET_MAX: usize = 8 * 1024;
+
+/// How long the upstream is left alone before it is asked what became of an attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LookupDelay {
+    /// Counted from the moment in which the outcome was lost.
+    pub after_loss: Duration,
+    /// Counted from the end of a dead owner's lease, until which it may have been sending.
+    pub after_lease: Duration,
+}
 
 /// A `lookup = { ... }` as configured.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -10,13 +10,13 @@ use crate::store::Reclaim;
 pub struct Claimant {
     /// This process's lease. It must end after the relay, because after its end others take the claims of this relay.
     pub lease: LeaseView,
-    /// Whether the leases of other owners may be judged; see `lease`.
-    pub may_judge: Arc<dyn Fn() -> bool + Send + Sync>,
+    /// Whether other owners may be taken for dead by their leases; see `lease`.
+    pub may_mark_dead: Arc<dyn Fn() -> bool + Send + Sync>,
 }
 
 impl Claimant {
     /// Which claims and probes of other owners have ended.
     pub(super) fn reclaim(&self) -> Reclaim {
-        if (self.may_judge)() { Reclaim::ExpiredOrOrphaned } else { Reclaim::Expired }
+        if (self.may_mark_dead)() { Reclaim::ExpiredOrOrphaned } else { Reclaim::Expired }
     }
 }

@@ -1,15 +1,7 @@
-//! The worker of one sink: claims due events, sends them, and passes on each verdict to be written.
+//! The worker of one sink: when it polls for due events, for how many, and from which lane. `claim` has the claim itself and
+//! what is done under it.
 //!
-//! Invariants:
-//!
-//! - A claim takes a slot and gives it back when its verdict is written or the claim has ended. So this process never holds
-//!   more events than the sink's concurrency, and no claimed event waits for a slot.
-//! - No event is sent so late that its claim could end before its verdict is written. This is measured on the monotonic clock
-//!   from before the claim statement. An event that is too late is given back unsent.
-//! - The outbox table says which events are pending. A wake-up only makes the worker look sooner.
-//!
-//! A process that dies here leaves claims. They run out, and other processes may take them when its lease has ended. Fresh
-//! events that were claimed often and never ended are made dead, because they may crash the process.
+//! Invariant: the outbox table says which events are pending. A wake-up only makes the worker look sooner.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,15 +14,11 @@ use tokio_util::sync::CancellationToken;
 
 use super::claimant::Claimant;
 use super::pauses::{OUTAGE, OUTAGE_FIRST};
-use super::sink::{Delivered, Sink};
+use super::sink::Sink;
 use super::slots::{Slot, Slots};
 use super::status::{SinkStatus, StatusWatch};
-use super::verdict::Evidence;
 use crate::backoff::jittered;
-use crate::fault::{self, Point};
-use crate::store::{
-    Acknowledgement, Claim, Claimed, Deliveries, Error, Lane, Look, Order, Verdict, Woken,
-};
+use crate::store::{Acknowledgement, Claim, Claimed, Deliveries, Error, Lane, Look, Order, Woken};
 use crate::tasks;
 use crate::telemetry::{Metrics, causes};
 
@@ -43,16 +31,6 @@ const WAKE_ON: Duration = Duration::from_millis(100);
 
 /// In a backlog: how long a poll waits for a quarter of the slots, so that it claims several events at once.
 const GATHER: Duration = Duration::from_millis(5);
-
-/// How long a claim lasts beyond two time-outs of its sink.
-const LEASE_EXTRA: Duration = Duration::from_secs(5);
-
-/// The time left of a claim to write its verdict if the delivery takes its whole time-out.
-const ACKNOWLEDGE_TIME: Duration = Duration::from_secs(2);
-
-/// An event with this many claims that never ended may crash the process. Only fresh events are judged, because a redelivery
-/// resets the attempts of an event and not its claim number.
-const UNFINISHED_MAX: u32 = 5;
 
 /// How long after `stop` the worker waits for the database to answer the last poll.
 const LAST_LOOK: Duration = Duration::from_secs(1);
@@ -97,7 +75,7 @@ pub(super) struct LoopState {
     wake_from: Option<String>,
     /// Whether the last poll filled all free slots.
     backlog: bool,
-    deliveries: JoinSet<()>,
+    pub(super) deliveries: JoinSet<()>,
     pub(super) done: mpsc::Sender<PendingVerdict>,
     /// The number of the sink's last known state, and its failed probes then.
     stood: Option<(i64, u32)>,
@@ -322,11 +300,9 @@ impl SinkWorker {
         Ok(found)
     }
 
-    /// Makes a batch of deferred events due that nothing blocks any more. The order of the sink may have changed at the start,
-    /// a
-    /// replica with another order may have ended, or the event before may be deleted. After an error it is tried later, so
-    /// that
-    /// due events do not wait for it.
+    /// Makes a batch of deferred events due that nothing blocks any more: the order of the sink may have changed at the start,
+    /// a replica with another order may have ended, or the event before may be deleted. After an error it is tried later, so
+    /// that due events do not wait for it.
     async fn wake_deferred(&self, state: &mut LoopState) {
         let (sink, order) = (self.sink.name(), self.sink.order());
         let found = self.store.wake_deferred(sink, order, state.wake_from.as_deref()).await;
@@ -346,24 +322,6 @@ impl SinkWorker {
         state.wake_from = next;
     }
 
-    /// How long a claim, or a probe, belongs to this process.
-    pub(super) fn lease(&self) -> Duration {
-        self.sink.timeout().saturating_mul(2).saturating_add(LEASE_EXTRA)
-    }
-
-    pub(super) fn claim_of(&self, lane: Lane, limit: usize, look: Look) -> Claim {
-        Claim {
-            sink: self.sink.name().to_owned(),
-            lane,
-            order: self.sink.order(),
-            limit: u32::try_from(limit).unwrap_or(u32::MAX),
-            owner: self.claimant.lease.current().owner,
-            lease: self.lease(),
-            reclaim: self.claimant.reclaim(),
-            look,
-        }
-    }
-
     /// Claims events from a random place on. If there are too few, the others are claimed from the beginning.
     pub(super) async fn take(&self, mut claim: Claim) -> Result<Vec<Claimed>, Error> {
         let mut found = self.store.claim(&claim).await?;
@@ -379,91 +337,6 @@ impl SinkWorker {
             Err(error) => self.note_failure("claim", &error),
         }
         Ok(found)
-    }
-
-    /// Claims up to `limit` events of a lane and starts their deliveries. The sink is open under `no`.
-    async fn claim(
-        self: &Arc<Self>,
-        lane: Lane,
-        limit: usize,
-        no: i64,
-        look: Look,
-        state: &mut LoopState,
-    ) -> Result<usize, Error> {
-        if limit == 0 {
-            return Ok(0);
-        }
-        let claim = self.claim_of(lane, limit, look);
-        let until = Instant::now() + claim.lease;
-        let events = self.take(claim).await?;
-        let found = events.len();
-        for event in events {
-            let slot = self.slots.take();
-            let worker = Arc::clone(self);
-            let done = state.done.clone();
-            state.deliveries.spawn(async move {
-                let verdict = if slot.is_some() {
-                    worker.deliver(&event, lane, until, no).await
-                } else {
-                    // The store gave more than it was asked for.
-                    Verdict::GivenBack
-                };
-                let acknowledgement =
-                    Acknowledgement { event_id: event.event_id, claim_no: event.claim_no, verdict };
-                let verdict = PendingVerdict { acknowledgement, until, doubt: false, _slot: slot };
-                // Err: the loop has ended. The claim runs out.
-                drop(done.send(verdict).await);
-            });
-        }
-        Ok(found)
-    }
-
-    async fn deliver(&self, event: &Claimed, lane: Lane, until: Instant, no: i64) -> Verdict {
-        match self.attempt(event, lane, until).await {
-            Ok(delivered) => self.judge(event, &delivered, no).await,
-            Err(unsent) => unsent,
-        }
-    }
-
-    /// Sends an event, unless it is suspect, too late, or the relay stops. Returns the verdict.
-    pub(super) async fn attempt(
-        &self,
-        event: &Claimed,
-        lane: Lane,
-        until: Instant,
-    ) -> Result<Delivered, Verdict> {
-        if lane == Lane::Fresh && unfinished(event) >= UNFINISHED_MAX {
-            let error = format!("set apart: {UNFINISHED_MAX} attempts began and never ended");
-            return Err(Verdict::Dead { status: None, error });
-        }
-        let needed = self.sink.timeout() + ACKNOWLEDGE_TIME;
-        if self.stop.is_cancelled() || Instant::now() + needed > until {
-            return Err(Verdict::GivenBack);
-        }
-        fault::point(Point::BeforeDelivery).await;
-        let _under_way = self.metrics.delivering(self.sink.name());
-        let begun = Instant::now();
-        let delivered = self.deliver_guarded(event).await;
-        self.metrics.delivery_took(self.sink.name(), begun.elapsed());
-        if let Some(ahead) = self.sink.clock_ahead() {
-            self.metrics.sink_clock(self.sink.name(), ahead);
-        }
-        fault::point(Point::AfterDelivery).await;
-        Ok(delivered)
-    }
-
-    /// Delivers in its own task, so that a panic is only a failed attempt of this event.
-    async fn deliver_guarded(&self, event: &Claimed) -> Delivered {
-        let (sink, event) = (Arc::clone(&self.sink), event.clone());
-        let mut task = JoinSet::new();
-        task.spawn(async move { sink.deliver(&event).await });
-        match task.join_next().await {
-            Some(Ok(delivered)) => delivered,
-            Some(Err(_)) | None => Delivered {
-                evidence: Evidence::Failed { what: "the delivery failed inside oncegate".into() },
-                retry_after: None,
-            },
-        }
     }
 
     fn report(&self, ended: Result<(), tokio::task::JoinError>) {
@@ -485,12 +358,6 @@ impl SinkWorker {
             tracing::info!(sink = self.sink.name(), "the database answers again");
         }
     }
-}
-
-/// How many earlier claims ended neither in a failure nor in a success.
-fn unfinished(event: &Claimed) -> u32 {
-    let before = u32::try_from(event.claim_no).unwrap_or(0).saturating_sub(1);
-    before.saturating_sub(event.attempts)
 }
 
 /// Slots for fresh events and for retries. One of four slots in a row is for a retry, also over several polls.

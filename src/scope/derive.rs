@@ -4,7 +4,8 @@ use http::HeaderName;
 use serde_json_path::JsonPath;
 use sha2::{Digest as _, Sha256};
 
-use super::{Recipe, RequestHead, one};
+use super::tenant::one;
+use super::{Recipe, RequestHead};
 use crate::fingerprint::form;
 use crate::fingerprint::json::{Scalar, Tree};
 use crate::record::{Key, hex};

@@ -104,7 +104,7 @@ pub enum OnDead {
 pub enum Reclaim {
     /// Those whose own time has passed.
     Expired,
-    /// These, and all whose owner has no live lease. For whoever may judge other owners.
+    /// These, and all whose owner has no live lease. For whoever may take other owners for dead.
     ExpiredOrOrphaned,
 }
 

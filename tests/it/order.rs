@@ -109,7 +109,7 @@ impl Relay {
         let (stop, wake) = (CancellationToken::new(), Arc::new(Notify::new()));
         let sure_until = std::time::Instant::now() + Duration::from_secs(3600);
         let lease = LeaseView::new(Lease { owner: OwnerId::fresh(), sure_until });
-        let claimant = Claimant { lease, may_judge: Arc::new(|| false) };
+        let claimant = Claimant { lease, may_mark_dead: Arc::new(|| false) };
         let settings = Settings { sinks: vec![sink], poll: 50 * MS };
         let metrics = Arc::new(Metrics::default());
         let (store, nudges) = (Arc::clone(store), Arc::clone(&wake));

@@ -61,7 +61,7 @@ pub(crate) fn webhook(sink: &Sink) -> http::Settings {
 pub(crate) fn claimant() -> Claimant {
     let sure_until = std::time::Instant::now() + Duration::from_secs(3600);
     let lease = LeaseView::new(Lease { owner: OwnerId::fresh(), sure_until });
-    Claimant { lease, may_judge: Arc::new(|| false) }
+    Claimant { lease, may_mark_dead: Arc::new(|| false) }
 }
 
 pub(crate) struct Running {

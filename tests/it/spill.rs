@@ -317,7 +317,7 @@ async fn inside(config: Config, disk: SlowDisk) -> SocketAddr {
         upstreams: config.upstreams.into_iter().map(|(name, s)| (name, upstream(s))).collect(),
         lease,
         store,
-        may_judge: Arc::new(|| false),
+        may_mark_dead: Arc::new(|| false),
         spill,
         digest: DigestKey::from_bytes(&[1; 32]),
         metrics,

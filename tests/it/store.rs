@@ -1774,7 +1774,7 @@ async fn one_probes_a_sink_at_a_time_and_a_late_probe_changes_nothing(store: Tes
     assert_eq!((state.no, pause.failed_probes), (3, 1));
     assert_eq!(state.last_error.as_deref(), Some("503"));
 
-    // A prober that dies: its probe is free once its lease has ended, for those who may judge.
+    // A prober that dies: its probe is free once its lease has ended, for those who may take its owner for dead.
     assert!(changed_sink(&store, sink, 3, &probing(second)).await);
     store.retire(second).await.unwrap();
     let patient = SinkChange::Probe { owner: first, lease: MINUTE, reclaim: Reclaim::Expired };

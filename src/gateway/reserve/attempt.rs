@@ -1,13 +1,21 @@
-//! The life of an attempt, as the only values by which it can be acted on: a [`Reservation`] is used up by sending, what is
-//! [`InFlight`] must be settled, and one that has [`Detached`] has an answer that may still come.
+//! The life of an attempt, as the only values by which it can be acted on: a [`Reservation`] is used up by sending, and what
+//! is [`InFlight`] must be settled. One whose answer may still come after its record was given up is in `detached`.
+//!
+//! Why a request cannot be sent twice:
+//!
+//! - A [`Reservation`] is made here only: of a row that is committed for this request ([`Reservation::new`]), or of the
+//!   next attempt's, which is ([`InFlight::raised`]). It cannot be copied, and [`Reservation::begin`] takes it by value.
+//! - Before the first byte the connection asks [`InFlight::may_write`]: a process whose lease has run out sends nothing, since
+//!   others may have marked the record `unknown` by then.
+//! - Whatever drops the attempt (an error, a panic, the end of the process) leaves a pending write behind: it is released where
+//!   not one byte was written, else `unknown`. Nothing here sends it again.
 
-use std::collections::hash_map;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use super::flight::{Leader, Progress, Sending, SingleFlight};
+use super::flight::{Leader, Sending};
 use super::retrier::{PendingWrite, Retrier};
+use super::undo::Undo;
 use super::vocabulary::{FlightEnd, KeyedRequest};
 use crate::gateway::budget::AnswerPermit;
 use crate::gateway::settle::{End, NotExecuted};
@@ -25,9 +33,6 @@ pub(super) struct HeldRecord {
 /// A committed reservation: the right to send one request. Made in this folder only, used up by sending.
 pub(in crate::gateway) struct Reservation(Box<InFlight>);
 
-/// An attempt whose record says `unknown`, or will: its flight is over, and its answer may still come.
-pub(in crate::gateway) struct Detached(Box<InFlight>);
-
 impl Reservation {
     /// Of a record that is held for this request, under the leader of its scope.
     pub(super) fn new(
@@ -38,15 +43,8 @@ impl Reservation {
         retrier: Arc<Retrier>,
     ) -> Self {
         leader.running(held.fence.id, held.fingerprint, request.caller.clone());
-        let row = Arc::new(Proposal {
-            id: held.fence.id,
-            scope: request.scope.clone(),
-            fingerprint: held.fingerprint,
-            owner: held.owner,
-            caller: request.caller.as_ref().map(ToString::to_string),
-            context: request.context.clone(),
-            retention: request.retention,
-        });
+        let row = request.proposal(held.fence.id, held.owner);
+        let row = Arc::new(Proposal { fingerprint: held.fingerprint, ..row });
         leader.executes(held.fence, Some(&row));
         Self(Box::new(InFlight {
             row: Some(row),
@@ -58,7 +56,7 @@ impl Reservation {
             lease,
             sending: leader.sending(),
             known: None,
-            raising: None,
+            raise: None,
             timing: Timing::InTime,
             leader: Some(leader),
             retrier,
@@ -83,20 +81,9 @@ impl Reservation {
     }
 }
 
-impl Detached {
-    pub(in crate::gateway) fn fence(&self) -> Fence {
-        self.0.fence
-    }
-
-    /// The attempt whose late answer has come.
-    pub(super) fn answered(self) -> Box<InFlight> {
-        self.0
-    }
-}
-
 /// When an attempt is answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Timing {
+pub(super) enum Timing {
     /// While its record is in progress for it.
     InTime,
     /// After its record was given up.
@@ -114,13 +101,13 @@ pub(in crate::gateway) struct InFlight {
     sending: Sending,
     /// The end that is known, and that the store is being asked to take: a pending write, should this be dropped meanwhile.
     known: Option<(End, FlightEnd)>,
-    /// The next attempt is being written in its place; for how long a lost session may still commit that.
-    raising: Option<Duration>,
-    timing: Timing,
+    /// The next attempt is being written in its place: how that is undone, should this be dropped meanwhile.
+    pub(super) raise: Option<Undo>,
+    pub(super) timing: Timing,
     /// What its row says, for the case that the database forgets it. None: it is asked about, and others made its row.
     row: Option<Arc<Proposal>>,
     /// None: it is detached, and somebody else works on its scope.
-    leader: Option<Leader>,
+    pub(super) leader: Option<Leader>,
     retrier: Arc<Retrier>,
 }
 
@@ -171,31 +158,10 @@ impl InFlight {
         self.row = row;
     }
 
-    /// It leads its scope again.
-    pub(super) fn leads(&mut self, leader: Leader) {
-        self.leader = Some(leader);
-    }
-
-    /// Whether a late answer of this attempt, or of one before it, has come to this process meanwhile.
-    pub(super) fn is_answered(&self) -> bool {
-        self.leader.as_ref().is_none_or(|leader| leader.flight.answered.load(Ordering::SeqCst))
-    }
-
-    /// The next attempt is about to be written in this one's place: dropped from here on, that is taken back.
-    /// `window`: for how long a lost session may still commit it.
-    pub(super) fn raise(&mut self, window: Duration) {
-        self.raising = Some(window);
-    }
-
-    /// The next attempt was not written.
-    pub(super) fn not_raised(&mut self) {
-        self.raising = None;
-    }
-
     /// The record is at the next attempt, of which nothing has been sent, and says this now.
     pub(super) fn raised(mut self: Box<Self>, row: Arc<Proposal>) -> Reservation {
         self.fence.attempt = self.fence.attempt.next();
-        self.raising = None;
+        self.raise = None;
         self.set_row(Some(row));
         self.sending = Sending::default();
         Reservation(self)
@@ -224,65 +190,13 @@ impl InFlight {
         self.hand_over(pending);
     }
 
-    fn hand_over(&mut self, pending: PendingWrite) {
+    pub(super) fn hand_over(&mut self, pending: PendingWrite) {
         let leader = self.leader.take();
         self.retrier.submit(pending, move |ending| {
             if let Some(leader) = leader {
                 leader.end(ending);
             }
         });
-    }
-
-    /// As [`InFlight::settled`]; the attempt lives on without a flight.
-    pub(in crate::gateway) fn detach(mut self: Box<Self>, ending: FlightEnd) -> Detached {
-        if let Some(leader) = self.leader.take() {
-            leader.end(ending);
-        }
-        self.timing = Timing::Late;
-        Detached(self)
-    }
-
-    /// As [`InFlight::leave_pending`]; the attempt lives on without a flight.
-    pub(in crate::gateway) fn detach_pending(
-        mut self: Box<Self>,
-        pending: PendingWrite,
-    ) -> Detached {
-        self.hand_over(pending);
-        self.timing = Timing::Late;
-        Detached(self)
-    }
-}
-
-impl SingleFlight {
-    /// A late answer has come. Where nobody here works on the scope by now, the attempt leads again: duplicates on this
-    /// replica wait for what the answer comes to. Whoever works on it is told, lest it sends the next attempt while the answer
-    /// is on its way to the store.
-    pub(in crate::gateway) fn resume(&self, detached: Detached) -> Box<InFlight> {
-        let mut in_flight = detached.answered();
-        let mut flights = self.flights.lock();
-        match flights.entry(in_flight.scope.clone()) {
-            hash_map::Entry::Vacant(vacant) => {
-                let (record, fingerprint) = (in_flight.fence.id, in_flight.fingerprint);
-                let caller = in_flight.caller.clone();
-                let progress = Progress::Running { record, fingerprint, caller };
-                in_flight.leads(self.begin_flight(vacant, progress));
-            }
-            hash_map::Entry::Occupied(flight) => {
-                flight.get().answered.store(true, Ordering::SeqCst)
-            }
-        }
-        drop(flights);
-        in_flight
-    }
-
-    /// Of a record that is held.
-    pub(super) fn reservation(
-        &self,
-        held: &HeldRecord,
-        request: &KeyedRequest,
-        leader: Leader,
-    ) -> Reservation {
-        Reservation::new(held, request, leader, self.lease.clone(), self.retrier.clone())
     }
 }
 
@@ -293,21 +207,17 @@ impl Drop for InFlight {
         }
         if self.leader.is_some() {
             let (scope, fence) = (self.scope.clone(), self.fence);
+            let release = |scope| NotExecuted { scope, fence, late: None, tried: false };
             let pending = if let Some((end, ending)) = self.known.take() {
                 let keeping =
                     matches!(end, End::Complete(_)).then(|| self.retrier.spill().in_memory());
                 PendingWrite::End { end: Box::new(end), ending, keeping }
-            } else if let Some(window) = self.raising {
-                PendingWrite::UndoRaise { scope, fence, owner: self.owner, window }
+            } else if let Some(undo) = self.raise.take() {
+                PendingWrite::Undo(undo)
             } else if self.sent() {
                 PendingWrite::of(End::Unknown { scope, fence, row: self.row().cloned() })
             } else {
-                PendingWrite::of(End::Release(NotExecuted {
-                    scope,
-                    fence,
-                    late: None,
-                    tried: false,
-                }))
+                PendingWrite::of(End::Release(release(scope)))
             };
             self.hand_over(pending);
         }

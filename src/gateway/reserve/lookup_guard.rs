@@ -10,13 +10,17 @@
 //! - A raise of which nobody knows whether it was committed is taken back, and the scope's flight stays until then.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
 use super::acquisition::{Acquisition, Decision, POLL_FIRST};
 use super::attempt::{HeldRecord, InFlight, Reservation};
-use super::flight::{Leader, Role, SingleFlight};
+use super::flight::{Leader, Role};
+use super::retrier::PendingWrite;
+use super::single_flight::SingleFlight;
+use super::undo::{Statement, Undo};
 use super::vocabulary::{KeyedRequest, Readers};
 use crate::record::event::RecordContext;
 use crate::record::{Fence, RecordId};
@@ -80,7 +84,7 @@ impl SingleFlight {
             readers: Readers::Scope,
             context: None,
             on_unknown: OnUnknown::Hold,
-            // What stands in the row stays.
+            // What the row says stays.
             retention: Duration::ZERO,
             // A look-up begins nothing.
             emits_events: false,
@@ -93,8 +97,8 @@ impl SingleFlight {
             Decision::Held(held) => {
                 Some(self.lookup_guard(held, &request, leader, lookup, due.context.clone()))
             }
-            Decision::Doubt(pending) => {
-                self.retrier.submit(*pending, move |ending| leader.end(ending));
+            Decision::Doubt(undo) => {
+                self.retrier.submit(PendingWrite::Undo(undo), move |ending| leader.end(ending));
                 None
             }
             Decision::LookUp { .. }
@@ -126,33 +130,21 @@ impl SingleFlight {
         mut guard: LookupGuard,
         request: &KeyedRequest,
     ) -> Raised {
-        if guard.in_flight.is_answered() {
-            return Raised::Not(guard);
-        }
-        if self.retrier.spill().is_full() {
-            self.retrier.spill().refused();
-            return Raised::Not(guard);
-        }
-        if self.backlog_is_full(request) {
-            self.metrics.outbox_refused();
-            return Raised::Not(guard);
-        }
         let in_flight = &mut guard.in_flight;
-        let fence = in_flight.fence;
-        let proposal = Proposal {
-            id: fence.id,
-            scope: in_flight.scope.clone(),
-            fingerprint: in_flight.fingerprint,
-            owner: in_flight.owner,
-            caller: request.caller.as_ref().map(ToString::to_string),
-            context: request.context.clone(),
-            retention: request.retention,
-        };
-        in_flight.raise(self.settings.doubt_window);
+        let answered = |leader: &Leader| leader.flight.answered.load(Ordering::SeqCst);
+        if in_flight.leader.as_ref().is_none_or(answered) || self.refuse_if_full(request).is_some()
+        {
+            return Raised::Not(guard);
+        }
+        let (fence, owner, scope) = (in_flight.fence, in_flight.owner, in_flight.scope.clone());
+        let row = request.proposal(fence.id, owner);
+        let proposal = Proposal { fingerprint: in_flight.fingerprint, ..row };
+        let (window, of) = (self.settings.doubt_window, Statement::Raise { owner });
+        in_flight.raise = Some(Undo { scope, fence, window, of });
         match self.write_raise(&proposal, fence).await {
             Some(true) => Raised::Held(guard.in_flight.raised(Arc::new(proposal))),
             Some(false) => {
-                in_flight.not_raised();
+                in_flight.raise = None;
                 Raised::Not(guard)
             }
             None => Raised::Doubt(fence.id),

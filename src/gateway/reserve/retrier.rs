@@ -9,11 +9,11 @@
 //! says nothing but that nobody knows, by the end of the owner's lease, after which the record is found as `unknown`. Only an
 //! outcome for which the spill has no room is tried on, for as long as the grace lasts.
 //!
-//! An outcome whose record has gone on is pending as well, until it stands in the audit table.
+//! An outcome whose record has gone on is pending as well, until it is in the audit table.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use futures_util::FutureExt as _;
 use tokio::sync::Notify;
@@ -21,27 +21,20 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
 
-use super::cache::{Cache, Replay};
+use super::cache::Cache;
 use super::confirmed::ConfirmedEnds;
-use super::vocabulary::FlightEnd;
+use super::undo::{Statement, Undo};
+use super::vocabulary::{FlightEnd, SettledEnd};
 use crate::backoff::Backoff;
 use crate::fault::{self, Point};
-use crate::gateway::settle::{End, Executed, Settlement, Unsettled, look, settle};
+use crate::gateway::settle::{End, Executed, Unsettled};
 use crate::gateway::spill::{Keeping, Spill};
-use crate::record::{
-    Attempt, Fence, Fingerprint, LeaseView, OwnerId, Record, RecordId, Scope, State,
-};
-use crate::store::{Changed, Completion, Error, LateEnd, LateOutcome, Proposal, Reinstated, Store};
-use crate::telemetry::{Drained, Metrics, WentBack, causes};
+use crate::record::{Attempt, Fingerprint, LeaseView};
+use crate::store::{Error, LateEnd, LateOutcome, Store};
+use crate::telemetry::{Metrics, causes};
 
 /// Pauses between tries of a pending write. The first that the store takes wakes all others.
 const PAUSES: Backoff = Backoff::new(Duration::from_millis(50), Duration::from_millis(500));
-
-/// How often a reservation that may still be committed is looked for.
-const WITHDRAW_EVERY: Duration = Duration::from_secs(2);
-
-/// A reservation whose outcome is kept for less is not brought back.
-const BROUGHT_BACK: Duration = Duration::from_secs(3600);
 
 /// How long one try of a completion may take.
 const TRY: Duration = Duration::from_secs(10);
@@ -57,25 +50,8 @@ pub(crate) enum PendingWrite {
     /// The end of an attempt. `ending`: for those who waited, where it is released. `keeping`: where it is until then, besides
     /// in memory; none of an end that says nothing to the next process.
     End { end: Box<End>, ending: FlightEnd, keeping: Option<Keeping> },
-    /// A reservation that may still be committed by a backend that was lost: deleted, again and again, until
-    /// that backend cannot commit any more.
-    Withdraw { scope: Scope, fence: Fence, window: Duration },
-    /// A takeover for a look-up that may still be committed in the same way: unknown again. The attempt itself may have
-    /// executed, so it is never deleted.
-    EndLookup { scope: Scope, fence: Fence, window: Duration },
-    /// The next attempt, of which nothing was sent, and that this owner may still write in the place of its look-up of
-    /// the attempt of the fence: unknown again, whichever stands.
-    UndoRaise { scope: Scope, fence: Fence, owner: OwnerId, window: Duration },
-}
-
-/// What an end came to, for this process.
-pub(crate) struct SettledEnd {
-    /// How the flight of its scope ends.
-    pub(crate) ending: FlightEnd,
-    /// What the store made of it.
-    pub(crate) how: Drained,
-    /// What is still to be noted.
-    pub(crate) late: Option<LateOutcome>,
+    /// What a lost backend may still commit, to be undone.
+    Undo(Undo),
 }
 
 impl PendingWrite {
@@ -88,12 +64,12 @@ impl PendingWrite {
 /// Repeats pending writes. Clones are one retrier.
 #[derive(Clone)]
 pub(crate) struct Retrier {
-    store: Arc<dyn Store>,
-    lease: LeaseView,
-    cache: Cache,
-    confirmed: ConfirmedEnds,
+    pub(super) store: Arc<dyn Store>,
+    pub(super) lease: LeaseView,
+    pub(super) cache: Cache,
+    pub(super) confirmed: ConfirmedEnds,
     spill: Spill,
-    metrics: Arc<Metrics>,
+    pub(super) metrics: Arc<Metrics>,
     tasks: TaskTracker,
     /// Outcomes that are known and neither stored nor in the spill yet.
     known: TaskTracker,
@@ -156,20 +132,19 @@ impl Retrier {
         self.idle().await;
     }
 
-    /// Takes a pending write over, and tells its end.
+    /// Takes a pending write over; its end goes to `ended`.
     pub(super) fn submit(
         &self,
         pending: PendingWrite,
-        tell: impl FnOnce(FlightEnd) + Send + 'static,
+        ended: impl FnOnce(FlightEnd) + Send + 'static,
     ) {
-        // Outside a runtime there is nobody to pay: the process is ending, and the lease will tell.
+        // Outside a runtime nothing can be repeated: the process is ending, and the record is `unknown` with its lease.
         if tokio::runtime::Handle::try_current().is_err() {
             return;
         }
         let (retrier, guard) = (self.clone(), self.metrics.settling());
         self.tasks.spawn(async move {
-            let ending = retrier.repeat(pending).await;
-            tell(ending);
+            ended(retrier.repeat(pending).await);
             drop(guard);
         });
     }
@@ -179,93 +154,6 @@ impl Retrier {
         self.tasks.close();
         self.tasks.wait().await;
         self.tasks.reopen();
-    }
-
-    /// Tries once to settle an end, and remembers what the database confirms. An attempt that it has forgotten meanwhile is
-    /// brought back for that. `ending`: for those who waited for an attempt that is released. `held`: whether its record has
-    /// been in the hands of this process all the while.
-    pub(crate) async fn settle(
-        &self,
-        end: &End,
-        ending: &FlightEnd,
-        deadline: Instant,
-        held: impl Fn() -> bool,
-    ) -> Result<SettledEnd, Unsettled> {
-        let begun = Instant::now();
-        let mut settlement = settle(&*self.store, end, deadline).await?;
-        if let Some(row) = end.row().filter(|_| settlement.found_nothing()) {
-            // Also where it was there: whoever looks after this process's records may have brought it back in between.
-            self.reinstate(row, end.fence()).await?;
-            settlement = settle(&*self.store, end, deadline).await?;
-        }
-        if held() {
-            settlement = settlement.of_own_attempt(end.fence());
-        }
-        Ok(self.settled_end(end, settlement, ending, begun))
-    }
-
-    /// What this process makes of a settlement. `begun`: a moment before it.
-    fn settled_end(
-        &self,
-        end: &End,
-        settlement: Settlement,
-        ending: &FlightEnd,
-        begun: Instant,
-    ) -> SettledEnd {
-        let (how, late) = (settlement.result(), settlement.late().cloned());
-        let ending = match (settlement, end) {
-            (Settlement::Completed { written, expires_at }, End::Complete(executed)) => {
-                self.completed(executed, &written, expires_at, begun)
-            }
-            (
-                Settlement::Already(Some(stored))
-                | Settlement::FencedOff { stands: Some(stored), .. },
-                _,
-            ) => self.kept(end.scope(), Arc::new((*stored).into())),
-            (Settlement::Unknown { record, marked, .. }, _) => {
-                if let Some(row) = end.row().filter(|_| marked && !self.confirmed.was_freed(record))
-                {
-                    self.confirmed.unknown(end.fence(), row);
-                }
-                FlightEnd::Unknown(record)
-            }
-            (Settlement::Released | Settlement::Already(None), _) => ending.clone(),
-            (Settlement::FencedOff { stands: None, .. } | Settlement::Completed { .. }, _) => {
-                FlightEnd::LookAgain
-            }
-        };
-        SettledEnd { ending, how, late }
-    }
-
-    fn completed(
-        &self,
-        executed: &Executed,
-        written: &Completion,
-        expires_at: SystemTime,
-        begun: Instant,
-    ) -> FlightEnd {
-        let Executed { fingerprint, caller, row, .. } = executed;
-        let ends = begun + written.retention;
-        self.confirmed.completed(written, (*fingerprint, caller.as_ref()), ends, row.as_ref());
-        let Completion { scope, fence, answer, .. } = written;
-        let replay =
-            Replay::new(*fence, *fingerprint, caller.clone(), answer.clone(), expires_at, ends);
-        self.kept(scope, Arc::new(replay))
-    }
-
-    /// Writes an outcome down that found its record gone on; what the database does not take at once is pending.
-    pub(crate) async fn note(&self, late: LateOutcome) {
-        self.noted(&late);
-        if let Err(error) = self.until_shutdown(self.store.note_late_outcome(&late)).await {
-            tracing::warn!(error = %causes(&error), "the database did not take a late outcome; the retrier goes on");
-            self.submit(PendingWrite::of(End::Late(Box::new(late))), drop);
-        }
-    }
-
-    fn noted(&self, late: &LateOutcome) {
-        let (record, outcome) = (late.fence.id, late.summary());
-        tracing::warn!(%record, outcome, "a late outcome is kept in the audit table");
-        self.metrics.late_outcome();
     }
 
     async fn repeat(&self, mut pending: PendingWrite) -> FlightEnd {
@@ -308,7 +196,7 @@ impl Retrier {
             if until.run_until_cancelled(pausing).await.is_none() {
                 let Some(left) = self.hand_over(pending).await else { return FlightEnd::LookAgain };
                 if self.ending.is_cancelled() {
-                    tell_lost(&left);
+                    log_lost(&left);
                     return FlightEnd::LookAgain;
                 }
                 (pending, until) = (left, &self.ending);
@@ -323,15 +211,15 @@ impl Retrier {
             PendingWrite::End { keeping: Some(Keeping::Spilled(_)), .. } => return None,
             PendingWrite::End { end, ending, .. } => (end, ending),
             // Where it was never committed, the next process finds nothing to free.
-            PendingWrite::Withdraw { scope, fence, .. } if fence.attempt == Attempt::FIRST => {
+            PendingWrite::Undo(Undo { scope, fence, of: Statement::Reservation, .. })
+                if fence.attempt == Attempt::FIRST =>
+            {
                 let unsent = LateOutcome { scope, fence, end: LateEnd::NotSent };
                 drop(self.spill.keep_freed(&unsent, false).await);
                 return None;
             }
             // Unknown with the end of the lease, as it is to be.
-            PendingWrite::Withdraw { .. }
-            | PendingWrite::EndLookup { .. }
-            | PendingWrite::UndoRaise { .. } => return None,
+            PendingWrite::Undo(_) => return None,
         };
         match self.keep(&end).await {
             Some(keeping @ Keeping::Memory(_)) => {
@@ -359,126 +247,29 @@ impl Retrier {
     }
 
     async fn try_once(&self, pending: &PendingWrite) -> Result<SettledEnd, Unsettled> {
-        let ending = match pending {
-            PendingWrite::End { end, ending, .. } => {
-                let settled = self.settle(end, ending, Instant::now() + TRY, || false).await?;
-                if let Some(late) = &settled.late {
-                    // It is pending until this is written: what is in the spill stays there until then.
-                    self.store.note_late_outcome(late).await?;
-                    // Of one that is nothing else the log has told already.
-                    if !matches!(**end, End::Late(_)) {
-                        self.noted(late);
-                    }
-                }
-                return Ok(settled);
-            }
-            PendingWrite::Withdraw { scope, fence, window } => {
-                self.undo(*window, || self.store.release(scope, *fence)).await?
-            }
-            PendingWrite::EndLookup { scope, fence, window } => {
-                self.undo(*window, || self.store.mark_unknown(scope, *fence)).await?
-            }
-            PendingWrite::UndoRaise { scope, fence, owner, window } => {
-                self.undo_raise(scope, *fence, *owner, *window).await?
+        let (end, ending) = match pending {
+            PendingWrite::End { end, ending, .. } => (end, ending),
+            PendingWrite::Undo(undo) => {
+                let began = Instant::now();
+                let found = undo.write(&*self.store).await?;
+                return Ok(self.undone(&undo.unknown(), found, began));
             }
         };
-        Ok(SettledEnd { ending, how: Drained::Completed, late: None })
-    }
-
-    /// Undoes what may still be committed, again and again.
-    async fn undo<F>(&self, window: Duration, undo: impl Fn() -> F) -> Result<FlightEnd, Error>
-    where
-        F: Future<Output = Result<Changed, Error>>,
-    {
-        let until = Instant::now() + window;
-        loop {
-            // Found and undone: it had been committed, and cannot be once more.
-            let found = undo().await? == Changed::Yes;
-            if found || Instant::now() >= until {
-                return Ok(FlightEnd::LookAgain);
+        let settled = self.settle(end, ending, Instant::now() + TRY, || false).await?;
+        if let Some(late) = &settled.late {
+            // It is pending until this is written: what is in the spill stays there until then.
+            self.store.note_late_outcome(late).await?;
+            // Of an end that is nothing else the log has said so already.
+            if !matches!(**end, End::Late(_)) {
+                self.log_late(late);
             }
-            tokio::time::sleep(WITHDRAW_EVERY.min(window)).await;
         }
-    }
-
-    /// Takes back a raise that may still be committed. It is looked at before anything is changed: others may be at the next
-    /// attempt by now, if this process seemed to be dead, and theirs is none of ours.
-    async fn undo_raise(
-        &self,
-        scope: &Scope,
-        fence: Fence,
-        owner: OwnerId,
-        window: Duration,
-    ) -> Result<FlightEnd, Unsettled> {
-        let until = Instant::now() + window;
-        let raised = Fence { attempt: fence.attempt.next(), ..fence };
-        loop {
-            let over = Instant::now() >= until;
-            let found = self.store.find(scope).await?;
-            let own = found.as_ref().map(|record| (record.fence, holds(record, owner)));
-            let undone = match own {
-                // It had been committed, and cannot be once more.
-                Some((at, true)) if at == raised => self.store.release(scope, raised).await?,
-                Some((at, true)) if at == fence && over => {
-                    self.store.mark_unknown(scope, fence).await?
-                }
-                Some((at, _)) if at == fence && !over && !is_completed(found.as_ref()) => {
-                    tokio::time::sleep(WITHDRAW_EVERY.min(window)).await;
-                    continue;
-                }
-                Some(_) | None => Changed::No,
-            };
-            return match undone {
-                Changed::Yes => Ok(FlightEnd::Unknown(fence.id)),
-                // Whoever ended the doubt: what stands is told.
-                Changed::No => {
-                    let unknown = End::Unknown { scope: scope.clone(), fence, row: None };
-                    let settlement = look(&*self.store, &unknown).await?;
-                    Ok(self.settled_end(&unknown, settlement, &FlightEnd::LookAgain, until).ending)
-                }
-                Changed::Locked => Err(Unsettled::Locked),
-            };
-        }
-    }
-
-    /// The row of this record is about to go, rightly.
-    pub(super) fn forget(&self, record: RecordId) {
-        self.confirmed.forget(record);
-    }
-
-    /// Puts the row of an attempt that is in progress here back, where the database has forgotten it. Whether it was gone.
-    pub(crate) async fn reinstate(&self, row: &Proposal, fence: Fence) -> Result<bool, Error> {
-        // Somebody else may have completed it while this process slept, and what was kept so briefly may be over since.
-        if row.retention < BROUGHT_BACK || self.confirmed.was_freed(fence.id) {
-            return Ok(false);
-        }
-        let proposal = Proposal { owner: self.lease.current().owner, ..row.clone() };
-        match self.store.reinstate(proposal, fence.attempt).await? {
-            Reinstated::Yes => {
-                tracing::error!(record = %fence.id, attempt = fence.attempt.number(),
-                    "the database has forgotten a reservation that it had confirmed: it is written back");
-                self.metrics.store_went_back(WentBack::Reservation);
-                Ok(true)
-            }
-            Reinstated::No | Reinstated::ActedOn => Ok(false),
-            Reinstated::LeaseEnded => Err(Error::Unavailable("this process has no lease".into())),
-        }
-    }
-
-    /// Keeps a stored answer in memory for replay.
-    pub(super) fn remember(&self, scope: &Scope, replay: &Replay) {
-        self.cache.put(scope, replay);
-        self.metrics.cached_bytes(self.cache.bytes());
-    }
-
-    fn kept(&self, scope: &Scope, replay: Arc<Replay>) -> FlightEnd {
-        self.remember(scope, &replay);
-        FlightEnd::Kept(replay)
+        Ok(settled)
     }
 }
 
 /// The process ends with an outcome that is nowhere else.
-fn tell_lost(pending: &PendingWrite) {
+fn log_lost(pending: &PendingWrite) {
     let PendingWrite::End { end, .. } = pending else { return };
     let record = end.fence().id;
     if let End::Late(late) = &**end {
@@ -487,12 +278,4 @@ fn tell_lost(pending: &PendingWrite) {
     } else {
         tracing::error!(%record, "the process ends with an outcome that is neither in the database nor in the spill: its record becomes unknown");
     }
-}
-
-fn holds(record: &Record, by: OwnerId) -> bool {
-    matches!(record.state, State::InProgress { owner, .. } if owner == by)
-}
-
-fn is_completed(record: Option<&Record>) -> bool {
-    record.is_some_and(|record| matches!(record.state, State::Completed(_)))
 }

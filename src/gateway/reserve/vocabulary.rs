@@ -6,8 +6,10 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use super::cache::Replay;
-use crate::record::{Answer, Caller, Fingerprint, RecordId, Scope};
+use crate::record::{Answer, Caller, Fingerprint, OwnerId, RecordId, Scope};
 use crate::route::OnUnknown;
+use crate::store::{LateOutcome, Proposal};
+use crate::telemetry::Drained;
 
 /// A keyed request that wants to be executed once.
 #[derive(Clone, Debug)]
@@ -50,6 +52,19 @@ impl Readers {
 }
 
 impl KeyedRequest {
+    /// The row of a record for this request.
+    pub(super) fn proposal(&self, id: RecordId, owner: OwnerId) -> Proposal {
+        Proposal {
+            id,
+            scope: self.scope.clone(),
+            fingerprint: self.fingerprint,
+            owner,
+            caller: self.caller.as_ref().map(ToString::to_string),
+            context: self.context.clone(),
+            retention: self.retention,
+        }
+    }
+
     /// Whether this is another caller than the one who made the record, where that counts.
     pub(super) fn is_other_caller(&self, caller: Option<&Caller>) -> bool {
         self.readers.differ(self.caller.as_ref(), caller)
@@ -85,9 +100,9 @@ pub(in crate::gateway) enum SharedAnswer {
 /// Why a keyed request is neither executed nor answered from a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::gateway) enum Refusal {
-    /// Another request stands under the scope.
+    /// The scope has the record of another request.
     Mismatch { record: RecordId },
-    /// Another caller's request stands under the scope.
+    /// The scope has the record of another caller's request.
     Forbidden { record: RecordId },
     /// It is still running after the wait.
     InProgress { record: Option<RecordId> },
@@ -106,7 +121,7 @@ pub(in crate::gateway) enum Refusal {
 pub(in crate::gateway) enum Unreserved {
     /// The store was away: this request has none, and no record was seen under its scope.
     Certainly,
-    /// There may be one, or another attempt's record stands there.
+    /// There may be one, or the scope has another attempt's record.
     Perhaps,
 }
 
@@ -125,4 +140,42 @@ pub(in crate::gateway) enum FlightEnd {
     BacklogFull,
     /// Its leader left without an end: look again.
     LookAgain,
+}
+
+impl FlightEnd {
+    /// The stored answer, where there is one.
+    pub(in crate::gateway) fn kept(&self) -> Option<Arc<Replay>> {
+        match self {
+            Self::Kept(replay) => Some(Arc::clone(replay)),
+            Self::Shared(_)
+            | Self::Unknown(_)
+            | Self::Unavailable(_)
+            | Self::BacklogFull
+            | Self::LookAgain => None,
+        }
+    }
+
+    /// Of a leader that was refused.
+    pub(super) fn of_refused(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::StoreUnavailable(unreserved) => Self::Unavailable(unreserved),
+            Refusal::BacklogFull => Self::BacklogFull,
+            // Others look for themselves: their request, their caller or what they want kept may be another.
+            Refusal::Mismatch { .. }
+            | Refusal::Forbidden { .. }
+            | Refusal::InProgress { .. }
+            | Refusal::OutcomeUnknown { .. }
+            | Refusal::NotStorable => Self::LookAgain,
+        }
+    }
+}
+
+/// What an end came to, for this process.
+pub(crate) struct SettledEnd {
+    /// How the flight of its scope ends.
+    pub(crate) ending: FlightEnd,
+    /// What the store made of it.
+    pub(crate) how: Drained,
+    /// What is still to be noted.
+    pub(crate) late: Option<LateOutcome>,
 }

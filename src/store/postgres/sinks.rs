@@ -11,7 +11,7 @@ use crate::store::{
     Changed, Error, Operator, PauseReason, Reclaim, SinkChange, SinkOrder, SinkState,
 };
 
-// A probe of a process whose lease has ended is over, for those who may judge.
+// A probe of a process whose lease has ended is over, for those who may take its owner for dead.
 const STATES: &str = "-- sink_states
 WITH s AS (
     SELECT *, coalesce(probing_until > clock_timestamp(), false) AND NOT ($1

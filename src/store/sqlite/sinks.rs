@@ -12,7 +12,7 @@ use super::thread::Tx;
 use crate::store::read;
 
 pub(super) fn states(tx: &Tx<'_>, reclaim: Reclaim) -> rusqlite::Result<Vec<SinkState>> {
-    // A probe of a process whose lease has ended is over, for those who may judge.
+    // A probe of a process whose lease has ended is over, for those who may take its owner for dead.
     const SQL: &str = "SELECT sink, pause_no, pause_reason, since, failed_probes, last_error, note,
           probed_until IS NOT NULL AS probing, coalesce(probed_until, probe_at) - ?1 AS probe_in
         FROM (SELECT *, CASE WHEN probing_until > ?1 AND NOT (?2 AND NOT EXISTS (
