@@ -13,6 +13,7 @@ mod bypass;
 pub mod complete;
 mod deliver;
 mod evidence;
+mod executed;
 pub mod explain;
 mod first;
 pub mod forward;

@@ -576,6 +576,50 @@ fn problems_and_metrics_stand_in_the_docs() {
     assert!(missing.is_empty(), "not in docs/: {}", missing.join(", "));
 }
 
+/// The rows of the reading path in `docs/architecture.md`: file, lines, and what a reader learns there.
+fn reading_path() -> Vec<(String, usize, String)> {
+    let text = std::fs::read_to_string(root().join("docs/architecture.md")).unwrap();
+    let mut paragraphs = text.split("\n\n");
+    let (title, about) = (paragraphs.next().unwrap(), paragraphs.next().unwrap());
+    assert!(title.starts_with("# ") && !about.starts_with('#'), "{title}: {about}");
+    assert_eq!(paragraphs.next(), Some("## Read these files in this order"), "where it begins");
+    let section = text.split("\n## Read these files in this order\n").nth(1).unwrap();
+    let section = section.split("\n## ").next().unwrap();
+    let rows = section.lines().filter_map(|line| line.strip_prefix("| `"));
+    rows.map(|row| {
+        let cells: Vec<&str> = row.trim_end_matches(" |").splitn(3, " | ").collect();
+        let [file, lines, learned] = cells[..] else { panic!("not three cells: {row}") };
+        (file.trim_end_matches('`').to_owned(), lines.parse().unwrap(), learned.to_owned())
+    })
+    .collect()
+}
+
+/// A fresh engineer reads the core in an hour.
+#[test]
+fn the_reading_path_is_short_and_names_its_lines() {
+    let sources = sources();
+    let (mut wrong, mut sum, mut seen) = (Vec::new(), 0, BTreeSet::new());
+    for (file, lines, learned) in reading_path() {
+        let named = |source: &&Source| format!("src/{}.rs", source.module) == file;
+        let Some(source) = sources.iter().find(named) else {
+            wrong.push(format!("{file} does not exist"));
+            continue;
+        };
+        let actual = source.code().trim_end().lines().count().next_multiple_of(10);
+        if actual != lines {
+            wrong.push(format!("{file} has {actual} lines, rounded up to tens, not {lines}"));
+        }
+        if learned.is_empty() || !seen.insert(file.clone()) {
+            wrong.push(format!("{file} is named twice, or it is not said what it teaches"));
+        }
+        sum += actual;
+    }
+    if !(1_000..=2_500).contains(&sum) {
+        wrong.push(format!("{sum} lines in all: the path is 1,000 to 2,500 lines long"));
+    }
+    assert!(wrong.is_empty(), "docs/architecture.md:\n{}", wrong.join("\n"));
+}
+
 /// `a05a` is A5: the ids at the begin of a test's name, as the legend writes them.
 fn ids(name: &str) -> impl Iterator<Item = String> + '_ {
     let id = |word: &str| {

@@ -27,15 +27,13 @@ use super::reserve::{
     Detached, FlightEnd, InFlight, PendingWrite, Replay, SettledEnd, Shared, SharedAnswer,
     SingleFlight,
 };
-use super::settle::{End, Executed, NotExecuted, Unsettled};
+use super::settle::{End, NotExecuted, Unsettled};
 use super::spill::Keeping;
 use crate::backoff::Backoff;
-use crate::clock;
-use crate::record::event::{Event, Origin};
 use crate::record::outcome::{Class, Failure};
-use crate::record::{Answer, Attempt, Fence, RecordId};
+use crate::record::{Attempt, Fence, RecordId};
 use crate::route::Route;
-use crate::store::{Completion, Error, LateEnd};
+use crate::store::{Error, LateEnd};
 use crate::telemetry::{Drained, Metrics, Reply, Step, causes};
 
 /// Pauses before a record is looked at again that a transaction of the application holds.
@@ -324,36 +322,6 @@ impl Completer<'_> {
                 not_stored(first)
             }
         }
-    }
-
-    /// What is known of an attempt with this answer. `found`: by a look-up.
-    pub(super) fn executed(&self, in_flight: &InFlight, answer: Answer, found: bool) -> Executed {
-        let events = self.events(in_flight, &answer);
-        let completion = Arc::new(Completion {
-            scope: in_flight.scope.clone(),
-            fence: in_flight.fence,
-            answer,
-            retention: self.route.policy.retention,
-            events,
-        });
-        let (fingerprint, caller) = (in_flight.fingerprint, in_flight.caller.clone());
-        Executed { completion, fingerprint, caller, row: in_flight.row().cloned(), found }
-    }
-
-    fn events(&self, in_flight: &InFlight, answer: &Answer) -> Vec<Event> {
-        let rendered = self.route.events.render(&Origin {
-            record: in_flight.fence.id,
-            scope: &in_flight.scope,
-            attempt: in_flight.fence.attempt,
-            at: clock::time_of_day(),
-            context: self.context,
-            answer,
-        });
-        if rendered.failed > 0 {
-            tracing::warn!(record = %in_flight.fence.id, failed = rendered.failed, "event templates failed");
-            self.metrics.event_errors(rendered.failed);
-        }
-        rendered.events
     }
 }
 

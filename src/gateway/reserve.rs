@@ -1,18 +1,24 @@
 //! Duplicates meet here: who executes, who waits, who gets a stored answer.
 //!
-//! The [`SingleFlight`] keeps one [`Flight`] for each scope that this process works on. The first request of a scope is
-//! its [`Leader`] and asks the store; the others follow, woken in the process, holding no connection and never
-//! polling the database. One that comes while an execution has been under way for a while asks once, for all of them,
-//! whether the application has completed the record by itself. What must stay true:
+//! The [`SingleFlight`] keeps one flight for each scope that this process works on. The first request of a scope is its
+//! [`Leader`] and asks the store ([`SingleFlight::lead`]). Its duplicates are followers: they wait in memory, hold no
+//! connection and do not poll the database ([`SingleFlight::follow`]). What a duplicate gets:
 //!
-//! - A [`Reservation`] is made here only, after its row is committed, and is used up by sending it. Dropped before a
-//!   byte went out it is released; dropped later it becomes `unknown`. Either is a pending write of the
-//!   retrier, and the flight stays until the store has taken it: duplicates on this replica see the flight before the database.
-//! - Another request under the scope is refused as soon as the record's fingerprint is known, and not before.
-//! - Where only the same caller may read ([`Readers::Caller`]), that is decided before fingerprints are compared: another
-//!   caller learns that the key is taken, not whether it has guessed the request, and gets nothing that the first one got.
-//! - Followers of an attempt that ends `unknown` are told so; only a duplicate that arrives later starts an attempt.
-//! - Losing a task (panic, shutdown) wakes its followers: a [`Leader`] that is dropped tells them to look again.
+//! | the record | the same request | another request | another caller, where only the same may read |
+//! | --- | --- | --- | --- |
+//! | completed | the stored answer | refused: mismatch | refused: forbidden |
+//! | in progress | waits, then refused: in progress | refused: mismatch | waits; the key may still be freed |
+//! | unknown | refused: outcome unknown, or what `on_unknown` says | refused: mismatch | refused: forbidden |
+//! | none, the leader was released | the leader's answer, or it looks again | it looks again | it looks again |
+//!
+//! What must stay true:
+//!
+//! - A [`Reservation`] is made after its row is committed, and is used up by sending. See `attempt`.
+//! - While an end is pending in the retrier, its flight goes on: duplicates on this replica meet it before the database.
+//! - Another caller is refused before fingerprints are compared: it learns that the key is taken, and not whether it has
+//!   guessed the request.
+//! - Followers of an attempt that ends `unknown` are refused; only a duplicate that arrives later starts an attempt.
+//! - A [`Leader`] that is dropped (panic, shutdown) ends its flight: its followers look again.
 
 mod acquisition;
 mod attempt;
@@ -21,6 +27,7 @@ mod confirmed;
 mod detached;
 mod flight;
 mod lookup_guard;
+mod recheck;
 mod retrier;
 mod settled;
 mod single_flight;
@@ -33,21 +40,18 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use self::acquisition::{Acquisition, Decision, POLLS};
-use self::attempt::HeldRecord;
 pub(super) use self::attempt::{InFlight, Reservation};
 pub(super) use self::cache::Replay;
 pub(super) use self::confirmed::{Confirmed, ConfirmedCompletion, NumberedEnd};
 pub(super) use self::detached::Detached;
-use self::flight::{Flight, Progress, RECHECK_EVERY};
+use self::flight::Progress;
 pub(super) use self::flight::{Follower, Leader, Role};
 pub(super) use self::lookup_guard::{LookupGuard, Raised};
-pub(super) use self::retrier::PendingWrite;
+pub(super) use self::retrier::{PendingWrite, SettledEnd};
 pub use self::single_flight::{MayMarkDead, Settings, SingleFlight};
 pub(super) use self::vocabulary::{
-    FlightEnd, KeyedRequest, Readers, Refusal, SettledEnd, Shared, SharedAnswer, Unreserved,
+    FlightEnd, KeyedRequest, Readers, Refusal, Shared, SharedAnswer, Unreserved,
 };
-use super::settle::Stored;
-use crate::record::{Record, RecordId, State};
 
 /// Most rounds of "the row moved on, look again" before the store counts as unavailable: each round means that
 /// somebody else made progress on this very scope.
@@ -115,42 +119,6 @@ impl SingleFlight {
         }
     }
 
-    /// The wait is over, and the execution is not. Before the caller is told so, the store may know better.
-    async fn in_progress(
-        &self,
-        request: &KeyedRequest,
-        record: Option<RecordId>,
-        flight: &Flight,
-    ) -> Admission {
-        let cached = self.cache.get(&request.scope, Instant::now());
-        if let Some(replay) = cached {
-            return from_record(request, replay);
-        }
-        if flight.recheck_is_due()
-            && let Ok(Some(admission)) =
-                tokio::time::timeout(RECHECK_EVERY, self.recheck(request)).await
-        {
-            return admission;
-        }
-        Admission::Refuse(Refusal::InProgress { record })
-    }
-
-    /// The answer of a record that somebody else completed while it is being worked on here.
-    async fn recheck(&self, request: &KeyedRequest) -> Option<Admission> {
-        let Ok(Some(record)) = self.store.find(&request.scope).await else { return None };
-        let Record { fence, fingerprint, caller, state: State::Completed(completed) } = record
-        else {
-            return None;
-        };
-        if completed.time_left.is_zero() {
-            return None;
-        }
-        let completed = *completed;
-        let replay = Arc::new(Replay::from(Stored { fence, fingerprint, caller, completed }));
-        self.remember(&request.scope, &replay);
-        Some(from_record(request, replay))
-    }
-
     /// Asks the store as the scope's leader, until there is a decision; waits for another replica until `deadline`.
     pub(super) async fn lead(
         &self,
@@ -172,7 +140,7 @@ impl SingleFlight {
             }
             match decision {
                 Decision::Held(held) => {
-                    return Admission::Execute(self.reservation(&held, request, leader));
+                    return Admission::Execute(Reservation::new(self, &held, request, leader));
                 }
                 Decision::LookUp { held, lookup, context } => {
                     return Admission::LookUp(
@@ -201,18 +169,6 @@ impl SingleFlight {
         }
         tracing::warn!("a record kept moving while it was being reserved");
         Admission::Refuse(Refusal::StoreUnavailable(Unreserved::Perhaps))
-    }
-}
-
-impl SingleFlight {
-    /// Of a record that is held.
-    fn reservation(
-        &self,
-        held: &HeldRecord,
-        request: &KeyedRequest,
-        leader: Leader,
-    ) -> Reservation {
-        Reservation::new(held, request, leader, self.lease.clone(), self.retrier.clone())
     }
 }
 

@@ -3,7 +3,7 @@
 //! A request tries this once, under its caller's deadline; the retrying task repeats it while the process lives; the next
 //! process does it for what it finds in the spill. All of them get the same decision, [`settle`]'s:
 //!
-//! | end | its row was there | no row fits, and there stands | is |
+//! | end | a row fits | no row fits, and the scope has | so the end is |
 //! | --- | --- | --- | --- |
 //! | complete | completed | this attempt, with this status and body | already done |
 //! | complete | | anything else, or nothing | fenced off, and noted as late |
@@ -11,25 +11,27 @@
 //! | release | released | nothing of this record, and an earlier try may have released it | already done |
 //! | release | | anything else, or nothing | fenced off, and noted as late |
 //! | unknown | unknown | an answer | fenced off: that answer counts |
-//! | unknown | | anything else, or nothing | unknown: whoever waits is told so |
+//! | unknown | | anything else, or nothing | unknown |
 //! | late | | (it is not looked at) | fenced off, and noted as late |
 //!
 //! What must stay true:
 //!
 //! - A change names the attempt's fence. "No row fits" is read back before anything is concluded from it.
 //! - A row that somebody's transaction holds says nothing yet: the end stays pending ([`Unsettled::Locked`]).
-//! - What an attempt came to stands in its record or in the audit table. [`Settlement::late`] is still to be noted, and the end
+//! - What an attempt came to is in its record or in the audit table. [`Settlement::late`] is still to be noted, and the end
 //!   is pending until it is. Two things are not noted: the answer to a look-up (nothing was executed for it), and
 //!   what the API says in time of an attempt that it has completed itself ([`Settlement::of_own_attempt`]).
 //! - What the database refuses, or cannot read back, is pending no more: [`End::refused`] says what is left to be written.
 
+mod unsettled;
+
 use std::sync::Arc;
 use std::time::{Instant, SystemTime};
 
+pub(super) use self::unsettled::Unsettled;
 use crate::record::{Caller, Completed, Fence, Fingerprint, Record, RecordId, Scope, State};
 use crate::store::{
-    Changed, Completion, Error, LateEnd, LateOutcome, Proposal, Records, Settled,
-    complete_in_some_form,
+    Changed, Completion, LateEnd, LateOutcome, Proposal, Records, Settled, complete_in_some_form,
 };
 use crate::telemetry::Drained;
 
@@ -38,7 +40,8 @@ use crate::telemetry::Drained;
 pub(super) enum End {
     /// It executed: its answer is kept, with its events.
     Complete(Executed),
-    /// It executed, and the database refuses to hold its answer: the record becomes unknown, and the audit table tells.
+    /// It executed, and the database refuses to hold its answer: the record becomes unknown, and the outcome goes to the
+    /// audit table.
     Unkept(Executed),
     /// It is known not to have executed: its key is free.
     Release(NotExecuted),
@@ -87,7 +90,7 @@ pub(super) enum Settlement {
     /// This very end had been written before, or by the application: with this answer, where it executed.
     Already(Option<Box<Stored>>),
     /// The record has gone on: this answer counts, where there is one.
-    FencedOff { stands: Option<Box<Stored>>, late: Option<LateOutcome> },
+    FencedOff { answer: Option<Box<Stored>>, late: Option<LateOutcome> },
 }
 
 /// A completed record.
@@ -98,46 +101,13 @@ pub(super) struct Stored {
     pub(super) completed: Completed,
 }
 
-/// Why an end is still pending.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum Unsettled {
-    /// A transaction of somebody else holds the row: what it commits may be another answer.
-    #[error("another transaction holds the record")]
-    Locked,
-    /// No row fitted, and what stands there could not be read.
-    #[error("it is not known what stands in the place of an attempt")]
-    Unread(#[source] Error),
-    /// The store has not taken it.
-    #[error(transparent)]
-    Untaken(#[from] Error),
-}
-
-/// What stands in the place of an attempt whose end found no row.
-enum Standing {
+/// What the scope has now, where an end found no row.
+enum Current {
     Completed(Box<Stored>),
     /// Its record, in progress or unknown: at another attempt, or at this one.
     Open,
-    /// Its record is gone, or another one stands under the scope.
+    /// Its record is gone, or the scope has another one.
     Gone,
-}
-
-impl Unsettled {
-    /// Whether the same may succeed another time, with nobody doing anything about it.
-    pub(super) fn may_pass(&self) -> bool {
-        match self {
-            Self::Locked => true,
-            Self::Unread(error) | Self::Untaken(error) => error.may_pass(),
-        }
-    }
-}
-
-impl From<Unsettled> for Error {
-    fn from(unsettled: Unsettled) -> Self {
-        match unsettled {
-            Unsettled::Locked => Self::Unavailable(unsettled.into()),
-            Unsettled::Unread(error) | Unsettled::Untaken(error) => error,
-        }
-    }
 }
 
 impl End {
@@ -202,24 +172,24 @@ impl End {
         }
     }
 
-    /// No row fitted, and this stands.
-    fn overtaken(&self, standing: Standing) -> Settlement {
+    /// What the end is where no row fitted.
+    fn overtaken(&self, current: Current) -> Settlement {
         let fence = self.fence();
-        match (self, standing) {
-            (Self::Release(not), Standing::Gone) if not.tried => Settlement::Already(None),
-            (Self::Unknown { .. }, Standing::Open | Standing::Gone) => {
+        match (self, current) {
+            (Self::Release(not), Current::Gone) if not.tried => Settlement::Already(None),
+            (Self::Unknown { .. }, Current::Open | Current::Gone) => {
                 Settlement::Unknown { record: fence.id, marked: false, late: None }
             }
-            (_, Standing::Open | Standing::Gone) => {
-                Settlement::FencedOff { stands: None, late: self.late() }
+            (_, Current::Open | Current::Gone) => {
+                Settlement::FencedOff { answer: None, late: self.late() }
             }
-            (_, Standing::Completed(stands)) => {
+            (_, Current::Completed(answer)) => {
                 let late = self.late();
-                let own = late.as_ref().is_none_or(|late| late.is(&stands.completed.answer));
-                if own && stands.fence == fence {
-                    return Settlement::Already(Some(stands));
+                let own = late.as_ref().is_none_or(|late| late.is(&answer.completed.answer));
+                if own && answer.fence == fence {
+                    return Settlement::Already(Some(answer));
                 }
-                Settlement::FencedOff { stands: Some(stands), late }
+                Settlement::FencedOff { answer: Some(answer), late }
             }
         }
     }
@@ -244,17 +214,17 @@ impl Settlement {
         }
     }
 
-    /// Whether no row fitted, and no answer stands: the database may have forgotten the row.
+    /// Whether no row fitted, and there is no answer: the database may have forgotten the row.
     pub(super) fn found_nothing(&self) -> bool {
-        matches!(self, Self::Unknown { marked: false, .. } | Self::FencedOff { stands: None, .. })
+        matches!(self, Self::Unknown { marked: false, .. } | Self::FencedOff { answer: None, .. })
     }
 
     /// The same where this attempt's record was in the hands of this process until after it was read: nobody but the
     /// application itself can have completed it then, whatever it says afterwards.
     pub(super) fn of_own_attempt(self, attempt: Fence) -> Self {
         match self {
-            Self::FencedOff { stands: Some(stands), .. } if stands.fence == attempt => {
-                Self::Already(Some(stands))
+            Self::FencedOff { answer: Some(answer), .. } if answer.fence == attempt => {
+                Self::Already(Some(answer))
             }
             Self::Completed { .. }
             | Self::Released
@@ -288,7 +258,7 @@ pub(super) async fn settle(
         }
         End::Release(_) => store.release(scope, fence).await?,
         End::Unknown { .. } | End::Unkept(_) => store.mark_unknown(scope, fence).await?,
-        End::Late(_) => return Ok(end.overtaken(Standing::Open)),
+        End::Late(_) => return Ok(end.overtaken(Current::Open)),
     };
     match changed {
         Changed::Yes if matches!(end, End::Release(_)) => Ok(Settlement::Released),
@@ -300,26 +270,26 @@ pub(super) async fn settle(
     }
 }
 
-/// What an end is that found no row, by what stands there. Nothing is changed.
+/// What an end is that found no row, by what the scope has now. Nothing is changed.
 ///
 /// # Errors
 /// [`Unsettled::Unread`].
 pub(super) async fn look(store: &dyn Records, end: &End) -> Result<Settlement, Unsettled> {
     let found = store.find(end.scope()).await.map_err(Unsettled::Unread)?;
-    Ok(end.overtaken(standing(found, end.fence().id)))
+    Ok(end.overtaken(current(found, end.fence().id)))
 }
 
-/// What stands where the record `id` was.
-fn standing(found: Option<Record>, id: RecordId) -> Standing {
+/// What the scope of the record `id` has now.
+fn current(found: Option<Record>, id: RecordId) -> Current {
     match found {
         Some(Record { fence, fingerprint, caller, state }) if fence.id == id => match state {
             State::Completed(completed) => {
                 let completed = *completed;
-                Standing::Completed(Box::new(Stored { fence, fingerprint, caller, completed }))
+                Current::Completed(Box::new(Stored { fence, fingerprint, caller, completed }))
             }
-            State::InProgress { .. } | State::Unknown => Standing::Open,
+            State::InProgress { .. } | State::Unknown => Current::Open,
         },
-        Some(_) | None => Standing::Gone,
+        Some(_) | None => Current::Gone,
     }
 }
 

@@ -15,11 +15,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::sink::Delivered;
-use super::verdict::Evidence;
 use super::worker::{LoopState, PendingVerdict, SinkWorker};
 use crate::fault::{self, Point};
 use crate::store::{Acknowledgement, Claim, Claimed, Error, Lane, Look, Verdict};
@@ -122,20 +120,6 @@ impl SinkWorker {
         }
         fault::point(Point::AfterDelivery).await;
         Ok(delivered)
-    }
-
-    /// Delivers in its own task, so that a panic is only a failed attempt of this event.
-    async fn deliver_guarded(&self, event: &Claimed) -> Delivered {
-        let (sink, event) = (Arc::clone(&self.sink), event.clone());
-        let mut task = JoinSet::new();
-        task.spawn(async move { sink.deliver(&event).await });
-        match task.join_next().await {
-            Some(Ok(delivered)) => delivered,
-            Some(Err(_)) | None => Delivered {
-                evidence: Evidence::Failed { what: "the delivery failed inside oncegate".into() },
-                retry_after: None,
-            },
-        }
     }
 }
 

@@ -14,9 +14,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::claimant::Claimant;
 use super::pauses::{OUTAGE, OUTAGE_FIRST};
-use super::sink::Sink;
+use super::sink::{Delivered, Sink};
 use super::slots::{Slot, Slots};
 use super::status::{SinkStatus, StatusWatch};
+use super::verdict::Evidence;
 use crate::backoff::jittered;
 use crate::store::{Acknowledgement, Claim, Claimed, Deliveries, Error, Lane, Look, Order, Woken};
 use crate::tasks;
@@ -337,6 +338,20 @@ impl SinkWorker {
             Err(error) => self.note_failure("claim", &error),
         }
         Ok(found)
+    }
+
+    /// Delivers in its own task, so that a panic is only a failed attempt of this event.
+    pub(super) async fn deliver_guarded(&self, event: &Claimed) -> Delivered {
+        let (sink, event) = (Arc::clone(&self.sink), event.clone());
+        let mut task = JoinSet::new();
+        task.spawn(async move { sink.deliver(&event).await });
+        match task.join_next().await {
+            Some(Ok(delivered)) => delivered,
+            Some(Err(_)) | None => Delivered {
+                evidence: Evidence::Failed { what: "the delivery failed inside oncegate".into() },
+                retry_after: None,
+            },
+        }
     }
 
     fn report(&self, ended: Result<(), tokio::task::JoinError>) {

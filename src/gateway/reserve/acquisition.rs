@@ -23,7 +23,7 @@ use crate::gateway::settle::Stored;
 use crate::record::{Attempt, Caller, Fence, Fingerprint, OwnerId, Record, RecordId, State};
 use crate::route::Lookup;
 use crate::store::{Changed, Error, Reserved, Takeover};
-use crate::telemetry::{self, causes};
+use crate::telemetry;
 
 /// Pauses between looks at a record that another replica works on.
 pub(super) const POLLS: Backoff = Backoff::new(POLL_FIRST, Duration::from_millis(500));
@@ -100,7 +100,9 @@ impl<'a> Acquisition<'a> {
                 }
                 Decision::Doubt(self.undo(fence, Statement::Reservation))
             }
-            Error::Refused(cause) => self.not_storable(&*cause),
+            Error::Refused(cause) => {
+                Decision::Refuse(self.single_flight.not_storable(self.request, &*cause))
+            }
             error => self.not_reserved(&error),
         }
     }
@@ -122,23 +124,7 @@ impl<'a> Acquisition<'a> {
         let away = matches!(error, Error::Unavailable(_) | Error::Late);
         let certain = away && !self.saw_record;
         let unreserved = if certain { Unreserved::Certainly } else { Unreserved::Perhaps };
-        self.unavailable(error, unreserved)
-    }
-
-    pub(super) fn unavailable(&self, error: &Error, unreserved: Unreserved) -> Decision {
-        if let Some(left_out) = self.single_flight.unreserved.due() {
-            tracing::warn!(error = %causes(error), left_out, "no reservation could be made");
-        }
-        Decision::Refuse(Refusal::StoreUnavailable(unreserved))
-    }
-
-    /// The database refuses the data: it never holds them, whoever sends them again.
-    pub(super) fn not_storable(&self, cause: &(dyn std::error::Error + 'static)) -> Decision {
-        if let Some(left_out) = self.single_flight.unreserved.due() {
-            let (operation, error) = (&self.request.scope.operation, causes(cause));
-            tracing::warn!(%operation, error, left_out, "the database refuses to hold a request");
-        }
-        Decision::Refuse(Refusal::NotStorable)
+        Decision::Refuse(self.single_flight.unavailable(error, unreserved))
     }
 
     /// Looks at the record that another replica works on.
@@ -243,7 +229,9 @@ impl<'a> Acquisition<'a> {
             Ok(Changed::Yes) => self.decide_unknown(fence, fingerprint).await,
             Ok(Changed::No) => Decision::Again,
             Ok(Changed::Locked) => Decision::Wait(fence.id),
-            Err(error) => self.unavailable(&error, Unreserved::Perhaps),
+            Err(error) => {
+                Decision::Refuse(self.single_flight.unavailable(&error, Unreserved::Perhaps))
+            }
         }
     }
 }

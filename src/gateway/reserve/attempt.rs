@@ -15,6 +15,7 @@ use std::time::Instant;
 
 use super::flight::{Leader, Sending};
 use super::retrier::{PendingWrite, Retrier};
+use super::single_flight::SingleFlight;
 use super::undo::Undo;
 use super::vocabulary::{FlightEnd, KeyedRequest};
 use crate::gateway::budget::AnswerPermit;
@@ -36,11 +37,10 @@ pub(in crate::gateway) struct Reservation(Box<InFlight>);
 impl Reservation {
     /// Of a record that is held for this request, under the leader of its scope.
     pub(super) fn new(
+        single_flight: &SingleFlight,
         held: &HeldRecord,
         request: &KeyedRequest,
         leader: Leader,
-        lease: LeaseView,
-        retrier: Arc<Retrier>,
     ) -> Self {
         leader.running(held.fence.id, held.fingerprint, request.caller.clone());
         let row = request.proposal(held.fence.id, held.owner);
@@ -53,13 +53,13 @@ impl Reservation {
             fingerprint: held.fingerprint,
             caller: request.caller.clone(),
             owner: held.owner,
-            lease,
+            lease: single_flight.lease.clone(),
             sending: leader.sending(),
             known: None,
             raise: None,
             timing: Timing::InTime,
             leader: Some(leader),
-            retrier,
+            retrier: Arc::clone(&single_flight.retrier),
         }))
     }
 

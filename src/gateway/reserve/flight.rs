@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 
 use super::cache::{Cache, Replay};
@@ -106,7 +106,7 @@ impl Flights {
 
     /// Joins the flight of a scope: as its leader, or behind whoever leads; unless there is a stored answer in memory.
     pub(super) fn join(self: &Arc<Self>, scope: &Scope) -> Role {
-        let mut flights = self.flights.lock();
+        let mut flights = self.lock();
         // Looked up under the lock: a flight that ends is in the cache before it leaves the map. Of one that goes on, the
         // application may have completed the record, while its answer is still awaited here.
         if let Some(replay) = self.cache.get(scope, Instant::now()) {
@@ -128,7 +128,7 @@ impl Flights {
     /// A late answer has come. Where nobody here works on its scope, its attempt leads a new flight: duplicates wait for
     /// what the answer comes to. Whoever works on the scope is notified, lest it sends the next attempt meanwhile.
     pub(super) fn resume(self: &Arc<Self>, scope: &Scope, running: Progress) -> Option<Leader> {
-        match self.flights.lock().entry(scope.clone()) {
+        match self.lock().entry(scope.clone()) {
             Entry::Vacant(vacant) => {
                 let flight = Arc::new(Flight::new(running));
                 vacant.insert(Arc::clone(&flight));
@@ -146,21 +146,9 @@ impl Flights {
         Leader { scope, flight, flights, ending, answer_permit: None, sending, undo: None }
     }
 
-    /// Whether somebody in this process works on the scope, or has its record's end pending.
-    pub(super) fn has(&self, scope: &Scope) -> bool {
-        self.flights.lock().contains_key(scope)
-    }
-
-    /// The attempts that are executed in this process, or whose ends are pending.
-    pub(super) fn executing(&self) -> Vec<(Fence, Arc<Proposal>)> {
-        self.flights.lock().values().filter_map(|flight| flight.executing.lock().clone()).collect()
-    }
-
-    /// Whether this attempt is one of them.
-    pub(super) fn executes(&self, scope: &Scope, fence: Fence) -> bool {
-        let flights = self.flights.lock();
-        let executing = flights.get(scope).and_then(|flight| flight.executing.lock().clone());
-        executing.is_some_and(|(at, _)| at == fence)
+    /// The flights, locked.
+    pub(super) fn lock(&self) -> MutexGuard<'_, HashMap<Scope, Arc<Flight>>> {
+        self.flights.lock()
     }
 }
 
@@ -168,6 +156,11 @@ impl Flight {
     fn new(progress: Progress) -> Self {
         let (progress, asked_at) = (watch::Sender::new(progress), Instant::now().into());
         Self { progress, asked_at, executing: Mutex::default(), answered: AtomicBool::new(false) }
+    }
+
+    /// The attempt that is executed, or whose end is pending.
+    pub(super) fn executing(&self) -> Option<(Fence, Arc<Proposal>)> {
+        self.executing.lock().clone()
     }
 
     /// Whether it is time to ask the store; then it counts as asked.
@@ -224,7 +217,7 @@ impl Drop for Leader {
             | FlightEnd::LookAgain => {}
         }
         // First out of the map, then the end is published: a follower that looks again finds no ended flight.
-        self.flights.flights.lock().remove(&self.scope);
+        self.flights.lock().remove(&self.scope);
         self.flight.progress.send_replace(Progress::Ended(self.ending.clone()));
     }
 }

@@ -119,7 +119,7 @@ impl SingleFlight {
         lookup: &Arc<Lookup>,
         context: Option<Bytes>,
     ) -> LookupGuard {
-        let in_flight = self.reservation(&held, request, leader).in_doubt();
+        let in_flight = Reservation::new(self, &held, request, leader).in_doubt();
         LookupGuard { in_flight, lookup: Arc::clone(lookup), context }
     }
 

@@ -24,14 +24,14 @@ use tokio_util::task::task_tracker::TaskTrackerToken;
 use super::cache::Cache;
 use super::confirmed::ConfirmedEnds;
 use super::undo::{Statement, Undo};
-use super::vocabulary::{FlightEnd, SettledEnd};
+use super::vocabulary::FlightEnd;
 use crate::backoff::Backoff;
 use crate::fault::{self, Point};
 use crate::gateway::settle::{End, Executed, Unsettled};
 use crate::gateway::spill::{Keeping, Spill};
 use crate::record::{Attempt, Fingerprint, LeaseView};
 use crate::store::{Error, LateEnd, LateOutcome, Store};
-use crate::telemetry::{Metrics, causes};
+use crate::telemetry::{Drained, Metrics, causes};
 
 /// Pauses between tries of a pending write. The first that the store takes wakes all others.
 const PAUSES: Backoff = Backoff::new(Duration::from_millis(50), Duration::from_millis(500));
@@ -52,6 +52,16 @@ pub(crate) enum PendingWrite {
     End { end: Box<End>, ending: FlightEnd, keeping: Option<Keeping> },
     /// What a lost backend may still commit, to be undone.
     Undo(Undo),
+}
+
+/// What an end came to, for this process.
+pub(crate) struct SettledEnd {
+    /// How the flight of its scope ends.
+    pub(crate) ending: FlightEnd,
+    /// What the store made of it.
+    pub(crate) how: Drained,
+    /// What is still to be noted.
+    pub(crate) late: Option<LateOutcome>,
 }
 
 impl PendingWrite {

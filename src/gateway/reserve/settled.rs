@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use super::cache::Replay;
-use super::retrier::{PendingWrite, Retrier};
-use super::vocabulary::{FlightEnd, SettledEnd};
+use super::retrier::{PendingWrite, Retrier, SettledEnd};
+use super::vocabulary::FlightEnd;
 use crate::gateway::settle::{End, Executed, Settlement, Unsettled, settle};
 use crate::record::{Fence, RecordId, Scope};
 use crate::store::{Completion, Error, LateOutcome, Proposal, Reinstated};
@@ -57,7 +57,7 @@ impl Retrier {
             }
             (
                 Settlement::Already(Some(stored))
-                | Settlement::FencedOff { stands: Some(stored), .. },
+                | Settlement::FencedOff { answer: Some(stored), .. },
                 _,
             ) => self.kept(end.scope(), Arc::new((*stored).into())),
             (Settlement::Unknown { record, marked, .. }, _) => {
@@ -68,7 +68,7 @@ impl Retrier {
                 FlightEnd::Unknown(record)
             }
             (Settlement::Released | Settlement::Already(None), _) => ending.clone(),
-            (Settlement::FencedOff { stands: None, .. } | Settlement::Completed { .. }, _) => {
+            (Settlement::FencedOff { answer: None, .. } | Settlement::Completed { .. }, _) => {
                 FlightEnd::LookAgain
             }
         };

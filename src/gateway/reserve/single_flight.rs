@@ -10,14 +10,14 @@ use super::retrier::Retrier;
 use super::vocabulary::{KeyedRequest, Refusal, Unreserved};
 use crate::gateway::spill::Spill;
 use crate::record::{Fence, LeaseView, OwnerId, RecordId, Scope};
-use crate::store::{Backlog, Proposal, Store};
-use crate::telemetry::Metrics;
+use crate::store::{Backlog, Error, Proposal, Store};
 use crate::telemetry::pace::Pace;
+use crate::telemetry::{Metrics, causes};
 
 /// How reservations are made.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// How long a reservation may take before the caller is told that the store is unavailable.
+    /// How long a reservation may take before the caller gets 503.
     pub reserve_timeout: Duration,
     /// How long the old backend of a statement in doubt may still commit.
     pub doubt_window: Duration,
@@ -106,6 +106,27 @@ impl SingleFlight {
         None
     }
 
+    /// The refusal where the store made no reservation.
+    pub(super) fn unavailable(&self, error: &Error, unreserved: Unreserved) -> Refusal {
+        if let Some(left_out) = self.unreserved.due() {
+            tracing::warn!(error = %causes(error), left_out, "no reservation could be made");
+        }
+        Refusal::StoreUnavailable(unreserved)
+    }
+
+    /// The refusal where the database refuses the data: it never holds them, whoever sends them again.
+    pub(super) fn not_storable(
+        &self,
+        request: &KeyedRequest,
+        cause: &(dyn std::error::Error + 'static),
+    ) -> Refusal {
+        if let Some(left_out) = self.unreserved.due() {
+            let (operation, error) = (&request.scope.operation, causes(cause));
+            tracing::warn!(%operation, error, left_out, "the database refuses to hold a request");
+        }
+        Refusal::NotStorable
+    }
+
     /// The retrier, for shutdown.
     pub(in crate::gateway) fn retrier(&self) -> &Retrier {
         &self.retrier
@@ -133,17 +154,18 @@ impl SingleFlight {
 
     /// Whether somebody in this process works on the scope, or has its record's end pending.
     pub(in crate::gateway) fn works_on(&self, scope: &Scope) -> bool {
-        self.flights.has(scope)
+        self.flights.lock().contains_key(scope)
     }
 
     /// The attempts that are executed in this process, or whose ends are pending.
     pub(in crate::gateway) fn running(&self) -> Vec<(Fence, Arc<Proposal>)> {
-        self.flights.executing()
+        self.flights.lock().values().filter_map(|flight| flight.executing()).collect()
     }
 
     /// Whether this attempt is executed in this process, or its end is pending, and it is not about to be freed.
     pub(in crate::gateway) fn executes(&self, scope: &Scope, fence: Fence) -> bool {
-        self.flights.executes(scope, fence)
+        let executing = self.flights.lock().get(scope).and_then(|flight| flight.executing());
+        executing.is_some_and(|(at, _)| at == fence)
     }
 
     /// Forgets the answers of records that an operator acted on.

@@ -44,7 +44,11 @@ impl Acquisition<'_> {
         let doubt = match self.single_flight.store.unresolved(fence.id).await {
             Ok(Some(doubt)) => doubt,
             Ok(None) => return Decision::Unknown(fence.id, Some(delay.after_lease)),
-            Err(error) => return self.unavailable(&error, Unreserved::Perhaps),
+            Err(error) => {
+                return Decision::Refuse(
+                    self.single_flight.unavailable(&error, Unreserved::Perhaps),
+                );
+            }
         };
         let left = if doubt.orphaned { delay.after_lease } else { delay.after_loss };
         let left = left.saturating_sub(doubt.age);
@@ -118,13 +122,15 @@ impl Acquisition<'_> {
     /// A takeover that the store did not make, for certain.
     fn not_taken(&self, from: Takeover, error: &Error) -> Decision {
         match (error, from) {
-            (Error::Refused(cause), Takeover::Expired(_)) => self.not_storable(&**cause),
+            (Error::Refused(cause), Takeover::Expired(_)) => {
+                Decision::Refuse(self.single_flight.not_storable(self.request, &**cause))
+            }
             (Error::Refused(_), Takeover::Unknown(fence) | Takeover::Lookup(fence, ..)) => {
                 // No other attempt can be made, and what became of the one before is as open as it was.
                 tracing::warn!(error = %causes(error), "the database refuses to hold another attempt");
                 Decision::Unknown(fence.id, None)
             }
-            _ => self.unavailable(error, Unreserved::Perhaps),
+            _ => Decision::Refuse(self.single_flight.unavailable(error, Unreserved::Perhaps)),
         }
     }
 

@@ -8,8 +8,7 @@ use bytes::Bytes;
 use super::cache::Replay;
 use crate::record::{Answer, Caller, Fingerprint, OwnerId, RecordId, Scope};
 use crate::route::OnUnknown;
-use crate::store::{LateOutcome, Proposal};
-use crate::telemetry::Drained;
+use crate::store::Proposal;
 
 /// A keyed request that wants to be executed once.
 #[derive(Clone, Debug)]
@@ -168,14 +167,4 @@ impl FlightEnd {
             | Refusal::NotStorable => Self::LookAgain,
         }
     }
-}
-
-/// What an end came to, for this process.
-pub(crate) struct SettledEnd {
-    /// How the flight of its scope ends.
-    pub(crate) ending: FlightEnd,
-    /// What the store made of it.
-    pub(crate) how: Drained,
-    /// What is still to be noted.
-    pub(crate) late: Option<LateOutcome>,
 }

@@ -1,4 +1,4 @@
-//! The decision table: each end, with each thing that the store may say and that may stand.
+//! The decision table: each end, with each answer of the store, and with each record that the scope may have.
 
 use std::time::Duration;
 
@@ -175,8 +175,8 @@ fn of(settlement: &Settlement) -> Is {
         Settlement::Completed { .. } => Is::Completed,
         Settlement::Released => Is::Released,
         Settlement::Unknown { marked, .. } => Is::Unknown { marked: *marked, noted },
-        Settlement::Already(stands) => Is::Already { answer: stands.is_some() },
-        Settlement::FencedOff { stands, .. } => Is::FencedOff { answer: stands.is_some(), noted },
+        Settlement::Already(answer) => Is::Already { answer: answer.is_some() },
+        Settlement::FencedOff { answer, .. } => Is::FencedOff { answer: answer.is_some(), noted },
     }
 }
 
@@ -243,7 +243,7 @@ async fn each_end_is_decided_by_what_the_store_says_and_what_stands() {
         if matches!(end, End::Late(_)) {
             continue;
         }
-        // What stands is not asked before a row was looked for in vain.
+        // The record is not read before a row was looked for in vain.
         for (says, expected) in
             [(Says::Locked, Is::Locked), (Says::Refuses, Is::Refused), (Says::IsAway, Is::Away)]
         {
@@ -271,7 +271,7 @@ async fn what_the_application_answers_under_a_held_attempt_is_that_attempts_own(
 #[tokio::test]
 async fn looking_changes_nothing() {
     let unknown = End::Unknown { scope: scope(), fence: fence(), row: None };
-    // Whoever changed a row here would be told that it is done.
+    // A change of a row would be reported as done.
     let looked = look(&Fake(Says::Done, Finds::Later), &unknown).await;
     assert_eq!(of(&looked.unwrap_or_else(|error| panic!("{error}"))), UNKNOWN);
 }
