@@ -245,7 +245,7 @@ impl Gateway {
                     return Problem::new(Name::PathAmbiguous).into_response(None);
                 }
                 let problem = Problem::new(Name::PathAmbiguous);
-                observe::tell(&self.metrics, &split, Would::Refuse, None, Some(&problem));
+                observe::report(&self.metrics, &split, Would::Refuse, None, Some(&problem));
                 self.pass(&self.upstream(&split), request).await
             }
             RouteMatch::Keyed { route, params } => {
@@ -281,7 +281,7 @@ impl Gateway {
         }
     }
 
-    /// Forwards a request at once, and tells what would have become of it.
+    /// Forwards a request at once, and reports what would have become of it.
     async fn observe(
         self: Arc<Self>,
         route: Arc<Route>,
@@ -292,7 +292,7 @@ impl Gateway {
         let upstream = self.upstream(&route);
         let max = route.policy.request_body_max;
         let Ok(permit) = self.intake.admit_copy(request.headers(), max) else {
-            observe::tell(&self.metrics, &route, Would::Overloaded, None, None);
+            observe::report(&self.metrics, &route, Would::Overloaded, None, None);
             return self.pass(&upstream, request).await;
         };
         let (request, copied, whole) = observe::copy(request, max, permit);

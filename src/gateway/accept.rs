@@ -154,7 +154,7 @@ impl Listener {
     }
 }
 
-/// Whether a socket file stands there that refuses connections: what a killed process leaves behind.
+/// Whether there is a socket file that refuses connections: what a killed process leaves behind.
 async fn is_left_over(path: &Path) -> bool {
     use std::os::unix::fs::FileTypeExt;
     let is_socket = std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
@@ -407,17 +407,17 @@ impl Paced {
         }
     }
 
-    /// Tells a caller whose head did not come in time, and closes (RFC 9110, 15.5.9). A part of an answer that is still
+    /// Answers a caller whose head did not come in time, and closes (RFC 9110, 15.5.9). A part of an answer that is still
     /// on its way must not be taken to go on with this one.
     async fn too_late(mut self) {
         if !self.flushed {
             return;
         }
-        let told = async {
+        let answered = async {
             self.write_all(TOO_LATE).await?;
             self.shutdown().await
         };
-        if let Err(error) = told.await {
+        if let Err(error) = answered.await {
             tracing::debug!(%error, "a caller that was too late is gone");
         }
     }

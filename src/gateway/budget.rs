@@ -7,7 +7,7 @@
 //! whichever is later ([`AnswerPermit`]); so neither slow callers nor a store that is away make the process grow.
 //!
 //! A follower has a slot of its own kind and no bytes for an answer: it shares the leader's. Many duplicates of one slow
-//! request therefore never stand in the way of other requests.
+//! request therefore never delay other requests.
 
 use std::pin::Pin;
 use std::sync::Arc;

@@ -120,6 +120,46 @@ impl Completer<'_> {
         Ok((class, FirstAnswer { record, head, body }))
     }
 
+    /// Keeps the answer with its events.
+    pub(super) async fn complete(
+        &self,
+        mut in_flight: Box<InFlight>,
+        first: FirstAnswer,
+    ) -> Finish {
+        let begun = Instant::now();
+        let retrier = self.single_flight.retrier();
+        let _known = retrier.known();
+        let executed = self.executed(&in_flight, first.kept(&self.route.policy.replay_drop), false);
+        let end = End::Complete(executed.clone());
+        in_flight.set_known_end(end.clone(), FlightEnd::LookAgain);
+        let settling = self.settle(&in_flight, &end, &FlightEnd::LookAgain);
+        let settled = retrier.until_shutdown(settling).await;
+        self.metrics.took(Step::Complete, begun.elapsed());
+        let not_stored = |first| Finish::NotStored { first, counted: Reply::Executed };
+        match settled {
+            Ok(settled) => match self.conclude(in_flight, settled).await {
+                (Drained::Completed, Some(replay)) => {
+                    Finish::Kept { first, expires_at: replay.expires_at }
+                }
+                // What was committed and not confirmed is found as a record of this attempt with this very answer.
+                (Drained::Already, Some(replay)) if replay.answer == executed.completion.answer => {
+                    Finish::Kept { first, expires_at: replay.expires_at }
+                }
+                (how, Some(found)) => instead(how, found),
+                (_, None) => not_stored(first),
+            },
+            Err(error) => {
+                let spilled =
+                    self.hand_to_retrier(in_flight, end, FlightEnd::LookAgain, &error).await;
+                if spilled && is_promised(&error) {
+                    return Finish::Spilled { first };
+                }
+                not_stored(first)
+            }
+        }
+    }
+
+    /// No complete answer came: the key is free where not one byte was sent, else the record is `unknown`.
     pub(super) async fn fail(
         &self,
         in_flight: Box<InFlight>,
@@ -192,7 +232,7 @@ impl Completer<'_> {
         match retrier.until_shutdown(self.settle(&in_flight, &end, &ending)).await {
             Ok(settled) => self.conclude(in_flight, settled).await,
             Err(error) => {
-                // Before the caller is told: what is known not to have executed is known after a crash, too.
+                // Before the caller is answered: what is known not to have executed is known after a crash, too.
                 self.hand_to_retrier(in_flight, end, ending, &error).await;
                 (Drained::Released, None)
             }
@@ -283,45 +323,6 @@ impl Completer<'_> {
     fn finish_stored(&self, attempt: Fence, replay: Arc<Replay>) -> Finish {
         self.wake.notify_one();
         if replay.fence == attempt { Finish::Recorded(replay) } else { Finish::Overtaken(replay) }
-    }
-
-    /// Keeps the answer with its events.
-    pub(super) async fn complete(
-        &self,
-        mut in_flight: Box<InFlight>,
-        first: FirstAnswer,
-    ) -> Finish {
-        let begun = Instant::now();
-        let retrier = self.single_flight.retrier();
-        let _known = retrier.known();
-        let executed = self.executed(&in_flight, first.kept(&self.route.policy.replay_drop), false);
-        let end = End::Complete(executed.clone());
-        in_flight.set_known_end(end.clone(), FlightEnd::LookAgain);
-        let settling = self.settle(&in_flight, &end, &FlightEnd::LookAgain);
-        let settled = retrier.until_shutdown(settling).await;
-        self.metrics.took(Step::Complete, begun.elapsed());
-        let not_stored = |first| Finish::NotStored { first, counted: Reply::Executed };
-        match settled {
-            Ok(settled) => match self.conclude(in_flight, settled).await {
-                (Drained::Completed, Some(replay)) => {
-                    Finish::Kept { first, expires_at: replay.expires_at }
-                }
-                // What was committed and not confirmed is found as a record of this attempt with this very answer.
-                (Drained::Already, Some(replay)) if replay.answer == executed.completion.answer => {
-                    Finish::Kept { first, expires_at: replay.expires_at }
-                }
-                (how, Some(found)) => instead(how, found),
-                (_, None) => not_stored(first),
-            },
-            Err(error) => {
-                let spilled =
-                    self.hand_to_retrier(in_flight, end, FlightEnd::LookAgain, &error).await;
-                if spilled && is_promised(&error) {
-                    return Finish::Spilled { first };
-                }
-                not_stored(first)
-            }
-        }
     }
 }
 

@@ -26,7 +26,7 @@ pub struct Explainer {
 }
 
 impl Explainer {
-    /// By these routes and limits. `digest`: for tenants that are digests; `tokens`: for those that stand in tokens.
+    /// By these routes and limits. `digest`: for tenants that are digests; `tokens`: for those in tokens.
     #[must_use]
     pub fn new(
         settings: &Settings,
@@ -145,7 +145,7 @@ async fn read(
                 Mode::Protect => Disposition::Refused,
                 Mode::Observe => Disposition::Observed,
             };
-            let why = format!("The route {operation} refuses it: {}", problem.told());
+            let why = format!("The route {operation} refuses it: {}", problem.advice());
             (becomes, why, Some(Err(problem.document(Some(operation)))))
         }
     }

@@ -1,7 +1,7 @@
 //! What a keyed request is read to: key, body, tenant, fingerprint, and later the request that goes out.
 //!
 //! Order matters. What can be refused without the body is refused before it is read, so that a caller that waits for
-//! `100 Continue` is told at once. Headers meant for one hop are gone before the scope is read: a key or tenant that the
+//! `100 Continue` goes out at once. Headers meant for one hop are gone before the scope is read: a key or tenant that the
 //! upstream would not see does not count. A token is checked before anything is read by what it says, and only of a request
 //! that has a key. Nothing is reserved here.
 //!
@@ -296,7 +296,7 @@ impl Intake {
         }
     }
 
-    /// A permit: before the body is read, so that who gets none is told at once.
+    /// A permit: before the body is read, so that who gets none is refused at once.
     fn admit(&self, route: &Route, headers: &HeaderMap) -> Result<Permit, Exhausted> {
         let policy = &route.policy;
         let length = declared_length(headers).and_then(|length| usize::try_from(length).ok());

@@ -1,6 +1,6 @@
 //! What a stored answer remembers besides status, headers and body: notes of ours among its headers.
 //!
-//! They stand under names that begin with `oncegate-`, which no upstream can bring in ([`super::headers::drop_own`]), so they
+//! They have names that begin with `oncegate-`, which no upstream can bring in ([`super::headers::drop_own`]), so they
 //! cannot be forged; and in the same column, so that both stores, the spill and every version of the program keep them.
 //! [`take`] reads them and takes them out: no caller sees them as headers.
 

@@ -1,4 +1,4 @@
-//! `mode = "observe"`: requests pass through, and it is told what would have become of them.
+//! `mode = "observe"`: requests pass through, and the log and metrics say what would have become of them.
 //!
 //! A request is forwarded as if no route named it, streamed, at once. A copy of its body, within the route's limit, is read
 //! by the very code that reads keyed requests ([`super::intake`]), in a task of its own; what it would have met is looked up in
@@ -6,7 +6,7 @@
 //!
 //! What must stay true: whatever fails here changes nothing for the caller: no refusal, no wait for anything but its own
 //! copy being hashed, and that bounded; a panic ends the task alone. The memory is bounded by entries and holds digests
-//! only. It is lost with the process, and each replica has its own: what is told is a lower bound.
+//! only. It is lost with the process, and each replica has its own: what is counted is a lower bound.
 
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -50,7 +50,7 @@ pub(super) struct Memory(Mutex<Option<Cache<[u8; 32], Known>>>);
 #[derive(Clone)]
 struct Known {
     fingerprint: Fingerprint,
-    /// A digest, since a token's subject may be long, and tells who it is.
+    /// A digest, since a token's subject may be long, and names its owner.
     caller: Option<[u8; 32]>,
     begun: Instant,
     ended: Ended,
@@ -106,7 +106,7 @@ impl Memory {
             if end == Some(End::Released) {
                 return Would::Execute;
             }
-            // As where it protects: a stranger is not told whether it is the same request.
+            // As where it protects: a stranger does not learn whether it is the same request.
             let stranger = request.readers.differ(caller.as_ref(), known.caller.as_ref());
             if !stranger && !known.fingerprint.same_request(&fingerprint) {
                 return Would::Mismatch;
@@ -163,7 +163,7 @@ pub(super) fn copy(
     (Request::from_parts(head, tee.boxed_unsync()), copied, whole)
 }
 
-/// Reads a copy as keyed requests are read, and tells what would have become of it.
+/// Reads a copy as keyed requests are read, and reports what would have become of it.
 pub(super) async fn judge(
     memory: &Memory,
     intake: &Intake,
@@ -174,18 +174,18 @@ pub(super) async fn judge(
 ) {
     let Copied { head, body } = copied;
     let Ok(body) = body.await else {
-        return tell(metrics, route, Would::Unjudged, None, None);
+        return report(metrics, route, Would::Unjudged, None, None);
     };
     let body = Full::new(body).map_err(|never| match never {}).boxed_unsync();
     match intake.read(route, params, Request::from_parts(head, body)).await {
         ReadRequest::Keyed(keyed) => {
             let would = memory.meet(route, &keyed.request, ended, Instant::now());
             let key = intake.key_digest(&keyed.request.scope.key);
-            tell(metrics, route, would, Some(&key), None);
+            report(metrics, route, would, Some(&key), None);
         }
-        ReadRequest::Unkeyed(_) => tell(metrics, route, Would::Pass, None, None),
+        ReadRequest::Unkeyed(_) => report(metrics, route, Would::Pass, None, None),
         ReadRequest::Refused(problem) => {
-            tell(metrics, route, refused(&problem), None, Some(&problem))
+            report(metrics, route, refused(&problem), None, Some(&problem))
         }
     }
 }
@@ -204,7 +204,7 @@ fn refused(problem: &Problem) -> Would {
 }
 
 /// Counts and logs. The key as a keyed digest only; what would just be done is no news.
-pub(super) fn tell(
+pub(super) fn report(
     metrics: &Metrics,
     route: &Route,
     would: Would,

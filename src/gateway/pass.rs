@@ -1,7 +1,7 @@
 //! What no route names passes through as if the gateway were not there, streamed both ways.
 //!
 //! The request's target, the spelling of its header names and the kind of its body stay as they came; what is meant for one
-//! hop is removed, and what tells the upstream who asked is added. The answer goes back the same way.
+//! hop is removed, and the headers that name the caller are added. The answer goes back the same way.
 //!
 //! What must stay true: a body that breaks off on one side breaks off on the other, so that nobody takes a part for the
 //! whole; nothing is buffered beyond what hyper holds of one connection; when the caller goes away, so does the request to
@@ -40,7 +40,7 @@ pub async fn pass(
     if let (Some(switch), Some(offer)) = (switch, offer) {
         return open(upstream, tunnels, request, &switch, &offer).await;
     }
-    // The chunks of a GET or DELETE are a body as well: hyper would send it without, unless told.
+    // The chunks of a GET or DELETE are a body as well: hyper would send it without, by default.
     let of_unknown_length = !request.body().is_end_stream()
         && request.body().size_hint().exact().is_none()
         && !request.headers().contains_key(header::CONTENT_LENGTH);

@@ -232,7 +232,7 @@ impl Problem {
                 let detail = format!("Whose a request is, is read from {place}: {why}.");
                 Self::new(Name::TenantMissing).detail(detail)
             }
-            // RFC 6750, 3.1: who sent no token is told no error.
+            // RFC 6750, 3.1: a caller that sent no token gets no error code.
             scope::Refusal::TokenMissing => Self::new(Name::TokenInvalid)
                 .detail("Send a header `authorization` with a Bearer token.")
                 .challenges([HeaderValue::from_static("Bearer")]),
@@ -254,7 +254,7 @@ impl Problem {
     }
 
     /// What to do next.
-    pub(super) fn told(&self) -> &str {
+    pub(super) fn advice(&self) -> &str {
         &self.detail
     }
 

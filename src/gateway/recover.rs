@@ -3,7 +3,7 @@
 //!
 //! A standby that takes the primary's place without its last commits, or a backup that is restored, puts the database back.
 //! Whatever runs on another server, or on the same one after a new start, may be such a database ([`Incarnation`]). Then all
-//! that this process remembers is compared with what stands. What must stay true:
+//! that this process remembers is compared with what the database has. What must stay true:
 //!
 //! - Each change names a fence, as ever. What is written back never takes the place of another record, and never that of one
 //!   that an operator has acted on.
@@ -33,7 +33,7 @@ use crate::telemetry::{WentBack, causes};
 
 /// How often the database is asked which life it is in.
 const EVERY: Duration = Duration::from_millis(500);
-/// From so long before the last word of the life before on, ends are compared. A standby that was further behind is told of.
+/// From so long before the last word of the life before on, ends are compared. A standby that was further behind is reported in the log.
 /// Who removes younger rows by hand, and then restarts the database, gets them back.
 const REMEMBERED: Duration = Duration::from_secs(600);
 /// For how long after a change connections may still have been at the server before it: what they confirmed is compared, too.
@@ -55,7 +55,7 @@ const BACK_PIECE: u32 = 5_000;
 
 /// What became of one end that the database did not show.
 enum Repaired {
-    /// Nothing had to be done: it stands, has expired, or an operator has acted on it.
+    /// Nothing had to be done: it is there, has expired, or an operator has acted on it.
     Nothing,
     /// It is as it was, or as near as can be.
     Done(WentBack),
@@ -162,7 +162,7 @@ impl Watch {
 }
 
 impl Gateway {
-    /// Compares what this process knows with what stands, and mends what differs.
+    /// Compares what this process knows with what the database has, and mends what differs.
     async fn compare(self: &Arc<Self>, change: &mut Change) -> Result<(), Error> {
         let mut repaired = self.compare_running().await?;
         let (ends, to) = self.single_flight.confirmed().since(change.from, change.back_to);
@@ -176,7 +176,7 @@ impl Gateway {
         let (more, why) = self.repair_all(missing, &mut change.left).await;
         repaired.extend(more);
         if !repaired.is_empty() || change.left.len() != pending {
-            tell(&repaired, change.left.len(), why.as_ref());
+            log_repairs(&repaired, change.left.len(), why.as_ref());
         }
         if beyond && !repaired.is_empty() {
             tracing::error!(
@@ -201,9 +201,9 @@ impl Gateway {
         let mut repaired = Vec::new();
         for some in running.chunks(COMPARED) {
             let ids: Vec<RecordId> = some.iter().map(|(fence, _)| fence.id).collect();
-            let stands = self.store.statuses(&ids).await?;
+            let found = self.store.statuses(&ids).await?;
             let there = |fence: &Fence| {
-                stands.iter().any(|(at, _)| at.id == fence.id && at.attempt >= fence.attempt)
+                found.iter().any(|(at, _)| at.id == fence.id && at.attempt >= fence.attempt)
             };
             for (fence, row) in some.iter().filter(|(fence, _)| !there(fence)) {
                 // One that was freed meanwhile is rightly gone, and its own end may have brought it back.
@@ -218,7 +218,7 @@ impl Gateway {
         Ok(repaired)
     }
 
-    /// The numbers of those of these ends, newest first, that do not stand.
+    /// The numbers of those of these ends, newest first, that the database does not have.
     async fn missing(&self, ends: &[NumberedEnd]) -> Result<Vec<u64>, Error> {
         let mut seen = HashSet::new();
         // The last end of a record is the one that counts.
@@ -226,14 +226,14 @@ impl Gateway {
         let mut missing = Vec::new();
         for some in last.chunks(COMPARED) {
             let ids: Vec<RecordId> = some.iter().map(|end| end.fence.id).collect();
-            let stands: HashMap<RecordId, (Attempt, Status)> = self
+            let found: HashMap<RecordId, (Attempt, Status)> = self
                 .store
                 .statuses(&ids)
                 .await?
                 .into_iter()
                 .map(|(at, status)| (at.id, (at.attempt, status)))
                 .collect();
-            let gone = some.iter().filter(|end| !stands_on(stands.get(&end.fence.id), end));
+            let gone = some.iter().filter(|end| !has_end(found.get(&end.fence.id), end));
             missing.extend(gone.map(|end| end.number));
         }
         Ok(missing)
@@ -357,7 +357,7 @@ impl Gateway {
         }
     }
 
-    /// What stands in the place of an outcome that cannot be written back. Another record's execution may be a second one.
+    /// What the scope has in the place of an outcome that cannot be written back. Another record's execution may be a second one.
     async fn overtaken(&self, scope: &Scope, late: LateOutcome) -> Result<Repaired, Error> {
         let record = late.fence.id;
         let Some(other) = self.instead_of(scope, record).await? else {
@@ -369,7 +369,7 @@ impl Gateway {
         Ok(Repaired::Done(WentBack::Overtaken))
     }
 
-    /// The other record that stands under the scope of this one.
+    /// The other record that the scope of this one has.
     async fn instead_of(&self, scope: &Scope, id: RecordId) -> Result<Option<RecordId>, Error> {
         let found = self.store.find(scope).await?.map(|record| record.fence.id);
         Ok(found.filter(|found| *found != id))
@@ -403,9 +403,9 @@ impl Gateway {
     }
 }
 
-/// Whether a record that stands like this has this end, or has gone on from there.
-fn stands_on(stands: Option<&(Attempt, Status)>, end: &NumberedEnd) -> bool {
-    match stands {
+/// Whether a record at this attempt and in this status has this end, or has gone on from there.
+fn has_end(found: Option<&(Attempt, Status)>, end: &NumberedEnd) -> bool {
+    match found {
         None => false,
         Some((_, Status::Completed)) => true,
         Some((at, Status::Unknown | Status::InProgress)) if end.completed => {
@@ -416,7 +416,7 @@ fn stands_on(stands: Option<&(Attempt, Status)>, end: &NumberedEnd) -> bool {
 }
 
 /// One line for all of them, beside the one that each has.
-fn tell(repaired: &[WentBack], left: usize, why: Option<&Error>) {
+fn log_repairs(repaired: &[WentBack], left: usize, why: Option<&Error>) {
     let count = |how| repaired.iter().filter(|one| **one == how).count();
     tracing::error!(
         reservations = count(WentBack::Reservation),

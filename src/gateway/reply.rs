@@ -139,7 +139,7 @@ pub(super) enum Kept {
     Until(SystemTime),
     /// Durable in the spill. When it expires only the store will say.
     Spilled,
-    /// It should be, and neither store nor spill has taken it yet; or the record had gone on, and it stands in the audit
+    /// It should be, and neither store nor spill has taken it yet; or the record had gone on, and it is in the audit
     /// table.
     NotYet,
     /// It is not to be kept.
@@ -246,7 +246,7 @@ fn trailed(body: Bytes, trailers: HeaderMap, headers: &mut HeaderMap, accepts: &
     Trailed { body: Some(body), trailers: Some(trailers) }.boxed_unsync()
 }
 
-/// Bytes with trailers. Its length is not told, so it goes out in chunks.
+/// Bytes with trailers. Its length is not sent, so it goes out in chunks.
 struct Trailed {
     body: Option<Bytes>,
     trailers: Option<HeaderMap>,

@@ -7,9 +7,9 @@
 //! | the record | the same request | another request | another caller, where only the same may read |
 //! | --- | --- | --- | --- |
 //! | completed | the stored answer | refused: mismatch | refused: forbidden |
-//! | in progress | waits, then refused: in progress | refused: mismatch | waits; the key may still be freed |
+//! | in progress | waits, then refused: in progress | refused: mismatch | waits, since the key may still be freed |
 //! | unknown | refused: outcome unknown, or what `on_unknown` says | refused: mismatch | refused: forbidden |
-//! | none, the leader was released | the leader's answer, or it looks again | it looks again | it looks again |
+//! | freed while it waited | the answer that freed it, or it asks for itself | refused: mismatch | asks for itself |
 //!
 //! What must stay true:
 //!

@@ -16,7 +16,7 @@
 //!   meanwhile is left alone: such an outcome goes to the audit table. It is done before the process marks or serves
 //!   anything, and before its own file is made: on a full disk, that is what makes room.
 //!
-//! A process that dies while it writes leaves a torn entry, of which nobody was told. A file with damage, or of another
+//! A process that dies while it writes leaves a torn entry, which was confirmed to nobody. A file with damage, or of another
 //! database, is never deleted: an operator has to look.
 
 mod disk;
@@ -114,11 +114,11 @@ impl Spill {
         record: RecordId,
         entry: Result<(Kind, Vec<u8>), store::Error>,
     ) -> Keeping {
-        let (reply, told) = oneshot::channel();
+        let (reply, result) = oneshot::channel();
         fault::point(Point::Spilling).await;
         let order = |(kind, body)| self.orders.try_send(Order::Keep { kind, body, reply });
         let kept = match entry.map(order) {
-            Ok(Ok(())) => told.await.unwrap_or(Err(NotKept::Closed)),
+            Ok(Ok(())) => result.await.unwrap_or(Err(NotKept::Closed)),
             Ok(Err(_)) => Err(NotKept::Closed),
             Err(error) => Err(NotKept::Unsealed(causes(&error))),
         };

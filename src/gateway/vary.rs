@@ -115,7 +115,7 @@ mod tests {
             (Some(A), B, 2),
             (Some(A), None, 2),
             (Some(A), Some("null"), 2),
-            // Nothing was noted: the answer tells whom it is for.
+            // Nothing was noted: the answer itself names whom it is for.
             (None, A, 6),
             (None, B, 2),
             (None, None, 2),

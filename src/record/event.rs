@@ -37,7 +37,7 @@ use crate::record::{Answer, Attempt, KeptBody, Operation, RecordId, Scope, hex};
 const NAMESPACE: Uuid = Uuid::from_u128(0x6f1d_7c52_94a8_4b0e_8a3c_5e2f_d19b_7046);
 /// Longest ordering key, in bytes.
 const ORDERING_KEY_MAX: usize = 255;
-/// Longest key of an element, in bytes; a longer one stands as its hash.
+/// Longest key of an element, in bytes; a longer one is replaced by its hash.
 const ELEMENT_KEY_MAX: usize = 255;
 /// Most events of one record.
 const EVENTS_MAX: usize = 10_000;
@@ -59,7 +59,7 @@ pub struct Event {
     pub ordering_key: Option<String>,
     /// The message, exactly as it is sent and signed.
     pub payload: Bytes,
-    /// To which sinks; none: it stands as `discarded`.
+    /// To which sinks; none: it is `discarded`.
     pub sinks: Vec<String>,
 }
 
@@ -324,7 +324,7 @@ struct Writer<'o> {
     rendered: Rendered,
 }
 
-/// The message, in the order in which its members stand.
+/// The message, in the order of its members.
 #[derive(Serialize)]
 struct Message<'m> {
     #[serde(rename = "type")]
@@ -440,7 +440,7 @@ impl Writer<'_> {
     }
 }
 
-/// A text that a column can hold: one that is too long or holds control characters stands as its hash.
+/// A text that a column can hold: one that is too long or holds control characters is replaced by its hash.
 fn bounded(text: String, max: usize) -> String {
     if text.len() <= max && !text.chars().any(char::is_control) {
         return text;

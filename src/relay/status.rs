@@ -154,7 +154,7 @@ impl StatusReader {
                 self.metrics.sink_paused(name, one.as_str(), reason == Some(one));
             }
             if known.insert(name.clone(), reason).unwrap_or_default() != reason {
-                tell(name, state);
+                log_state(name, state);
             }
             let changes = changes.get(name.as_str()).copied().unwrap_or_default();
             all_fresh &= status.show(changes, status_of(state));
@@ -176,7 +176,7 @@ fn status_of(state: Option<&SinkState>) -> SinkStatus {
 }
 
 /// Logs each pause once in every replica, so that operators see it.
-fn tell(sink: &str, state: Option<&SinkState>) {
+fn log_state(sink: &str, state: Option<&SinkState>) {
     let error = state.and_then(|state| state.last_error.as_deref());
     match state.and_then(|state| state.pause.as_ref()) {
         None => tracing::info!(sink, "the sink is not paused any more: deliveries go on"),

@@ -126,7 +126,7 @@ pub fn verdict(
         return Verdict::Dead { status, error };
     }
     let delay = match asked(retry_after) {
-        Some(hint) => told(hint, patience, share),
+        Some(hint) => asked_pause(hint, patience, share),
         None => pause(past.attempts, patience, share),
     };
     if refused {
@@ -158,7 +158,7 @@ pub fn health_of(
         (StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE, Some(hint)) => {
             // A Retry-After of zero or in the past also pauses the sink.
             let again = match asked(Some(hint)) {
-                Some(hint) => told(hint, patience, share),
+                Some(hint) => asked_pause(hint, patience, share),
                 None => until_probe(failed_probes, patience, share, false),
             };
             Health::Stop(Trouble::Busy { again })
@@ -247,7 +247,7 @@ pub fn until_probe(failed_probes: u32, patience: &Patience, share: f64, suspect:
     pause(failed_probes, &Patience { max, ..*patience }, share)
 }
 
-fn told(hint: Duration, patience: &Patience, share: f64) -> Duration {
+fn asked_pause(hint: Duration, patience: &Patience, share: f64) -> Duration {
     hint.saturating_add(part(SPREAD, share)).min(patience.max).max(PAUSE_MIN)
 }
 
@@ -381,8 +381,8 @@ mod tests {
             };
             assert!(matches!(judge(3), Verdict::Refused { .. }), "{status}");
             assert!(matches!(judge(4), Verdict::Dead { .. }), "{status}");
-            let told = health_of(&answered(status), &PATIENCE, None, 0, 0.5);
-            assert_eq!(told, Health::Healthy, "{status} says nothing against the sink");
+            let health = health_of(&answered(status), &PATIENCE, None, 0, 0.5);
+            assert_eq!(health, Health::Healthy, "{status} says nothing against the sink");
         }
         // Only refusals count, not the failures between them.
         let past = Past { attempts: 500, refusals: 1, age: Duration::ZERO };
@@ -396,8 +396,8 @@ mod tests {
     #[test]
     fn what_is_neither_taken_nor_refused_speaks_against_the_sink() {
         for status in [301, 302, 304, 401, 403, 404, 408, 429, 500, 502, 503, 504, 999] {
-            let told = health_of(&answered(status), &PATIENCE, None, 0, 0.5);
-            assert_eq!(told, Health::Failing, "{status}");
+            let health = health_of(&answered(status), &PATIENCE, None, 0, 0.5);
+            assert_eq!(health, Health::Failing, "{status}");
         }
         let silent = Evidence::Failed { what: "time-out".into() };
         assert_eq!(health_of(&silent, &PATIENCE, None, 0, 0.5), Health::Failing);
@@ -416,13 +416,15 @@ mod tests {
     fn retry_after_pauses_the_sink_on_429_and_503_and_else_delays_the_event() {
         let five = Some(Duration::from_secs(5));
         let busy = |status, hint, share| {
-            let told = health_of(&answered(status), &PATIENCE, hint, 3, share);
-            let Health::Stop(Trouble::Busy { again }) = told else { panic!("{status}: {told:?}") };
+            let health = health_of(&answered(status), &PATIENCE, hint, 3, share);
+            let Health::Stop(Trouble::Busy { again }) = health else {
+                panic!("{status}: {health:?}")
+            };
             again
         };
         for share in [0.0, 0.5, 1.0] {
-            for told in [busy(429, five, share), busy(503, five, share), delay(500, five, share)] {
-                assert!((5.0..=6.0).contains(&told.as_secs_f64()), "{told:?}");
+            for pause in [busy(429, five, share), busy(503, five, share), delay(500, five, share)] {
+                assert!((5.0..=6.0).contains(&pause.as_secs_f64()), "{pause:?}");
             }
         }
         assert_eq!(busy(429, Some(Duration::MAX), 1.0), HOUR);
@@ -439,8 +441,8 @@ mod tests {
         for status in [429, 503] {
             let busy = |failed, share| {
                 let none = Some(Duration::ZERO);
-                let told = health_of(&answered(status), &PATIENCE, none, failed, share);
-                let Health::Stop(Trouble::Busy { again }) = told else { panic!("{told:?}") };
+                let health = health_of(&answered(status), &PATIENCE, none, failed, share);
+                let Health::Stop(Trouble::Busy { again }) = health else { panic!("{health:?}") };
                 again
             };
             assert_eq!((busy(0, 0.0), busy(0, 1.0)), (PAUSE_MIN, PATIENCE.base));

@@ -79,7 +79,7 @@ pub(super) struct LoopState {
     pub(super) deliveries: JoinSet<()>,
     pub(super) done: mpsc::Sender<PendingVerdict>,
     /// The number of the sink's last known state, and its failed probes then.
-    stood: Option<(i64, u32)>,
+    known: Option<(i64, u32)>,
 }
 
 impl SinkWorker {
@@ -107,7 +107,7 @@ impl SinkWorker {
     /// Polls until `stop`. Then it waits for the deliveries in flight.
     async fn claim_on(self: &Arc<Self>, done: mpsc::Sender<PendingVerdict>) {
         let now = Instant::now();
-        let (deliveries, backlog, stood) = (JoinSet::new(), false, None);
+        let (deliveries, backlog, known) = (JoinSet::new(), false, None);
         let mut state = LoopState {
             since_retry: 0,
             sweep_at: now,
@@ -117,7 +117,7 @@ impl SinkWorker {
             backlog,
             deliveries,
             done,
-            stood,
+            known,
         };
         let late = async {
             self.stop.cancelled().await;
@@ -183,12 +183,12 @@ impl SinkWorker {
             let due = match status {
                 SinkStatus::Unknown => None,
                 SinkStatus::Active { no } => {
-                    if state.stood.is_some_and(|(stood, _)| stood != no) {
-                        self.slots.resumed(state.stood.map_or(0, |(_, failed)| failed));
+                    if state.known.is_some_and(|(known, _)| known != no) {
+                        self.slots.resumed(state.known.map_or(0, |(_, failed)| failed));
                         self.metrics.sink_failures(self.sink.name(), 0);
                         state.sweep_at = Instant::now();
                     }
-                    state.stood = Some((no, 0));
+                    state.known = Some((no, 0));
                     if self.slots.free() > 0 {
                         self.gather(state.backlog).await;
                         return Some(no);
@@ -196,7 +196,7 @@ impl SinkWorker {
                     None
                 }
                 SinkStatus::Paused { no, probe_at, failed_probes } => {
-                    state.stood = Some((no, failed_probes));
+                    state.known = Some((no, failed_probes));
                     if probe_at.is_none_or(|at| at > Instant::now()) {
                         probe_at
                     } else if self.slots.free() > 0 {

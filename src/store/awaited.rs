@@ -2,7 +2,7 @@
 //!
 //! A process that starts beside its database listens before it has one. What must stay true: until the gate is opened, which
 //! happens once and for good, every verb is [`Error::Unavailable`] at once, and nothing reaches a database. So nothing is
-//! reserved, and nothing that stands there is judged, before the start has drained the spill and taken a lease.
+//! reserved, and no record is judged, before the start has drained the spill and taken a lease.
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};

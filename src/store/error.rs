@@ -12,9 +12,9 @@ pub enum Error {
     /// The database refused what was written (a value it cannot hold, say). Nothing was changed; again is no use.
     #[error("the database refused the data")]
     Refused(#[source] Cause),
-    /// What stands in the database cannot be read: it is not what this program writes, or its key is missing here. Nothing
+    /// What is in the database cannot be read: it is not what this program writes, or its key is missing here. Nothing
     /// was changed; again is no use.
-    #[error("what stands in the database cannot be read")]
+    #[error("what is in the database cannot be read")]
     Unreadable(#[source] Cause),
     /// The caller's deadline passed before the statement was begun. Nothing was changed.
     #[error("the database did not get to it in time")]

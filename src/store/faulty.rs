@@ -1,6 +1,6 @@
 //! A store with a fault point before and after each verb that changes something; see `fault`.
 //!
-//! Before the verb a fault means "nothing was changed", after it "done, and nobody was told": what the two errors of a
+//! Before the verb a fault means "nothing was changed", after it "done, and not confirmed": what the two errors of a
 //! store say. The verbs that have points are those of [`Verb`]: all that change something, but for
 //! [`Outbox::wake_deferred`](super::Outbox::wake_deferred) and [`Records::reinstate`](super::Records::reinstate), which are
 //! asked again and again.

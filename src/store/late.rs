@@ -1,4 +1,4 @@
-//! Outcomes that came too late: their record had gone on, so they stand in the audit table, whole.
+//! Outcomes that came too late: their record had gone on, so they are in the audit table, whole.
 //!
 //! Whatever an attempt came to, somebody may need it: the answer that the upstream gave to an execution that an operator, or
 //! a later attempt, has overtaken. What must stay true: one attempt has one such row, however often it is written, because
@@ -55,12 +55,12 @@ impl LateOutcome {
     /// The column `action`.
     pub const ACTION: &'static str = "late_outcome";
 
-    /// Whether it is this answer, by status and body: then there is nothing to note where that stands under the same attempt.
+    /// Whether it is this answer, by status and body: then there is nothing to note where the same attempt has it already.
     /// Headers say nothing here, since who looked up or completed the record itself has kept hardly any.
     #[must_use]
-    pub fn is(&self, stands: &Answer) -> bool {
+    pub fn is(&self, kept: &Answer) -> bool {
         matches!(&self.end, LateEnd::Completed { answer, .. }
-            if (answer.status, &answer.body) == (stands.status, &stands.body))
+            if (answer.status, &answer.body) == (kept.status, &kept.body))
     }
 
     /// The completion that it would have been; none where nothing was executed. Its record has gone on, for ever: it keeps
@@ -140,7 +140,7 @@ impl From<&Completion> for LateOutcome {
     }
 }
 
-/// Pairs of name and value, in their order; a value that is no text stands under `value_base64`.
+/// Pairs of name and value, in their order; a value that is no text is given as `value_base64`.
 pub(super) fn headers(headers: &HeaderMap) -> Value {
     let line = |(name, value): (&http::HeaderName, &http::HeaderValue)| match value.to_str() {
         Ok(text) => json!({ "name": name.as_str(), "value": text }),

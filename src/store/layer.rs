@@ -1,4 +1,4 @@
-//! Stores that stand over another store. What such a layer does not do itself goes through to the one beneath.
+//! Stores over another store. What such a layer does not do itself goes through to the one beneath.
 //!
 //! Each verb is declared once, by `verbs!`: from its declaration come the trait that stores implement, and the layer's trait,
 //! in which every verb has a body already that passes it on. So a layer writes down the verbs that it changes, and no others.

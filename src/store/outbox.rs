@@ -14,7 +14,7 @@ pub trait Outbox, layered by OutboxLayer {
     /// Claims events that are due; see [`Claim`]. Committed before it returns. Whether `owner` itself lives is not asked.
     ///
     /// With [`Order::Key`] an event is claimed only as the first of its key, and only while no other of its key is claimed.
-    /// What stands behind is deferred (`next_attempt_at`), until an acknowledgement in that order makes it due.
+    /// What comes after it is deferred (`next_attempt_at`), until an acknowledgement in that order makes it due.
     async fn claim(&self, claim: &Claim) -> Result<Vec<Claimed>, Error>;
 
     /// Writes verdicts, each under its claim number. The ids of those that found their claim still current. `order` is that of

@@ -6,7 +6,7 @@
 //!
 //! - All times are the database's `clock_timestamp()`; the program passes durations.
 //! - Plain SQL: no advisory locks, no session state, no LISTEN, unnamed statements (see `connection`), so that a
-//!   transaction-pooling PgBouncer may stand between.
+//!   transaction-pooling PgBouncer may be between.
 //! - Nothing indexed changes at a completion, so it is an in-place update.
 //! - A row that an application's open transaction holds stops nobody: batches skip it, single changes give up at once.
 //! - Locks are taken in one order: rows of a batch sorted by scope or by event id.
@@ -197,7 +197,7 @@ fn on_a_thread_of_their_own(
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let reserving = tasks::worker(Vital::Reservations, reserving);
     let completing = tasks::worker(Vital::Completions, completing);
-    // One that panicked ends alone; its callers are told that the worker ended.
+    // One that panicked ends alone; its callers get the error that the worker ended.
     tasks::thread(Vital::StoreThread, "store-batches", move || {
         runtime.block_on(async {
             let workers = (tasks::short(reserving), tasks::short(completing));

@@ -26,7 +26,7 @@ pub trait Records, layered by RecordsLayer {
     /// Ends `owner`'s lease at once (a clean exit).
     async fn retire(&self, owner: OwnerId) -> Result<(), Error>;
 
-    /// Makes the reservation, or says what stands in its place. Grouped with what else is waiting into one commit.
+    /// Makes the reservation, or says which record exists in its place. Grouped with what else is waiting into one commit.
     ///
     /// Running it again with the same id after [`InDoubt`](super::Error::InDoubt) is safe: an own row that is found is `Held`.
     async fn reserve(&self, proposal: Proposal, deadline: Instant) -> Result<Reserved, Error>;
@@ -119,7 +119,7 @@ pub struct Proposal {
     pub caller: Option<String>,
     /// What events and look-ups will need of the request; kept until completion.
     pub context: Option<Bytes>,
-    /// How long the answer will be kept. Stands in the row for those who complete it without a configuration.
+    /// How long the answer will be kept. It is in the row for those who complete it without a configuration.
     pub retention: Duration,
 }
 
@@ -128,9 +128,9 @@ pub struct Proposal {
 pub enum Reserved {
     /// The row is this proposal's, committed.
     Held,
-    /// Another record stands under the scope.
+    /// The scope has another record.
     Exists(Box<Record>),
-    /// Another record stood there and is gone by now: propose again.
+    /// The scope had another record, which is gone by now: propose again.
     Vanished,
     /// The owner has no live lease: nothing was written.
     LeaseEnded,
@@ -205,7 +205,7 @@ pub enum Changed {
     /// Somebody else has the record: nothing was changed.
     No,
     /// An open transaction of somebody else holds the row, an application's that completes it, say: nothing was
-    /// changed, and what will stand there is not known yet. Nobody waits for it with a connection: try again later.
+    /// changed, and what it will commit is not known yet. Nobody waits for it with a connection: try again later.
     Locked,
 }
 
@@ -237,7 +237,7 @@ pub struct Incarnation(pub(super) i64);
 pub enum Reinstated {
     /// It is in progress under its id and attempt again, and the proposal's owner holds it.
     Yes,
-    /// Nothing was changed: a record stands under the scope, another one or this very one.
+    /// Nothing was changed: the scope has a record, another one or this very one.
     No,
     /// Nothing was changed: an operator has acted on this record.
     ActedOn,
@@ -245,7 +245,7 @@ pub enum Reinstated {
     LeaseEnded,
 }
 
-/// Where a look through the records begins; they stand in the order of their creation.
+/// Where a look through the records begins; they are in the order of their creation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScanFrom {
     /// At the oldest.

@@ -1,7 +1,7 @@
 //! Encryption at rest: a store whose stored headers, bodies, request contexts and payloads are sealed on their way in and
 //! opened on their way out.
 //!
-//! It stands between the program and a store, so both stores do the same. What must stay true:
+//! It is between the program and a store, so both stores do the same. What must stay true:
 //!
 //! - An answer that is sealed says so by one header in place of all others, [`SEALED`], a name that no caller and no upstream
 //!   can send. So what was stored before, or by an application with `oncegate_complete`, is read as it is.
@@ -43,14 +43,14 @@ const SEALED: HeaderName = HeaderName::from_static("oncegate-sealed");
 /// The same store, whose content is sealed with these keys.
 #[must_use]
 pub fn sealed(store: Arc<dyn Store>, keys: Arc<Keys>) -> Arc<dyn Store> {
-    Arc::new(Sealed { store, keys, told: Mutex::default() })
+    Arc::new(Sealed { store, keys, logged_at: Mutex::default() })
 }
 
 struct Sealed {
     store: Arc<dyn Store>,
     keys: Arc<Keys>,
-    /// When the log was last told of events that do not open.
-    told: Mutex<Option<Instant>>,
+    /// When the log last reported events that do not open.
+    logged_at: Mutex<Option<Instant>>,
 }
 
 impl Keys {
@@ -238,7 +238,7 @@ impl Sealed {
                 }
                 Err(why) => {
                     let error = format!("not sent, the payload does not open here: {why}");
-                    self.tell(sink, event.event_id, &error);
+                    self.log_unopened(sink, event.event_id, &error);
                     let verdict = Verdict::Returned { delay: UNOPENED_PAUSE, status: None, error };
                     let (event_id, claim_no) = (event.event_id, event.claim_no);
                     back.push(Acknowledgement { event_id, claim_no, verdict });
@@ -256,12 +256,12 @@ impl Sealed {
     }
 
     /// Once for many: each event has its reason beside it.
-    fn tell(&self, sink: &str, event: Uuid, error: &str) {
-        let mut told = self.told.lock();
-        if told.is_some_and(|at| at.elapsed() < UNOPENED_PAUSE) {
+    fn log_unopened(&self, sink: &str, event: Uuid, error: &str) {
+        let mut logged_at = self.logged_at.lock();
+        if logged_at.is_some_and(|at| at.elapsed() < UNOPENED_PAUSE) {
             return;
         }
-        *told = Some(Instant::now());
+        *logged_at = Some(Instant::now());
         tracing::error!(sink, %event, error, "events wait for a key");
     }
 

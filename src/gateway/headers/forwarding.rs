@@ -47,7 +47,7 @@ const LEGACY: [HeaderName; 11] = [
     FRONT_END,
 ];
 
-/// What a proxy says of itself, and frameworks build links of. It tells nothing of the caller, so it goes on as a trusted
+/// What a proxy says of itself, and frameworks build links of. It says nothing of the caller, so it goes on as a trusted
 /// peer wrote it.
 const OF_THE_PROXY: [HeaderName; 3] = [
     HeaderName::from_static("x-forwarded-prefix"),
@@ -152,7 +152,7 @@ struct Forwarded {
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Node {
     Address(IpAddr, Option<u16>),
-    /// `unknown`, or a name that tells nothing to others.
+    /// `unknown`, or a name that means nothing to others.
     Hidden(String),
 }
 
@@ -168,7 +168,7 @@ pub fn forward(forwarding: &Forwarding, hop: &Hop, headers: &mut HeaderMap) {
     let (legacy, own, forwarded) = (LEGACY, OF_THE_PROXY, header::FORWARDED);
     let names: Vec<_> = legacy.iter().chain(&own).chain([&forwarded]).collect();
     drop_twins(headers, &names);
-    let told = if trusted {
+    let believed = if trusted {
         believed(headers)
     } else {
         for name in names {
@@ -176,7 +176,7 @@ pub fn forward(forwarding: &Forwarding, hop: &Hop, headers: &mut HeaderMap) {
         }
         Forwarded::default()
     };
-    let forwarded = told.completed(hop, items(headers, &FORWARDED_PORT).next());
+    let forwarded = believed.completed(hop, items(headers, &FORWARDED_PORT).next());
     drop_contradicting(headers, &forwarded);
     write_lists(headers, &forwarded, hop);
     for (name, value) in [(FORWARDED_PROTO, &forwarded.proto), (FORWARDED_HOST, &forwarded.host)] {
@@ -423,7 +423,7 @@ fn split_pair(pair: &str) -> Option<(&str, &str)> {
     Some((name, bare))
 }
 
-/// The pieces between separators that stand outside quotes; none if a quote stays open.
+/// The pieces between separators outside quotes; none if a quote stays open.
 fn split_outside_quotes(text: &str, separator: char) -> Option<Vec<&str>> {
     let (mut quoted, mut escaped) = (false, false);
     let pieces = text
@@ -438,7 +438,7 @@ fn split_outside_quotes(text: &str, separator: char) -> Option<Vec<&str>> {
     (!quoted).then_some(pieces)
 }
 
-/// Both lists: what was said goes on, what was not is made of what the peer said, and our hop stands at the end.
+/// Both lists: what was said goes on, what was not is made of what the peer said, and our hop comes last.
 fn write_lists(headers: &mut HeaderMap, forwarded: &Forwarded, hop: &Hop) {
     let said = standard_forwarded(headers);
     let peer = hop.peer.map(|peer| Node::Address(peer.to_canonical(), None));

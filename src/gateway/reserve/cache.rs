@@ -50,7 +50,7 @@ pub(crate) struct Replay {
     /// Who asked for that attempt.
     pub(crate) caller: Option<Caller>,
     pub(crate) answer: Answer,
-    /// Told to callers.
+    /// Callers get it in a header.
     pub(crate) expires_at: SystemTime,
     /// Until when it may be replayed from memory.
     until: Instant,

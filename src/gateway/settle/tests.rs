@@ -8,7 +8,7 @@ use http::{HeaderMap, StatusCode};
 use super::*;
 use crate::record::{Answer, Attempt, KeptBody, Key, Operation, OwnerId, Spelling, Tenant};
 use crate::store::layer::Layer;
-use crate::store::{OperatorsLayer, OutboxLayer, RecordsLayer, SinksLayer, Store};
+use crate::store::{Error, OperatorsLayer, OutboxLayer, RecordsLayer, SinksLayer, Store};
 
 /// What the store says to the change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,7 +48,7 @@ const FINDS: [Finds; 8] = [
     Finds::Unreadable,
 ];
 
-/// What became of an end, as far as callers tell it apart.
+/// What became of an end, as far as callers can distinguish it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Is {
     Completed,

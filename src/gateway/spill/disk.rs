@@ -72,7 +72,7 @@ pub trait Disk: Send + 'static {
     ///
     /// # Errors
     /// It is found no more. Who writes to it meets no error.
-    fn stands(&self) -> Result<(), Astray>;
+    fn check_path(&self) -> Result<(), Astray>;
 
     /// Goes on in a new file of the same folder, which is made where there is none: with this header, and behind that with all
     /// that the old file holds as far as `end`. It is durable when this returns.
@@ -157,7 +157,7 @@ impl Disk for OwnFile {
         &self.path
     }
 
-    fn stands(&self) -> Result<(), Astray> {
+    fn check_path(&self) -> Result<(), Astray> {
         Identity::of(&self.file)?.is_at(&self.path)
     }
 
@@ -167,7 +167,7 @@ impl Disk for OwnFile {
             .write(header, 0)
             .and_then(|()| new.copy(&self.file, header.len() as u64, end))
             .and_then(|()| new.sync())
-            .and_then(|()| new.stands().map_err(io::Error::other));
+            .and_then(|()| new.check_path().map_err(io::Error::other));
         if let Err(error) = filled {
             Box::new(new).remove();
             return Err(error);
@@ -178,7 +178,7 @@ impl Disk for OwnFile {
 
     fn remove(self: Box<Self>) {
         // What stands in its place is somebody else's.
-        if self.stands().is_err() {
+        if self.check_path().is_err() {
             return;
         }
         if let Err(error) = std::fs::remove_file(&self.path) {
@@ -279,16 +279,16 @@ mod tests {
         let folder = home.path().join("spill");
         let mut held = OwnFile::create(&folder).unwrap();
         held.write(b"head-one-two-rest", 0).unwrap();
-        held.stands().unwrap();
+        held.check_path().unwrap();
         let old = held.path().to_owned();
         let taken_away = home.path().join("elsewhere");
         std::fs::rename(&folder, &taken_away).unwrap();
-        assert!(matches!(held.stands(), Err(Astray::Unseen(_))));
+        assert!(matches!(held.check_path(), Err(Astray::Unseen(_))));
         let old_elsewhere = taken_away.join(old.file_name().unwrap());
         assert!(take_over(&old_elsewhere).unwrap().is_none(), "it is in use until it is copied");
 
         held.renew(b"HEAD", 12).unwrap();
-        held.stands().unwrap();
+        held.check_path().unwrap();
         assert_ne!(held.path(), old);
         assert_eq!(std::fs::read(held.path()).unwrap(), b"HEAD-one-two");
         assert_eq!((mode(&folder), mode(held.path())), (0o700, 0o600));
@@ -297,7 +297,7 @@ mod tests {
 
         std::fs::write(home.path().join("theirs"), "theirs").unwrap();
         std::fs::rename(home.path().join("theirs"), held.path()).unwrap();
-        assert!(matches!(held.stands(), Err(Astray::Replaced)));
+        assert!(matches!(held.check_path(), Err(Astray::Replaced)));
         let path = held.path().to_owned();
         Box::new(held).remove();
         assert_eq!(std::fs::read(path).unwrap(), b"theirs", "it is not ours to remove");

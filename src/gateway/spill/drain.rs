@@ -176,7 +176,7 @@ async fn drain_file(
     }
     let shown = path.display();
     if contents.torn {
-        tracing::warn!(path = %shown, "the last entry of a spill file is torn: its process died while it wrote, and told nobody of it");
+        tracing::warn!(path = %shown, "the last entry of a spill file is torn: its process died while it wrote, and confirmed it to nobody");
     }
     let Tally { drained, refused } = tally;
     tracing::warn!(path = %shown, drained, "the outcomes that a dead process left in the spill are in the database");
@@ -305,7 +305,7 @@ async fn pay_one(
 /// Writes one outcome to the store, for as long as the patience lasts. One that it refuses for good keeps nobody from starting.
 async fn write(mut end: End, store: &dyn Records, patience: Duration) -> Result<Drained, Error> {
     let give_up = Instant::now() + patience;
-    let mut told = false;
+    let mut logged = false;
     loop {
         let error = match settle_and_note(&end, store).await {
             Ok(result) => return Ok(result),
@@ -323,7 +323,7 @@ async fn write(mut end: End, store: &dyn Records, patience: Duration) -> Result<
         if Instant::now() >= give_up {
             return Err(error.into());
         }
-        if !std::mem::replace(&mut told, true) {
+        if !std::mem::replace(&mut logged, true) {
             tracing::warn!(error = %causes(&error), "an outcome in the spill is not taken yet");
         }
         tokio::time::sleep(PAUSE).await;
@@ -347,7 +347,7 @@ mod tests {
     use crate::store::layer::Layer;
     use crate::store::{Changed, OperatorsLayer, OutboxLayer, RecordsLayer, SinksLayer};
 
-    /// Finds no row of any attempt; what stands there it cannot read, or the audit table refuses what is noted.
+    /// Finds no row of any attempt; it cannot read the record that is there, or the audit table refuses what is noted.
     #[derive(Clone, Copy)]
     enum Broken {
         Reading,

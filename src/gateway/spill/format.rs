@@ -11,7 +11,7 @@
 //!   API answers, copied into a body, is never taken for an entry, wherever reading starts.
 //! - A damaged body loses that entry alone. After a damaged header the next entry that is whole is looked for. Reading only
 //!   goes forward, so it ends.
-//! - An entry that the file ends in the middle of was being written when its process died: nobody was told of it.
+//! - An entry that the file ends in the middle of was being written when its process died: it was confirmed to nobody.
 //!
 //! A SQLite database would not keep the second of these: `docs/architecture.md` says what was tried.
 

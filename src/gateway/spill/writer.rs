@@ -44,7 +44,7 @@ pub(super) enum Order {
     Keep { kind: Kind, body: Vec<u8>, reply: Reply },
     /// This entry is no longer pending.
     Remove(Entry),
-    /// The process ends. `reply` is told how many entries are left when that is done.
+    /// The process ends. `reply` gets how many entries are left when that is done.
     Close { reply: oneshot::Sender<usize> },
 }
 
@@ -144,7 +144,7 @@ impl Writer {
                 Err(RecvTimeoutError::Disconnected) => break,
             }
             if self.until_look() == Some(Duration::ZERO) {
-                // What it comes to the log tells, and the level.
+                // The log reports the result, and the level shows it.
                 drop(self.look());
             }
         }
@@ -173,7 +173,7 @@ impl Writer {
         Some(pause.saturating_sub(self.looked.elapsed()))
     }
 
-    /// Lets the file go, before that is told. How many outcomes the next process finds.
+    /// Lets the file go, before that is reported. How many outcomes the next process finds.
     fn end(mut self) -> usize {
         let left = self.pending.len();
         if left == 0 {
@@ -194,7 +194,7 @@ impl Writer {
     /// Sees to it that the next process finds the file: where it was taken away, all of it moves to a new one.
     fn look(&mut self) -> Result<(), NotKept> {
         self.looked = Instant::now();
-        let Err(error) = self.disk.stands() else {
+        let Err(error) = self.disk.check_path() else {
             if self.gone.is_some() {
                 let path = self.disk.path().display();
                 tracing::warn!(%path, "the spill file is in its place again");
@@ -257,10 +257,10 @@ impl Writer {
             }
         }
         self.forget(&removed);
-        let told = self.keep(bodies);
-        // Before anybody is told: who asks afterwards how full it is sees what he was told of.
+        let results = self.keep(bodies);
+        // Before the results are sent: a reader of the level afterwards sees at least these entries.
         self.level.set(self.pending.len(), self.end - HEADER);
-        for (reply, result) in told {
+        for (reply, result) in results {
             drop(reply.send(result));
         }
         close
@@ -283,19 +283,19 @@ impl Writer {
         }
     }
 
-    /// Makes the bodies durable; what each of those who wait is told.
+    /// Makes the bodies durable; with a result for each of those who wait.
     fn keep(
         &mut self,
         bodies: Vec<(Kind, Vec<u8>, Reply)>,
     ) -> Vec<(Reply, Result<Entry, NotKept>)> {
         let begun = self.end;
-        let mut told = Vec::with_capacity(bodies.len());
+        let mut results = Vec::with_capacity(bodies.len());
         for (kind, body, reply) in bodies {
             let written = self.write(kind, &body);
             if let Ok(entry) = &written {
                 self.end = entry.end();
             }
-            told.push((reply, written));
+            results.push((reply, written));
         }
         let durable = if self.end == begun { Ok(()) } else { self.make_durable() };
         if let Err(why) = durable {
@@ -304,11 +304,11 @@ impl Writer {
                 self.end = begun;
             }
             let lost = |result: Result<Entry, NotKept>| result.and_then(|_| Err(why.clone()));
-            return told.into_iter().map(|(reply, result)| (reply, lost(result))).collect();
+            return results.into_iter().map(|(reply, result)| (reply, lost(result))).collect();
         }
-        let kept = told.iter().filter_map(|(_, result)| result.as_ref().ok());
+        let kept = results.iter().filter_map(|(_, result)| result.as_ref().ok());
         self.pending.extend(kept.map(|entry| (entry.offset, entry.checksum)));
-        told
+        results
     }
 
     fn write(&mut self, kind: Kind, body: &[u8]) -> Result<Entry, NotKept> {
@@ -389,7 +389,7 @@ mod tests {
             Path::new("paper")
         }
 
-        fn stands(&self) -> Result<(), Astray> {
+        fn check_path(&self) -> Result<(), Astray> {
             if self.0.lock().gone { Err(Astray::Replaced) } else { Ok(()) }
         }
 
@@ -420,17 +420,17 @@ mod tests {
         (paper, writer, header)
     }
 
-    /// Has these kept in one batch; what each is told.
+    /// Has these kept in one batch; the result of each.
     fn keep(writer: &mut Writer, bodies: &[&[u8]]) -> Vec<Result<Entry, NotKept>> {
         let (orders, replies): (Vec<_>, Vec<_>) = bodies
             .iter()
             .map(|body| {
-                let (reply, told) = oneshot::channel();
-                (Order::Keep { kind: Kind::Outcome, body: body.to_vec(), reply }, told)
+                let (reply, results) = oneshot::channel();
+                (Order::Keep { kind: Kind::Outcome, body: body.to_vec(), reply }, results)
             })
             .unzip();
         writer.batch(orders.into_iter());
-        replies.into_iter().map(|mut told| told.try_recv().unwrap()).collect()
+        replies.into_iter().map(|mut results| results.try_recv().unwrap()).collect()
     }
 
     /// What the next process would find.
@@ -458,8 +458,8 @@ mod tests {
     #[test]
     fn what_waits_together_is_synced_once_and_is_found_by_the_next_process() {
         let (paper, mut writer, header) = writer(1000);
-        let told = keep(&mut writer, &[b"one", b"two", b"three"]);
-        assert!(told.iter().all(Result::is_ok));
+        let results = keep(&mut writer, &[b"one", b"two", b"three"]);
+        assert!(results.iter().all(Result::is_ok));
         assert_eq!(paper.0.lock().syncs, 2, "the header's, and theirs");
         assert_eq!(found(&paper, &header), [b"one".to_vec(), b"two".to_vec(), b"three".to_vec()]);
     }
@@ -467,12 +467,12 @@ mod tests {
     #[test]
     fn what_is_removed_is_not_found_and_the_room_is_free_when_nothing_is_pending() {
         let (paper, mut writer, header) = writer(1000);
-        let told: Vec<Entry> =
+        let results: Vec<Entry> =
             keep(&mut writer, &[b"one", b"two"]).into_iter().map(Result::unwrap).collect();
-        writer.batch(std::iter::once(Order::Remove(told[0])));
+        writer.batch(std::iter::once(Order::Remove(results[0])));
         assert_eq!(found(&paper, &header), [b"two".to_vec()]);
         assert_eq!(writer.pending.len(), 1);
-        writer.batch(std::iter::once(Order::Remove(told[1])));
+        writer.batch(std::iter::once(Order::Remove(results[1])));
         assert_eq!(paper.0.lock().bytes.len() as u64, HEADER);
         assert!(keep(&mut writer, &[&[1; 900]])[0].is_ok(), "all of the room is there again");
     }
@@ -480,10 +480,10 @@ mod tests {
     #[test]
     fn what_does_not_fit_is_refused_and_what_fits_is_kept() {
         let (paper, mut writer, header) = writer(100);
-        let told = keep(&mut writer, &[&[1; 60], &[2; 60], &[3; 5]]);
+        let results = keep(&mut writer, &[&[1; 60], &[2; 60], &[3; 5]]);
         assert!(
-            matches!(told[..], [Ok(_), Err(NotKept::NoRoom), Err(NotKept::NoRoom)]),
-            "{told:?}"
+            matches!(results[..], [Ok(_), Err(NotKept::NoRoom), Err(NotKept::NoRoom)]),
+            "{results:?}"
         );
         assert_eq!(found(&paper, &header), [vec![1; 60]]);
         assert!(writer.level.is_high());

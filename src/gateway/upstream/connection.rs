@@ -125,7 +125,7 @@ impl Connection {
         });
     }
 
-    /// Ends the task and waits until it has ended: from then on the counter stands still.
+    /// Ends the task and waits until it has ended: from then on the counter does not change.
     pub(super) async fn end(mut self) -> Arc<Meter> {
         self.task.0.abort();
         // Err: it was aborted, or panicked, which is logged.

@@ -1,7 +1,7 @@
 //! What is announced of a record's outcome itself: that it is unknown, and that it no longer is.
 //!
 //! One event when a record becomes unknown, one when it is resolved, each under a key made from the record and the attempt that
-//! was unknown first: told again, it is the same event. No route's template has a part in it.
+//! was unknown first: announced again, it is the same event. No route's template has a part in it.
 
 use std::time::SystemTime;
 
@@ -13,12 +13,12 @@ use super::subscription::{Subscriber, subscribed_to};
 use super::{Event, Message, NAMESPACE, latest, raw};
 use crate::record::{Attempt, RecordId, Scope};
 
-/// A record that became unknown, or is no longer, and of which that has not been told yet.
+/// A record that became unknown, or is no longer, and of which that has not been announced yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Notice {
     /// The record.
     pub record: RecordId,
-    /// Its scope; `None`: the record is gone and nothing tells any more whose it was.
+    /// Its scope; `None`: the record is gone and nothing says any more whose it was.
     pub scope: Option<Scope>,
     /// The attempt that was unknown first.
     pub attempt: Attempt,
@@ -66,7 +66,7 @@ impl Resolution {
 }
 
 impl Notice {
-    /// The event that tells of it. `None`: its scope is not known any more.
+    /// The event that announces it. `None`: its scope is not known any more.
     #[must_use]
     pub fn event(&self, subscribers: &[Subscriber]) -> Option<Event> {
         let scope = self.scope.as_ref()?;

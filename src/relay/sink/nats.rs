@@ -293,8 +293,8 @@ impl Transport {
     }
 
     async fn connect(&self) -> Result<Link, String> {
-        let (told, news) = watch::channel(News::default());
-        let options = self.options(told);
+        let (sender, news) = watch::channel(News::default());
+        let options = self.options(sender);
         let connected = options.connect(&*self.settings.servers).await;
         let client = connected.map_err(|error| format!("connecting: {}", causes(&error)))?;
         let server = client.server_info();
@@ -302,13 +302,13 @@ impl Transport {
         Ok(Link { client, news })
     }
 
-    fn options(&self, told: watch::Sender<News>) -> ConnectOptions {
+    fn options(&self, sender: watch::Sender<News>) -> ConnectOptions {
         let servers = self.settings.servers.len().max(1);
         let share = self.timeout / u32::try_from(servers).unwrap_or(u32::MAX);
-        let (name, told) = (self.name.clone(), Arc::new(told));
+        let (name, sender) = (self.name.clone(), Arc::new(sender));
         let hear = move |event: Event| {
-            let (name, told) = (name.clone(), Arc::clone(&told));
-            async move { hear(&name, &told, event) }
+            let (name, sender) = (name.clone(), Arc::clone(&sender));
+            async move { hear(&name, &sender, event) }
         };
         let options = ConnectOptions::new()
             .name("oncegate")
@@ -338,15 +338,15 @@ impl Transport {
 }
 
 /// Notes the events of a connection.
-fn hear(sink: &str, told: &watch::Sender<News>, event: Event) {
+fn hear(sink: &str, sender: &watch::Sender<News>, event: Event) {
     match event {
         Event::Disconnected | Event::Closed => {
-            let first = told.send_if_modified(|news| !std::mem::replace(&mut news.lost, true));
+            let first = sender.send_if_modified(|news| !std::mem::replace(&mut news.lost, true));
             if first {
                 tracing::info!(sink, "the connection to the broker is over");
             }
         }
-        Event::ServerError(error) => told.send_modify(|news| {
+        Event::ServerError(error) => sender.send_modify(|news| {
             news.complaint = match error {
                 ServerError::Other(text) => text,
                 ServerError::AuthorizationViolation | ServerError::SlowConsumer(_) => {

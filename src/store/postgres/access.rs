@@ -19,7 +19,7 @@ use tokio_postgres::config::{Host, SslMode};
 use super::passfile::Passfile;
 use crate::telemetry;
 
-/// What stands in a URL only if it is percent-encoded.
+/// What can be in a URL only if it is percent-encoded.
 const ENCODE: &str =
     "in a user and a password, write %40 for @, %2F for /, %23 for #, %3F for ? and %25 for %";
 
@@ -100,7 +100,7 @@ impl Access {
     /// What `url` says, with what is added to it; and what is to be warned of.
     ///
     /// # Errors
-    /// What is wrong, as far as it can be told without asking the server. The text repeats nothing of the URL that may be a
+    /// What is wrong, as far as it can be known without asking the server. The text repeats nothing of the URL that may be a
     /// part of a password.
     pub fn read(url: &str, additions: &Additions) -> Result<(Self, Option<String>), String> {
         can_be_split(url)?;
@@ -143,7 +143,7 @@ impl Access {
         &self.tls
     }
 
-    /// What the driver is told, of all hosts.
+    /// What the driver gets, of all hosts.
     pub(super) fn config(&self) -> &Config {
         &self.config
     }
@@ -154,7 +154,7 @@ impl Access {
         location(&self.config)
     }
 
-    /// What the driver is told of one host, with the password that the password file has for it.
+    /// What the driver gets of one host, with the password that the password file has for it.
     pub(super) fn with_its_password(&self, mut host: Config) -> Config {
         if host.get_password().is_none()
             && let Some(password) = self.passfile.password_for(&host)
@@ -341,7 +341,7 @@ mod tests {
         assert_eq!(access.location(), "postgres://h:5432/own");
     }
 
-    /// What follows the first `@` would be looked up as a host, and told in errors.
+    /// What follows the first `@` would be looked up as a host, and shown in errors.
     #[test]
     fn a_password_that_must_be_encoded_is_refused_and_no_part_of_it_is_told() {
         for password in [

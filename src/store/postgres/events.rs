@@ -3,9 +3,9 @@
 //! - Each action and its row in `audit_log` are one transaction. One event is a row for each of its sinks; all dead ones at
 //!   once are one row, which says which ones and grows with each piece; `audit_events` names its events.
 //! - What is being delivered is left alone: under a running claim nothing is redelivered or discarded.
-//! - Claim numbers go on where they stood, so that no late worker's number fits again.
+//! - Claim numbers go on from the last one, so that no late worker's number fits again.
 //! - Dead ones are worked off in the order of their index, in pieces, each a transaction of its own. Two operators at once
-//!   share them: a piece changes what still stands as it was seen.
+//!   share them: a piece changes what is still as it was seen.
 
 use std::collections::BTreeMap;
 use std::time::SystemTime;
@@ -61,7 +61,7 @@ success AS (
     };
 }
 
-// An event that no sink wanted may stand under the sink ''; it can be sent to one that is named.
+// An event that no sink wanted may have the sink ''; it can be sent to one that is named.
 const REDELIVER_ONE: &str = concat!(
     "-- redeliver_one
 WITH found AS MATERIALIZED (
@@ -86,7 +86,7 @@ SELECT t.sink, t.outcome AS was
 FROM taken t JOIN queued q ON q.event_id = t.event_id AND q.sink = t.sink"
 );
 
-// The mark on the message goes: from now on rows beside it tell how it stands.
+// The mark on the message goes: from now on rows beside it give its status.
 const REDELIVER_UNWANTED: &str = "-- redeliver_unwanted
 WITH message AS (
     UPDATE outbox_messages m SET wanted = true
@@ -171,7 +171,7 @@ SELECT sink, 'dead' AS was FROM buried";
 const REDELIVER: &[&str] = &[HASTEN, REDELIVER_ONE, REDELIVER_UNWANTED];
 const DISCARD: &[&str] = &[DISCARD_PENDING, DISCARD_DEAD];
 
-// Those of them that stand in an ordering key.
+// Those of them that have an ordering key.
 const ORDERED: &str = "-- discarded_in_order
 SELECT d.sink, d.event_id, m.ordering_key
 FROM outbox_done d JOIN outbox_messages m ON m.id = d.event_id
@@ -228,7 +228,7 @@ struct One<'a> {
 
 #[async_trait]
 impl Retryable for One<'_> {
-    /// The sinks towards which something was done, and how it stood there before.
+    /// The sinks towards which something was done, and its status there before.
     type Done = Vec<(String, EventStatus)>;
 
     async fn run(&self, connection: &mut Connection) -> Result<Self::Done, RunError> {
@@ -328,7 +328,7 @@ ON CONFLICT (id) DO UPDATE SET detail = excluded.detail";
 const NOW: &str = "-- now
 SELECT clock_timestamp() AS now";
 
-/// Where a walk over the dead stands: the last row of the page before.
+/// Where a walk over the dead is: the last row of the page before.
 #[derive(Clone, Debug, Default)]
 struct Cursor {
     sink: Option<String>,

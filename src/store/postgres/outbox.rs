@@ -125,7 +125,7 @@ async fn settle(pool: &Pool, sql: &str, sink: &str, columns: &Columns) -> Result
     rows.iter().map(|row| get(row, "event_id")).collect()
 }
 
-// Claimed rows stand at the low end of what is due, so a bounded look finds the first of their ends.
+// Claimed rows are at the low end of what is due, so a bounded look finds the first of their ends.
 // What has been due for longer than the floor and is claimed comes back by the complete look, when its claim ends.
 const NEXT_DUE: &str = "-- next_due
 WITH t AS MATERIALIZED (

@@ -74,7 +74,7 @@ back AS (
 SELECT EXISTS (SELECT FROM back) AS back, EXISTS (SELECT FROM live) AS live,
        EXISTS (SELECT FROM acted) AS acted, EXISTS (
            SELECT FROM idempotency_records r
-           WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 OFFSET 0) AS stands";
+           WHERE r.tenant_id = $1 AND r.operation = $2 AND r.key = $3 OFFSET 0) AS present";
 
 pub(super) async fn reinstate(
     pool: &Pool,
@@ -95,7 +95,7 @@ pub(super) async fn reinstate(
     if get(row, "acted")? {
         return Ok(Reinstated::ActedOn);
     }
-    Ok(match (get(row, "back")?, get(row, "stands")?, get(row, "live")?) {
+    Ok(match (get(row, "back")?, get(row, "present")?, get(row, "live")?) {
         (true, _, _) => Reinstated::Yes,
         (false, false, false) => Reinstated::LeaseEnded,
         (false, true, _) | (false, false, true) => Reinstated::No,

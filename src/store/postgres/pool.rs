@@ -17,7 +17,7 @@ use crate::store::batch::RunError;
 use crate::store::{Cause, Error};
 use crate::telemetry::causes;
 
-/// How often a deadlock or serialization failure is repeated before the caller is told.
+/// How often a deadlock or serialization failure is repeated before the caller gets an error.
 const AGAIN_MAX: u32 = 8;
 
 /// What is done with a connection of the pool, and may be done again from its beginning.

@@ -44,7 +44,7 @@ macro_rules! owner_lives {
 }
 pub(super) use owner_lives;
 
-/// What may be claimed: of a sink and lane, due, and free. The clock stands in a sub-select because only a value that is
+/// What may be claimed: of a sink and lane, due, and free. The clock is in a sub-select because only a value that is
 /// fixed for the statement can bound an index scan. Owners are asked about only for claims that run.
 macro_rules! claimable {
     ($sink:literal, $lane:literal, $orphans:literal) => {
@@ -100,7 +100,7 @@ macro_rules! row_of {
 }
 pub(super) use row_of;
 
-// Two ends of the index, however much stands between them.
+// Two ends of the index, however much is between them.
 const PLACE_OF_CLAIM: &str = concat!(
     "-- place_of_claim
 SELECT oldest.at + (newest.at - oldest.at) * $4 AS place

@@ -22,7 +22,7 @@ use crate::store::read;
 use crate::store::{Changed, Error, Proposal, Reserved};
 
 /// The form that waits is a function of the schema, which says why. ON CONFLICT waits for a transaction that changes the row in
-/// the way, and an application's may last: where one does, what stands already is not even tried.
+/// the way, and an application's may last: where one does, a scope that has a record already is not even tried.
 const RESERVE: LockForms = LockForms {
     waiting: "-- reserve
 SELECT id, held, live
@@ -151,7 +151,7 @@ impl Reservations {
         rows.iter().map(outcome).collect::<Result<_, Error>>().map_err(RunError::from)
     }
 
-    /// What stands under the scopes of those that were not inserted.
+    /// The records under the scopes of those that were not inserted.
     async fn read(
         &self,
         losers: &[&Arc<Proposal>],
@@ -365,7 +365,7 @@ pub(super) async fn mark_dead(pool: &Pool, limit: u32) -> Result<u64, Error> {
 }
 
 // No index knows what has expired, since none may change at a completion. So each sweep looks at a bounded number
-// of the oldest records, where what has expired usually stands, and at as many after the place where the last one
+// of the oldest records, where expired records usually are, and at as many after the place where the last one
 // ended: records of a short retention among many of a long one are found in time, and no sweep reads everything.
 const SWEEP_RECORDS: &str = "-- sweep_records
 WITH oldest AS MATERIALIZED (
@@ -398,7 +398,7 @@ FROM (SELECT count(*) AS seen FROM onward) AS all_seen
 LEFT JOIN (SELECT created_at, id FROM onward ORDER BY created_at DESC, id DESC LIMIT 1) AS last
   ON all_seen.seen = $2";
 
-/// Where a sweep ended among the records, which stand in the order of their creation. `None`: at their end.
+/// Where a sweep ended among the records, which are in the order of their creation. `None`: at their end.
 pub(super) type Cursor = Option<(SystemTime, Uuid)>;
 
 // A note is younger than this as long as the record may be on its way back to unknown. One that was announced goes

@@ -16,7 +16,7 @@ use crate::telemetry::causes;
 #[derive(Debug)]
 pub(super) struct NoHost {
     /// What each said.
-    told: String,
+    text: String,
     /// Whether all of them refused for good.
     lasts: bool,
 }
@@ -24,15 +24,15 @@ pub(super) struct NoHost {
 impl NoHost {
     /// Of each host's place and failure.
     pub(super) fn new(failures: &[(String, Cause)]) -> Self {
-        let told = failures.iter().map(|(place, cause)| format!("{place}: {}", causes(&**cause)));
+        let text = failures.iter().map(|(place, cause)| format!("{place}: {}", causes(&**cause)));
         let lasts = !failures.is_empty() && failures.iter().all(|(_, cause)| lasts(cause));
-        Self { told: told.collect::<Vec<_>>().join("; "), lasts }
+        Self { text: text.collect::<Vec<_>>().join("; "), lasts }
     }
 }
 
 impl fmt::Display for NoHost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.told)
+        f.write_str(&self.text)
     }
 }
 
@@ -57,7 +57,7 @@ fn code_lasts(code: &SqlState) -> bool {
     matches!(class, "0A" | "0P" | "22" | "28" | "3D" | "3F" | "42")
 }
 
-/// Whether the driver refuses what it was told, or the server's way to prove oneself or to encrypt. It says so in words only:
+/// Whether the driver refuses what it was text, or the server's way to prove oneself or to encrypt. It says so in words only:
 /// the tests of `wait` see them, lest a newer driver words them in another way.
 fn is_a_mistake(error: &tokio_postgres::Error) -> bool {
     match error.to_string().as_str() {
@@ -98,7 +98,7 @@ mod tests {
     #[test]
     fn of_several_hosts_one_that_may_come_back_is_worth_the_wait() {
         let host = |lasts| {
-            let cause: Cause = NoHost { told: "no".to_owned(), lasts }.into();
+            let cause: Cause = NoHost { text: "no".to_owned(), lasts }.into();
             ("h".to_owned(), cause)
         };
         assert!(NoHost::new(&[host(true), host(true)]).lasts);

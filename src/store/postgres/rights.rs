@@ -49,7 +49,7 @@ pub(super) async fn lacking(pool: &Pool) -> Result<Vec<String>, Error> {
             Some(_) | None => lacking.push(one),
         }
     }
-    Ok(lacking.iter().map(Lacking::told).collect())
+    Ok(lacking.iter().map(Lacking::text).collect())
 }
 
 /// What the role cannot do with a table.
@@ -71,7 +71,7 @@ impl Lacking {
         })
     }
 
-    fn told(&self) -> String {
+    fn text(&self) -> String {
         let Self { table, rights, missing, role } = self;
         let rights = rights.join(", ");
         match missing {

@@ -15,7 +15,7 @@ pub(super) fn get<'a, T: FromSql<'a>>(row: &'a Row, column: &str) -> Result<T, E
     row.try_get(column).map_err(|error| Error::Unreadable(error.into()))
 }
 
-/// What stands in the database and is not what this program writes.
+/// What is in the database and is not what this program writes.
 pub(super) fn unreadable(what: impl Into<Cause>) -> Error {
     Error::Unreadable(what.into())
 }

@@ -5,7 +5,7 @@
 //! error after the commit's record is written is raised to a PANIC by the server. So nothing was done, and only what the
 //! error says matters. All else leaves a doubt where something was written, since the commit may have been before it:
 //!
-//! - `FATAL` and `PANIC` end the connection. A backend that is told to end between its commit and its answer says `FATAL`
+//! - `FATAL` and `PANIC` end the connection. A backend that is stopped between its commit and its answer says `FATAL`
 //!   (57P01, 57P02), or nothing at all.
 //! - Who sends no severity that is not translated (the field `V`) is not a server of a version that is supported (9.6
 //!   has it), but a pooler that may have lost one: PgBouncer says 08P01 then, Odyssey 08006.

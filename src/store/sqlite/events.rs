@@ -3,7 +3,7 @@
 //! - Each action and its row in `audit_log` are one transaction. One event is a row for each of its sinks; all dead ones at
 //!   once are one row, which says which ones and grows with each piece; `audit_events` names its events.
 //! - What is being delivered is left alone: under a running claim nothing is redelivered or discarded.
-//! - Claim numbers go on where they stood, so that no late worker's number fits again.
+//! - Claim numbers go on from the last one, so that no late worker's number fits again.
 
 use rusqlite::{params, params_from_iter};
 use uuid::Uuid;
@@ -20,7 +20,7 @@ use crate::store::read::{self, Columns};
 /// How many dead events one transaction takes.
 const PIECE: usize = 500;
 
-/// The sinks towards which something was done, and how it stood there before.
+/// The sinks towards which something was done, and its status there before.
 type Done = Vec<(String, EventStatus)>;
 
 /// Does it to one event, towards one sink or all; with `not_taken` it is not redelivered to those who took it.
@@ -131,7 +131,7 @@ fn free_key(tx: &Tx<'_>, event: &str, sink: &str) -> rusqlite::Result<()> {
     }
 }
 
-/// An audit row for a delivery, so that the life of its record tells of it.
+/// An audit row for a delivery, so that the history of its record shows it.
 fn note(
     tx: &Tx<'_>,
     action: EventAction,
@@ -147,7 +147,7 @@ fn note(
     audit(tx, by, &operator::Action { name, record, event: Some(event), detail })
 }
 
-/// Where a walk over the dead stands: sink, end and event of the last row.
+/// Where a walk over the dead is: sink, end and event of the last row.
 type Cursor = (String, i64, String);
 
 /// What is done to all dead ones of a filter, piece by piece.
@@ -178,7 +178,7 @@ impl Walk {
         self.total
     }
 
-    /// One piece of it, and the walk as it stands then.
+    /// One piece of it, and where the walk is then.
     pub(super) fn piece(mut self, tx: &Tx<'_>) -> rusqlite::Result<Self> {
         const TOLD: &str = "INSERT OR IGNORE INTO audit_events (event_id, sink, audit_id)
             VALUES (?1, ?2, ?3)";

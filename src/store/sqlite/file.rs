@@ -160,7 +160,7 @@ fn is_cut(database: &File, path: &Path) -> std::io::Result<bool> {
     Ok(length < page * u64::from(pages.unwrap_or(0)))
 }
 
-/// The files that were opened, and the paths under which they must still stand.
+/// The files that were opened, and the paths under which they must still be found.
 #[derive(Clone)]
 pub(super) struct OpenFiles(Arc<[(PathBuf, Identity)]>);
 

@@ -128,14 +128,14 @@ pub(super) fn complete(
     };
     match records::complete(tx, completion, Completer::Operator)? {
         Settled::Done { .. } => {}
-        // The id stands, but not under this scope.
+        // The id exists, but not under this scope.
         Settled::Fenced | Settled::Locked => return Ok(Err(Objection::NotFound)),
     }
     audit(tx, by, &action("record.complete", fence, &seen))?;
     Ok(Ok(()))
 }
 
-/// The audit row of an action on a record: the row itself may be gone afterwards, so its scope is told.
+/// The audit row of an action on a record: the row itself may be gone afterwards, so its scope is in it.
 fn action(name: &'static str, fence: Fence, seen: &Seen) -> Action {
     let detail = serde_json::json!({
         "tenant": seen.scope.tenant.as_str(),

@@ -67,7 +67,7 @@ pub(super) fn take(
     Ok(OrderedClaims { taken: claimed, again })
 }
 
-/// Whether nothing of the key stands before this event, in either lane.
+/// Whether nothing of the key comes before this event, in either lane.
 fn is_first(tx: &Tx<'_>, sink: &str, key: &str, id: &str) -> rusqlite::Result<bool> {
     const FIRST: &str = "SELECT event_id FROM outbox_queue WHERE sink = ?1 AND ordering_key = ?2
         ORDER BY created_at, seq, event_id LIMIT 1";
@@ -186,7 +186,7 @@ fn wake_all(tx: &Tx<'_>, sink: &str) -> rusqlite::Result<Woken> {
     Ok(done)
 }
 
-/// From key to key by the index, however many events stand behind the first.
+/// From key to key by the index, however many events come after the first.
 fn wake_heads(
     tx: &Tx<'_>,
     sink: &str,

@@ -1,7 +1,7 @@
 //! The outbox: events are written with their record's completion, claimed under a lease, acknowledged under a claim
 //! number, and swept once they ended.
 //!
-//! A message is written once. A row in `outbox_queue` stands exactly while a delivery is pending; a row in
+//! A message is written once. A row in `outbox_queue` exists exactly while a delivery is pending; a row in
 //! `outbox_done` says how it ended. An event and sink are in one of the two, never in both: each change moves the row
 //! within its transaction. Claim numbers only grow, also over a redelivery, so a late worker changes nothing.
 
@@ -20,7 +20,7 @@ use crate::record::event::Event;
 use crate::record::{RecordId, Scope};
 use crate::store::outbox::VerdictRow;
 
-/// Writes an event and its deliveries. An event that stands already is left as it is.
+/// Writes an event and its deliveries. An event that exists already is left as it is.
 pub(super) fn write(
     tx: &Tx<'_>,
     scope: &Scope,

@@ -47,8 +47,8 @@ pub(super) fn reinstate(
     }
     let Scope { tenant, operation, key } = &proposal.scope;
     if tx.first(LIVES, params![owner, tx.now], there)?.is_none() {
-        let stands = super::records::find(tx, &proposal.scope)?.is_some();
-        return Ok(if stands { Reinstated::No } else { Reinstated::LeaseEnded });
+        let exists = super::records::find(tx, &proposal.scope)?.is_some();
+        return Ok(if exists { Reinstated::No } else { Reinstated::LeaseEnded });
     }
     let Fingerprint { canonical, raw, recipe } = fingerprint;
     let (context, retention) = (proposal.context.as_deref(), micros(proposal.retention));

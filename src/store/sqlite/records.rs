@@ -80,7 +80,7 @@ pub(super) fn reserve(tx: &Tx<'_>, proposal: &Proposal) -> rusqlite::Result<Rese
     }
 }
 
-/// Whether the row that stands is this very proposal, committed by an earlier run whose end was not known.
+/// Whether the row that exists is this very proposal, committed by an earlier run whose end was not known.
 pub(super) fn is_own(found: &Record, proposal: &Proposal) -> bool {
     let fence = Fence { id: proposal.id, attempt: Attempt::FIRST };
     let in_progress =

@@ -136,7 +136,7 @@ pub(super) fn operate(
 }
 
 pub(super) fn last_failure(tx: &Tx<'_>, sink: &str) -> rusqlite::Result<Option<String>> {
-    // What was tried stands in the retry lane; the head of its far end was tried last, but for the jitter of its pause.
+    // What was tried is in the retry lane; the head of its far end was tried last, but for the jitter of its pause.
     // Where nothing is tried any more, what died last.
     const SQL: &str = "SELECT coalesce(
           (SELECT last_error FROM outbox_queue

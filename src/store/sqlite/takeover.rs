@@ -41,7 +41,7 @@ fn take_over_expired(tx: &Tx<'_>, proposal: &Proposal, fence: Fence) -> rusqlite
     if taken == 1 {
         return Ok(Changed::Yes);
     }
-    // After a commit in doubt the same take-over is run again; its id is its own, so the row tells.
+    // After a commit in doubt the same take-over is run again; its id is its own, so the row shows it.
     let own = find(tx, &proposal.scope)?.is_some_and(|found| is_own(&found, proposal));
     Ok(if own { Changed::Yes } else { Changed::No })
 }

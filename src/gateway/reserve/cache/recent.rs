@@ -47,7 +47,7 @@ struct Block {
     entries: Vec<Entry>,
 }
 
-/// One answer. Its texts, its header block and its body stand one behind the other in the block's bytes.
+/// One answer. Its texts, its header block and its body follow one another in the block's bytes.
 struct Entry {
     hash: u64,
     fence: Fence,
@@ -200,7 +200,7 @@ impl Recent {
         None
     }
 
-    /// Forgets what stands under a hash.
+    /// Forgets the answer of a hash.
     pub(super) fn remove(&self, hash: u64) {
         self.0.lock().index.remove(&hash);
     }

@@ -63,7 +63,7 @@ struct Now {
     signers: Signers,
     looked: Instant,
     /// The error of the file that was logged last.
-    told: Option<String>,
+    logged: Option<String>,
 }
 
 impl Secrets {
@@ -77,7 +77,7 @@ impl Secrets {
             secrets: secrets.to_vec(),
             signers: signers(secrets)?,
             looked: Instant::now(),
-            told: None,
+            logged: None,
         };
         Ok(Self { sink: sink.to_owned(), file, every, now: Mutex::new(now) })
     }
@@ -111,16 +111,16 @@ impl Secrets {
         let (sink, file) = (&self.sink, file.display());
         let mut now = self.now.lock();
         match made {
-            Ok((_, secrets)) if secrets == now.secrets => now.told = None,
+            Ok((_, secrets)) if secrets == now.secrets => now.logged = None,
             Ok((signers, secrets)) => {
                 let count = secrets.len();
-                (now.signers, now.secrets, now.told) = (signers, secrets, None);
+                (now.signers, now.secrets, now.logged) = (signers, secrets, None);
                 drop(now);
                 tracing::info!(sink, %file, count, "deliveries are signed with the new secrets");
             }
-            Err(why) if now.told.as_ref() == Some(&why) => {}
+            Err(why) if now.logged.as_ref() == Some(&why) => {}
             Err(why) => {
-                now.told = Some(why.clone());
+                now.logged = Some(why.clone());
                 drop(now);
                 tracing::error!(sink, %file, why, "the new secrets cannot be used: the old ones go on signing");
             }
