@@ -291,7 +291,7 @@ impl Disk for SlowDisk {
     fn path(&self) -> &Path {
         Path::new("slow")
     }
-    fn stands(&self) -> Result<(), Astray> {
+    fn check_path(&self) -> Result<(), Astray> {
         Ok(())
     }
     fn renew(&mut self, _: &[u8], _: u64) -> std::io::Result<()> {

@@ -233,11 +233,11 @@ fn others() -> [Row; 5] {
 }
 
 #[tokio::test]
-async fn each_end_is_decided_by_what_the_store_says_and_what_stands() {
+async fn each_end_is_decided_by_what_the_store_says_and_finds() {
     let table = executed_ones().into_iter().chain(others());
-    for (name, end, done, by_what_stands) in table {
+    for (name, end, done, by_found) in table {
         assert_eq!(is(&end, Says::Done, Finds::Nothing).await, done, "{name}: done");
-        for (finds, expected) in FINDS.into_iter().zip(by_what_stands) {
+        for (finds, expected) in FINDS.into_iter().zip(by_found) {
             assert_eq!(is(&end, Says::NoRow, finds).await, expected, "{name}: {finds:?}");
         }
         if matches!(end, End::Late(_)) {

@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_damage_is_skipped_and_what_stands_in_a_body_is_no_entry() {
+    fn a_long_damage_is_skipped_and_an_entry_within_a_body_is_none() {
         let (header, inner, _) = file(&[b"forged".to_vec()]);
         // The body holds a whole entry of this very file, as it would stand elsewhere.
         let forged = inner[usize::try_from(HEADER).unwrap()..].to_vec();

@@ -13,7 +13,7 @@ fn trusting() -> Forwarding {
 }
 
 /// `name: value` lines of what goes on, but for `Via`.
-fn forwarded(forwarding: &Forwarding, hop: &Hop, lines: &[(&str, &str)]) -> Vec<String> {
+fn forwarded_lines(forwarding: &Forwarding, hop: &Hop, lines: &[(&str, &str)]) -> Vec<String> {
     let mut headers = map(lines);
     forward(forwarding, hop, &mut headers);
     assert_eq!(headers.remove("via").unwrap(), "1.1 oncegate");
@@ -35,7 +35,7 @@ fn assert_forwarded(lines: &[(&str, &str)], wanted: [&str; 4], others: &[&str]) 
     ];
     wanted.extend(others.iter().map(|line| (*line).to_owned()));
     wanted.sort_unstable();
-    assert_eq!(forwarded(&trusting(), &hop(), lines), wanted, "{lines:?}");
+    assert_eq!(forwarded_lines(&trusting(), &hop(), lines), wanted, "{lines:?}");
 }
 
 const OURS: [&str; 4] =
@@ -69,7 +69,7 @@ fn an_untrusted_peer_says_nothing_of_the_caller() {
         format!("x-forwarded-host: {host}"),
         format!("x-forwarded-proto: {proto}"),
     ];
-    assert_eq!(forwarded(&Forwarding::default(), &hop(), &lines), wanted);
+    assert_eq!(forwarded_lines(&Forwarding::default(), &hop(), &lines), wanted);
 }
 
 #[test]
@@ -124,10 +124,10 @@ fn addresses_are_written_as_each_family_writes_them() {
         assert_forwarded(&[("forwarded", &said)], [&both, &list, "h:1", "http"], &[]);
     }
     let mapped = Hop { peer: Some("::ffff:10.0.0.9".parse().unwrap()), ..hop() };
-    let lines = forwarded(&Forwarding::default(), &mapped, &[]);
+    let lines = forwarded_lines(&Forwarding::default(), &mapped, &[]);
     assert_eq!(lines[1], "x-forwarded-for: 10.0.0.9");
     let six = Hop { peer: Some("::1".parse().unwrap()), host: None, https: true };
-    let lines = forwarded(&Forwarding::default(), &six, &[]);
+    let lines = forwarded_lines(&Forwarding::default(), &six, &[]);
     let wanted = ["forwarded: for=\"[::1]\";proto=https", "x-forwarded-for: ::1"];
     assert_eq!(lines, [&wanted[..], &["x-forwarded-proto: https"]].concat());
 }
@@ -286,7 +286,7 @@ fn a_unix_socket_is_trusted_and_has_no_address() {
         let mut wanted = vec![format!("forwarded: {forwarded}")];
         wanted.extend(addresses.map(|list| format!("x-forwarded-for: {list}")));
         wanted.extend(host_and_proto.iter().map(|line| (*line).to_owned()));
-        assert_eq!(forwarded(&Forwarding::default(), &unix, &lines), wanted, "{lines:?}");
+        assert_eq!(forwarded_lines(&Forwarding::default(), &unix, &lines), wanted, "{lines:?}");
     }
 }
 
