@@ -33,7 +33,7 @@ use crate::telemetry::{WentBack, causes};
 
 /// How often the database is asked which life it is in.
 const EVERY: Duration = Duration::from_millis(500);
-/// From so long before the last word of the life before on, ends are compared. A standby that was further behind is reported in the log.
+/// Ends are compared from so long before the last word of the life before. A standby that was further behind is logged.
 /// Who removes younger rows by hand, and then restarts the database, gets them back.
 const REMEMBERED: Duration = Duration::from_secs(600);
 /// For how long after a change connections may still have been at the server before it: what they confirmed is compared, too.
@@ -357,7 +357,7 @@ impl Gateway {
         }
     }
 
-    /// What the scope has in the place of an outcome that cannot be written back. Another record's execution may be a second one.
+    /// What the scope has instead of an outcome that cannot be written back. Another record may be a second execution.
     async fn overtaken(&self, scope: &Scope, late: LateOutcome) -> Result<Repaired, Error> {
         let record = late.fence.id;
         let Some(other) = self.instead_of(scope, record).await? else {

@@ -93,7 +93,7 @@ impl<'a> Acquisition<'a> {
             Ok(Reserved::LeaseEnded) => return self.await_lease(owner, deadline).await,
             Err(error) => error,
         };
-        match error {
+        match &error {
             Error::InDoubt(cause) => {
                 if let Some(left_out) = self.single_flight.unreserved.due() {
                     tracing::warn!(%cause, left_out, "a reservation is in doubt");
@@ -101,9 +101,9 @@ impl<'a> Acquisition<'a> {
                 Decision::Doubt(self.undo(fence, Statement::Reservation))
             }
             Error::Refused(cause) => {
-                Decision::Refuse(self.single_flight.not_storable(self.request, &*cause))
+                Decision::Refuse(self.single_flight.not_storable(self.request, &**cause))
             }
-            error => self.not_reserved(&error),
+            Error::Unavailable(_) | Error::Unreadable(_) | Error::Late => self.not_reserved(&error),
         }
     }
 
