@@ -19,9 +19,11 @@ RUN mkdir -p src benches \
 COPY src src
 COPY benches benches
 COPY migrations migrations
+# The commit, as the metric oncegate_build_info shows it.
+ARG REVISION=""
 # cargo compares times, and the sources may be older than the empty program.
 RUN touch src/main.rs src/lib.rs \
-    && cargo build --profile dist --locked --bin oncegate --features "$FEATURES"
+    && ONCEGATE_REVISION="$REVISION" cargo build --profile dist --locked --bin oncegate --features "$FEATURES"
 
 FROM ${DEBIAN_IMAGE}
 # Certificates of the public authorities, for https upstreams and sinks. The builder has them.
