@@ -29,6 +29,10 @@ fn at(port: u16) -> SocketAddr {
     (Ipv4Addr::LOCALHOST, port).into()
 }
 
+/// What is said of a server that cuts each connection: "error connecting to server", or "error communicating with the
+/// server".
+const CUT: &str = " server";
+
 /// A configuration with addresses that are known before it listens.
 struct Setup {
     addr: SocketAddr,
@@ -158,7 +162,7 @@ async fn refused_reset_hanging_and_silent_connections_are_waited_out() {
     let port = Cluster::shared().port();
     type Break = (&'static str, fn(&Fault));
     let ways: [Break; 3] = [
-        ("error communicating with the server", Fault::refuse),
+        (CUT, Fault::refuse),
         ("connecting took too long", Fault::hang),
         ("connecting took too long", Fault::stall),
     ];
@@ -383,7 +387,7 @@ async fn a_schema_that_is_newer_and_rights_that_are_missing_end_a_start_once_the
         let place = Place::at(through);
         let setup = Setup::new(&place, &orders.url(), "", "");
         let gateway = setup.serve();
-        works_without(&gateway, &orders, "error communicating with the server").await;
+        works_without(&gateway, &orders, CUT).await;
         fault.pass();
         let log = ended(gateway, 1);
         assert!(log.contains("oncegate: ") && log.contains(told), "{told}: {log}");
@@ -559,7 +563,7 @@ impl Left {
         let mut starting = process::serve(config);
         starting.env("ONCEGATE_FAULT", format!("{point}=pause:{}", self.held.display()));
         let gateway = Gateway::unready(starting, config, *addr, *admin);
-        works_without(&gateway, &self.orders, "error communicating with the server").await;
+        works_without(&gateway, &self.orders, CUT).await;
         assert_eq!(order("a").to(*addr).await.problem(), "store-unavailable");
         self.fault.pass();
         let reached = self.held.with_extension("reached");
@@ -631,7 +635,7 @@ async fn a_start_that_loses_its_database_again_begins_anew() {
     let setup = Setup::new(&through, &orders.url(), "", "");
     fault.refuse();
     let gateway = setup.serve();
-    works_without(&gateway, &orders, "error communicating with the server").await;
+    works_without(&gateway, &orders, CUT).await;
     // It takes a lease, and is never told: in doubt, and begun anew.
     fault.swallow_the_answer_to("-- heartbeat");
     fault.pass();
