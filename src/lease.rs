@@ -199,8 +199,7 @@ impl Contact {
     }
 
     /// The database answered at `now`. After a gap of more than half a lease contact begins anew. Others renew after each
-    /// third
-    /// of a lease, so a shorter gap alone lets no lease run out.
+    /// third of a lease, so a shorter gap alone lets no lease run out.
     pub fn reached(&self, now: Instant) {
         let mut reach = self.0.write();
         if reach.since.is_none() || reach.gap(now) {

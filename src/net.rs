@@ -16,8 +16,7 @@ pub use self::pool::Pool;
 pub const AGENT: &str = concat!("oncegate/", env!("CARGO_PKG_VERSION"));
 
 /// Connects to one of these addresses. They are tried in order, each for a share of the time that is left. The connection
-/// sends
-/// small messages at once.
+/// sends small messages at once.
 ///
 /// # Errors
 /// The error of the last address that refused. If the last address is silent, the future does not end: the caller has the

@@ -65,9 +65,8 @@ pub struct Settings {
 /// Delivers until `stop`. Then it gives back the claims that are not sent, waits for the deliveries in flight (each bounded by
 /// the time-out of its sink), writes the verdicts and ends. The future may be dropped at any time: claims run out.
 ///
-/// `wake` is notified when events were written; each notification reaches all sinks. A sink with invalid settings is logged
-/// and
-/// left out; `sink::Settings::check` finds that earlier.
+/// `wake` is notified when events were written; each notification reaches all sinks. A sink with invalid settings is
+/// logged and left out; `sink::Settings::check` finds that earlier.
 pub async fn run(
     store: Arc<dyn Deliveries>,
     settings: Settings,

@@ -2,15 +2,12 @@
 //!
 //! Upstreams read paths in two ways. Some split the path and then decode each segment. Others decode the path, then split it,
 //! and resolve `.`, `..` and doubled slashes. A request has a route if its path matches in either reading; otherwise an
-//! unusual
-//! spelling could bypass the protection of a write. If the two readings match different routes, the gateway cannot know which
-//! one the upstream will use, and the request is ambiguous. Each reading decodes escapes once.
+//! unusual spelling could bypass the protection of a write. If the two readings match different routes, the gateway cannot
+//! know which one the upstream will use, and the request is ambiguous. Each reading decodes escapes once.
 //!
-//! Both readings are written in one spelling, in which slashes and percent signs within a segment are escaped, and looked up
-//! in
-//! one table for each method. A trailing slash and `;params` do not matter. A catch-all also matches an empty rest. The path
-//! is
-//! forwarded and fingerprinted as received.
+//! Both readings are written in one spelling, in which slashes and percent signs within a segment are escaped, and looked
+//! up in one table for each method. A trailing slash and `;params` do not matter. A catch-all also matches an empty rest.
+//! The path is forwarded and fingerprinted as received.
 
 mod near;
 

@@ -5,8 +5,7 @@
 //!   header that the gateway would have dropped.
 //!
 //! The store decides whether a record may be changed, and writes the audit row. If the process dies after the action and
-//! before
-//! its report, the audit table shows whether the action was done.
+//! before its report, the audit table shows whether the action was done.
 
 use std::time::Duration;
 

@@ -5,8 +5,7 @@
 //!
 //! Order of the start: open the store, take the lease, listen, be ready. If the database is away, it listens first and is not
 //! ready. Order of the end: be not ready, finish the deliveries in flight, give back the other claims, end the lease. The
-//! lease
-//! is last, because after its end other processes take the remaining claims.
+//! lease is last, because after its end other processes take the remaining claims.
 
 use std::net::SocketAddr;
 use std::sync::Arc;

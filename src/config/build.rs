@@ -1,8 +1,8 @@
 //! Applies defaults and rules to the file as written, and makes the settings of each part.
 //!
 //! Each function takes a section of [`mod@file`] and makes the settings of one part. It reports a broken rule with its
-//! location
-//! and goes on with a harmless value. No part ever gets that value, because a configuration with mistakes is never returned.
+//! location and goes on with a harmless value. No part ever gets that value, because a configuration with mistakes is
+//! never returned.
 //!
 //! Invariant: all defaults are here, and `config/oncegate.toml` shows every one of them. A test compares the two.
 

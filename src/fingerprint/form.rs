@@ -137,9 +137,8 @@ fn root(name: &[u8]) -> impl Iterator<Item = u8> {
     letters.map(|byte| if matches!(byte, b'.' | b' ') { b'_' } else { byte.to_ascii_lowercase() })
 }
 
-/// Whether the order of two names of one root may matter. It is enough to compare neighbours, because sorting puts the names
-/// of
-/// one root next to each other.
+/// Whether the order of two names of one root may matter. It is enough to compare neighbours, because sorting puts the
+/// names of one root next to each other.
 fn meet(one: &[u8], other: &[u8]) -> bool {
     let plain = |name: &'_ [u8]| name.iter().take_while(|byte| **byte != b'[').count();
     let listed = |name: &[u8]| name.windows(2).any(|pair| pair == b"[]");

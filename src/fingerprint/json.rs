@@ -4,9 +4,8 @@
 //! others. Numbers are exact decimals and never floating point.
 //!
 //! Invariant: two different documents never have the same canonical form. So the canonical form is JSON itself, and a text
-//! that
-//! parsers are known to read differently has no canonical form and is compared byte by byte: duplicate member names, lone
-//! surrogates, a byte order mark, bad UTF-8, exponents beyond 64 bits, nesting beyond [`DEPTH_MAX`].
+//! that parsers are known to read differently has no canonical form and is compared byte by byte: duplicate member names,
+//! lone surrogates, a byte order mark, bad UTF-8, exponents beyond 64 bits, nesting beyond [`DEPTH_MAX`].
 //!
 //! Only [`canonical()`] reads the bodies of callers. The tree reads its output. The depth is checked before anything recurses,
 //! so no body can exhaust the stack.
@@ -420,8 +419,7 @@ impl Writer<'_> {
     }
 
     /// Only the picked parts of a node, as JSON text in which elements carry their index. So two documents with the same
-    /// values
-    /// at different places differ.
+    /// values at different places differ.
     fn picked(&mut self, id: NodeId, picked: &Located) {
         let tree = self.tree;
         if is(&picked.named, id) {

@@ -3,15 +3,12 @@
 //! `multipart/form-data` is a form: parts are sorted by the names of their fields, and parts of one name keep their order. In
 //! all other types (`related`, as SOAP with attachments; `mixed`) the order of all parts counts, and the parameters of
 //! Content-Type except the boundary. All headers of a part count, as names and values whose spelling does not matter. Its
-//! content
-//! counts byte by byte: neither its transfer encoding nor its own type is interpreted.
+//! content counts byte by byte: neither its transfer encoding nor its own type is interpreted.
 //!
 //! Invariant: two different bodies never have the same canonical form. So every piece carries its length, and a body that
-//! parsers
-//! are known to split differently is compared byte by byte: a boundary outside of a delimiter line, lines that end in a bare
-//! LF,
-//! a missing closing delimiter, a field without a name, a header that counts twice, a boundary or a name that is also given in
-//! the form of RFC 2231 (`boundary*`).
+//! parsers are known to split differently is compared byte by byte: a boundary outside of a delimiter line, lines that end
+//! in a bare LF, a missing closing delimiter, a field without a name, a header that counts twice, a boundary or a name
+//! that is also given in the form of RFC 2231 (`boundary*`).
 //!
 //! Time is linear except for sorting: the search for the boundary never goes back.
 

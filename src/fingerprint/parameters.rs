@@ -2,8 +2,7 @@
 //!
 //! Case of names, quotes, blanks and the order of different names do not count. The text between quotes counts with its
 //! backslashes, because parsers differ on them: some clients send Windows paths unescaped. A value that does not have this
-//! form,
-//! or has a parameter twice, is not read.
+//! form, or has a parameter twice, is not read.
 
 /// A value and its parameters.
 #[derive(Debug, PartialEq, Eq)]

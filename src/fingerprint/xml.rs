@@ -8,9 +8,8 @@
 //! element that holds only text, and among words. A comment within a text splits it, because some parsers take only the part
 //! before it.
 //!
-//! The canonical form is XML in UTF-8, and its own canonical form. So two documents have the same form only if they are the
-//! same
-//! document. A text is compared byte by byte if it is not well-formed, has a document type, nests deeper than
+//! The canonical form is XML in UTF-8, and its own canonical form. So two documents have the same form only if they are
+//! the same document. A text is compared byte by byte if it is not well-formed, has a document type, nests deeper than
 //! [`DEPTH_MAX`](super::json::DEPTH_MAX), or may be decoded in two ways.
 //!
 //! Time is linear except for the sorting of attributes. Each path of the settings adds a fixed cost for each element.

@@ -12,9 +12,8 @@ use async_trait::async_trait;
 
 /// What is wrong with a port in a URL; `None`: each host has a valid port or no port.
 ///
-/// The message repeats the port only if it cannot be part of a password. A slash in a password ends the authority too early,
-/// and
-/// then a part of the password is in the place of the port.
+/// The message repeats the port only if it cannot be part of a password. A slash in a password ends the authority too
+/// early, and then a part of the password is in the place of the port.
 #[must_use]
 pub fn port_problem(url: &str) -> Option<String> {
     let (scheme, rest) = url.split_once("://").unwrap_or(("", url));

@@ -71,8 +71,7 @@ impl SinkWorker {
     }
 
     /// Whether a failure is no sign of an outage: the event failed before, and others succeed. Otherwise many such events
-    /// would
-    /// pause the sink whenever no other event is due for a moment.
+    /// would pause the sink whenever no other event is due for a moment.
     fn is_known_to_be_bad(&self, event: &Claimed, delivered: &Delivered) -> bool {
         let lately = self.sink.patience().base.saturating_mul(WELL_FOR);
         event.attempts > 0 && suspects(&delivered.evidence) && self.slots.succeeded_within(lately)
@@ -153,10 +152,9 @@ impl SinkWorker {
         change
     }
 
-    /// An event from a random place of a lane, or else the longest due event of the other lane. Mostly it is a fresh event:
-    /// the
-    /// newest, which is far from the events that caused the pause, and then two from random places. Sometimes it is a retry,
-    /// because all fresh events may be bad.
+    /// An event from a random place of a lane, or else the longest due event of the other lane. Mostly it is a fresh
+    /// event: the newest, which is far from the events that caused the pause, and then two from random places. Sometimes
+    /// it is a retry, because all fresh events may be bad.
     async fn claim_for_probe(&self, failed: u32) -> Result<Option<(Lane, Claimed)>, Error> {
         let (first, look, second) = match failed % 4 {
             0 => (Lane::Fresh, Look::From(u16::MAX), Lane::Retry),

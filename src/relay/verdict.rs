@@ -11,9 +11,8 @@
 //! ```
 //!
 //! An event that is not delivered is tried again after a growing pause with full jitter, or after the `Retry-After` of the
-//! answer. Invariants: no input makes a pause longer than the configured maximum or shorter than [`PAUSE_MIN`], and nothing
-//! here
-//! panics or overflows.
+//! answer. Invariants: no input makes a pause longer than the configured maximum or shorter than [`PAUSE_MIN`], and
+//! nothing here panics or overflows.
 
 use std::time::{Duration, SystemTime};
 
@@ -224,8 +223,7 @@ pub fn suspects(evidence: &Evidence) -> bool {
 }
 
 /// The pause before the first probe of a sink that fails. It is zero unless probes failed lately: perhaps only some events
-/// fail,
-/// and then another event shows that at once. A sink that is down gets one more request.
+/// fail, and then another event shows that at once. A sink that is down gets one more request.
 #[must_use]
 pub fn until_first_probe(
     failed_probes: u32,

@@ -250,8 +250,7 @@ impl Keys {
     }
 
     /// Reads a JWK set (RFC 7517). Returns also the keys that were left out, and why. A set without any key is allowed: no
-    /// token
-    /// is valid then.
+    /// token is valid then.
     ///
     /// # Errors
     /// It is no such set.
@@ -550,8 +549,7 @@ impl Claims {
     }
 
     /// A claim that is a text or a whole number, as text. The number 7 and the text "7" are the same tenant, because the
-    /// issuer
-    /// decides on both.
+    /// issuer decides on both.
     ///
     /// # Errors
     /// There is no such claim, or it is something else.

@@ -1,8 +1,7 @@
 //! `on_unknown`, and the request to the upstream for "lookup".
 //!
 //! Invariant: all templates of a look-up are compiled here, so that a mistake in one is found at the start and not at the
-//! first
-//! look-up. Each mistake is reported at its own field.
+//! first look-up. Each mistake is reported at its own field.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,16 +1,13 @@
 //! JSON text in one canonical spelling, written in one pass.
 //!
 //! The canonical text has no blanks, strings with the shortest escapes, numbers in one spelling of their exact value, and
-//! members
-//! sorted by the bytes of their names in this spelling. It is JSON of the same meaning, so two different documents never have
-//! the
-//! same canonical text. A text that parsers are known to read differently is not read: see [`super`].
+//! members sorted by the bytes of their names in this spelling. It is JSON of the same meaning, so two different documents
+//! never have the same canonical text. A text that parsers are known to read differently is not read: see [`super`].
 //!
 //! Most of a text is already canonical. So the scanner copies the text between two deviations (a blank, an escape, an odd
-//! number)
-//! as one run. A position counts the bytes of the output: the written bytes and the open run. The first pass notes objects
-//! that
-//! are not sorted, and a second pass copies their pieces in order, each byte once. Both passes are linear except for sorting.
+//! number) as one run. A position counts the bytes of the output: the written bytes and the open run. The first pass notes
+//! objects that are not sorted, and a second pass copies their pieces in order, each byte once. Both passes are linear
+//! except for sorting.
 
 use std::ops::Range;
 

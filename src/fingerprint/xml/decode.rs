@@ -1,10 +1,9 @@
 //! From the bytes of an XML body to UTF-8 text: byte order mark, declaration, charset.
 //!
 //! A byte order mark decides, and then the charset of Content-Type and the declaration, which must agree if it matters.
-//! Without
-//! all of these the text is UTF-8. Supported are UTF-8, UTF-16 with its mark, and ISO-8859-1 and Windows-1252 for the bytes
-//! that
-//! both read alike. A text of ASCII alone is the same in all known encodings. Other encodings and contradictions are not read.
+//! Without all of these the text is UTF-8. Supported are UTF-8, UTF-16 with its mark, and ISO-8859-1 and Windows-1252 for
+//! the bytes that both read alike. A text of ASCII alone is the same in all known encodings. Other encodings and
+//! contradictions are not read.
 
 use std::borrow::Cow;
 

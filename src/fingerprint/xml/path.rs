@@ -11,8 +11,8 @@ pub(crate) const WS_SECURITY: &str = "ws-security";
 
 /// The content of the header `wsse:Security` (tokens, time stamps, signatures), and the ids by which a signature refers to the
 /// body and to other headers: a signer makes new ones for each message. For the body some signers use an `Id` without
-/// namespace
-/// or `xml:id`. Ids within the content of the body are not included, because content that counts may refer to them.
+/// namespace or `xml:id`. Ids within the content of the body are not included, because content that counts may refer to
+/// them.
 const WS_SECURITY_PATHS: [&str; 10] = [
     "/soap:Envelope/soap:Header/wsse:Security",
     "/soap:Envelope/soap:Header/*/@wsu:Id",

@@ -1,9 +1,8 @@
 //! A strict parser for XML 1.0 with namespaces and without a document type.
 //!
 //! Every rule of well-formedness is checked, because only a document that all parsers read alike may be compared by meaning:
-//! names, nesting, repeated attributes (by name or by namespace), references, characters, undeclared prefixes. A document type
-//! is
-//! not read, so only the five entities of XML exist, and nothing is ever expanded or fetched.
+//! names, nesting, repeated attributes (by name or by namespace), references, characters, undeclared prefixes. A document
+//! type is not read, so only the five entities of XML exist, and nothing is ever expanded or fetched.
 //!
 //! The document is a flat list of nodes in their order. Text is a range of the body unless it must be rewritten. Nothing here
 //! recurses, and the depth is bounded.

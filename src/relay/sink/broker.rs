@@ -1,6 +1,5 @@
 //! What message brokers share as targets: log-in, TLS, one connection for all deliveries, and event values as text that is
-//! safe
-//! in headers.
+//! safe in headers.
 //!
 //! Invariants:
 //!
@@ -110,9 +109,8 @@ impl<C> Shared<C> {
         Self { state: Mutex::new(state), failures: AtomicU64::new(0) }
     }
 
-    /// The connection. `connect` makes one if there is none that is `alive`. Dropping the future cancels the connecting for
-    /// all
-    /// deliveries that wait for it.
+    /// The connection. `connect` makes one if there is none that is `alive`. Dropping the future cancels the connecting
+    /// for all deliveries that wait for it.
     pub(super) async fn line(
         &self,
         alive: impl Fn(&C) -> bool,

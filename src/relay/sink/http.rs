@@ -374,9 +374,8 @@ fn sign(
     Ok(())
 }
 
-/// Reads the body to its end, to [`BODY_MAX`] or to the deadline. Returns the beginning of its text, and whether it was read
-/// to
-/// its end. Dropping an unfinished body closes the connection.
+/// Reads the body to its end, to [`BODY_MAX`] or to the deadline. Returns the beginning of its text, and whether it was
+/// read to its end. Dropping an unfinished body closes the connection.
 async fn read_text(mut body: Incoming, deadline: Instant) -> (String, bool) {
     let mut kept = BytesMut::new();
     let mut seen = 0_usize;

@@ -1,10 +1,8 @@
 //! The secrets that sign deliveries, and their rotation.
 //!
-//! A delivery reads the file of secrets again every few seconds. All secrets in the file sign, so that a rotation (old, then
-//! new
-//! and old, then new) needs no restart. Invariants: there is always at least one secret. A file that cannot be read, or that
-//! has
-//! a wrong line, changes nothing and is logged. The log holds no secret.
+//! A delivery reads the file of secrets again every few seconds. All secrets in the file sign, so that a rotation (old,
+//! then new and old, then new) needs no restart. Invariants: there is always at least one secret. A file that cannot be
+//! read, or that has a wrong line, changes nothing and is logged. The log holds no secret.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
